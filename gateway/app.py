@@ -30,7 +30,7 @@ from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify
 from gateway.api.standby import StandbyBoundary
-from gateway.api.tandem import groups, keys, runs, samples, status, targets, usage
+from gateway.api.tandem import groups, keys, runs, samplers, samples, status, targets, usage
 from gateway.api.tinker import (
     auth,
     billing,
@@ -86,6 +86,7 @@ ROUTERS = (
     keys.router,
     usage.router,
     groups.router,
+    samplers.router,
     runs.router,
     samples.router,
     targets.router,

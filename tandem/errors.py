@@ -40,6 +40,7 @@
     │   ├── NoGradients
     │   ├── GradientsIncomplete
     │   ├── NameTaken
+    │   ├── NoRoom
     │   ├── SampleCancelled
     │   ├── SequenceGap
     │   └── SequenceTaken
@@ -359,6 +360,10 @@ class GradientsIncomplete(UserError):
 
 class NameTaken(UserError):
     """A checkpoint or model of this name exists. (Not 409: the SDK would retry.)"""
+
+
+class NoRoom(UserError):
+    """The device groups have no room for what is asked for now. (Not 409: the SDK would retry.)"""
 
 
 class SampleCancelled(UserError):

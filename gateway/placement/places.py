@@ -4,7 +4,10 @@ A run takes the places of its trainer and of its session's engines at once, or w
 that no two runs each hold half of what both need. It keeps them until it ends. The place of a
 sampler that no run keeps is the engine's alone: when another ask needs it, the engine is stopped
 once it has nothing to do and has served for `quantum` seconds, the least recently used first; it
-starts again when it is needed.
+starts again when it is needed. Engines of one sampler that have none take theirs at once, too.
+
+A sampler may be scaled while it lives: what it has more takes places at once or not at all, and how
+many engines it is to have is committed with them.
 
 An engine also needs a slot to run in. On groups that are not leased, where an engine with nothing
 to do costs as much as another one, `most_engines` run, of which `most_starting` start at once.
@@ -22,18 +25,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from sqlalchemy import RowMapping, delete, insert, select
+from sqlalchemy import Executable, RowMapping, delete, insert, select
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
-from gateway.placement.room import Ask, Engine, Place, Room
+from gateway.placement.room import Ask, Engine, Place, Room, engine_key
 from gateway.storage.database import Database
-from gateway.storage.tables import drained_groups
+from gateway.storage.tables import drained_groups, scaled_samplers
 from gateway.storage.tables import places as table
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NoRoom
 from tandem.telemetry import get_log
 
 _POLL_SECONDS = 0.5
+_RETIREMENT = 30.0
+"""Seconds for which the end of engines that have nothing to do is waited for."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,6 +66,8 @@ class Places:
         self._room = Room(most_engines=self.most_engines, most_starting=self.most_starting)
         self._slots: dict[str, EngineSlot] = {}
         self._queue: dict[str, Ask] = {}
+        self.scaled: dict[str, int] = {}
+        """How many engines those samplers are to have that were scaled."""
         self._numbers = count()
         self._polling: asyncio.TimerHandle | None = None
 
@@ -83,6 +90,8 @@ class Places:
             get_log().info("device_group", **group.about())
         rows = await self.database.read(select(drained_groups))
         self._room.drained.update(row["name"] for row in rows)
+        rows = await self.database.read(select(scaled_samplers))
+        self.scaled.update((row["sampler"], row["replicas"]) for row in rows)
         rows = await self.database.read(select(table))
         for row in sorted(rows, key=lambda row: str(row["role"]), reverse=True):  # trainers first
             place = self._restored(row)
@@ -136,10 +145,16 @@ class Places:
     async def take(self, ask: Ask) -> Place:
         """Wait until all that is asked for is there, and return the place of the asking worker.
         Whoever has a place keeps it. A cancelled ask leaves nothing behind."""
-        ask.number, self._queue[ask.key] = next(self._numbers), ask
+        await self._take(ask)
+        return self._room.places[ask.key]
+
+    async def take_for_engines(self, ask: Ask) -> None:
+        """Wait until all engines that are asked for have a place. As `take`."""
+        await self._take(ask)
+
+    async def _take(self, ask: Ask) -> None:
         try:
-            self._assign()
-            await asyncio.wait({ask.turn})
+            await self._granted(ask)
             taken = ask.turn.result()
             for place in taken:
                 self.database.write_soon(insert(table), _row(place))
@@ -147,14 +162,34 @@ class Places:
                 await self.database.flush()
         except BaseException:
             if not ask.turn.done():
-                del self._queue[ask.key]
-                self._assign()
+                if ask.engine is not None and ask.key not in self._slots:
+                    self._end_engine(ask.key)  # it may have had one without a slot
             elif ask.engine is not None:
                 self.give_back(self._slots[ask.key])
             elif any(place.key == ask.key for place in ask.turn.result()):
                 self.release_trainer(ask.key)
+            else:
+                self._undo(ask)
             raise
-        return self._room.places[ask.key]
+
+    async def _granted(self, ask: Ask, *, within: float | None = None) -> None:
+        """Return once it has what it asks for, or `within` so many seconds without that; but if
+        engines that have nothing to do end for it, their end is waited for."""
+        ask.number, self._queue[ask.key] = next(self._numbers), ask
+        try:
+            self._assign()
+            if within is not None and any(slot.retiring for slot in self._slots.values()):
+                within = max(within, _RETIREMENT)
+            await asyncio.wait({ask.turn}, timeout=within)
+        finally:
+            if not ask.turn.done():
+                del self._queue[ask.key]
+                self._assign()
+
+    def _undo(self, ask: Ask) -> None:
+        """Give back what engines were given that have not begun to start."""
+        for place in ask.turn.result() if ask.turn.done() else ():
+            self.drop(place.key)
 
     async def take_for_engine(self, engine: Engine, asks: Asks) -> EngineSlot:
         """Return the engine's slot once it may start."""
@@ -192,9 +227,10 @@ class Places:
     def get(self, key: str) -> Place | None:
         return self._room.places.get(key)
 
-    def replicas_of(self, sampler: str) -> int:
-        """Return how many engines of a sampler have a place."""
-        return len(self._room.engines_of(sampler))
+    def replicas_of(self, sampler: str, *, asked: int = 0) -> int:
+        """Return how many engines a sampler is to have: what it was scaled to, else as many as were
+        `asked` for or have a place."""
+        return self.scaled.get(sampler) or max(asked, len(self._room.engines_of(sampler)))
 
     def may_adopt(self, key: str) -> bool:
         """Whether the trainer that an earlier gateway left is where it may be."""
@@ -213,6 +249,13 @@ class Places:
         self._end_engine(slot.place.key)
         self._assign()
 
+    def drop(self, key: str) -> None:
+        """Give back the place of an engine that its sampler is not to have any more, if it has one.
+        Nothing is left of the engine."""
+        if key not in self._slots and self._room.places.pop(key, None) is not None:
+            self._forget(key)
+            self._assign()
+
     def release_trainer(self, key: str) -> None:
         """Give back the places of a trainer of which nothing is left, if it has any."""
         place = self._room.places.pop(key, None)
@@ -230,6 +273,58 @@ class Places:
 
     def _forget(self, key: str) -> None:
         self.database.write_soon(delete(table).where(table.c.key == key))
+
+    # --- Scaling ------------------------------------------------------------------------------
+
+    async def scale(self, sampler: str, replicas: int, ask: Ask | None, *, wait: float) -> None:
+        """Let a sampler have so many engines from now on, after a restart, too. What new ones `ask`
+        for they get within `wait` seconds, all or nothing; places of those that are too many stay
+        theirs until `drop`. Raises `NoRoom` and `StorageFailed`; then nothing has changed."""
+        try:
+            if ask is not None:
+                await self._granted(ask, within=wait)
+                if not ask.turn.done():
+                    raise NoRoom(self._why_not(sampler, ask))
+            changes: list[Executable] = [
+                delete(scaled_samplers).where(scaled_samplers.c.sampler == sampler),
+                insert(scaled_samplers).values(sampler=sampler, replicas=replicas),
+                *(insert(table).values(_row(each)) for each in (ask.turn.result() if ask else ())),
+            ]
+            await self.database.write_together(*changes)
+        except BaseException:
+            if ask is not None:
+                self._undo(ask)
+            raise
+        self.scaled[sampler] = replicas
+
+    def _why_not(self, sampler: str, ask: Ask) -> str:
+        needs, has = self._room.open(ask), len(self._room.engines_of(sampler))
+        fit = 0
+        while fit < len(needs) and not isinstance(self._room.choose(needs[: fit + 1], ask), str):
+            fit += 1
+        return (
+            f"{len(needs)} more engines need a place, and there is room for {fit}: {ask.why}. "
+            f"Nothing has changed: {has} have one. Ask for {has + fit} at most, wait for others to "
+            "end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)"
+        )
+
+    def is_kept(self, sampler: str) -> bool:
+        """Whether a run keeps the places of a sampler."""
+        return self._room.is_kept(sampler)
+
+    def forget_scaled(self, sampler: str) -> None:
+        """Forget how many engines a sampler was to have that has ended."""
+        if self.scaled.pop(sampler, None) is not None:
+            named = scaled_samplers.c.sampler == sampler
+            self.database.write_soon(delete(scaled_samplers).where(named))
+
+    def drop_beyond(self, sampler: str) -> None:
+        """Give back the places of engines that a sampler had before it was scaled down, and of
+        which an earlier gateway was still ending the processes."""
+        wanted = {engine_key(sampler, number) for number in range(self.scaled[sampler])}
+        for key in self._room.engines_of(sampler):
+            if key not in wanted:
+                self.drop(key)
 
     # --- Draining -----------------------------------------------------------------------------
 
@@ -418,7 +513,7 @@ class Places:
         for need in ask.needs:
             if need.key not in room.places:
                 needs.append(need)
-            elif need.key in room.engines and self._slots[need.key].retiring is not None:
+            elif (slot := self._slots.get(need.key)) is not None and slot.retiring is not None:
                 return "its last engine is being stopped"
         return room.choose(needs, ask)
 

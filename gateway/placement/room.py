@@ -9,7 +9,7 @@ claims of a pool, those that somebody uses come first, so that no more are made 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
@@ -127,6 +127,20 @@ class Ask:
             session_id=session_id,
             needs=(trainer, *engines) if keeps else (trainer,),
             priority=asks.priority,
+        )
+
+    @classmethod
+    def of_engines(
+        cls, key: str, *, owner: str, session_id: str, engines: Mapping[str, Asks]
+    ) -> Ask:
+        """Return that of several engines of a sampler together, for their places alone. `engines`
+        has what each asks for, by the key of its place."""
+        return cls(
+            key=key,
+            owner=owner,
+            session_id=session_id,
+            needs=tuple(_sampler_need(each, asks) for each, asks in engines.items()),
+            priority=max(asks.priority for asks in engines.values()),
         )
 
     @classmethod

@@ -38,9 +38,9 @@ class TrainerHosts:
     def for_new(self, run: TrainingRun) -> TrainerHost:
         """Return the trainer of a run that is being created: one that it shares, or its own. Raises
         `InvalidRequest` for what no group can give."""
-        ask = _ask(run, key=run.id, sampler=self._sampler_of(run))
+        ask = self._ask(run, key=run.id, sampler=self._sampler_of(run))
         before = [
-            _ask(host.first, key=host.key, sampler=host.sampler)
+            self._ask(host.first, key=host.key, sampler=host.sampler)
             for host in self._hosts.values()
             if host.place is None
         ]
@@ -77,7 +77,16 @@ class TrainerHosts:
         """Return what a run needs before it starts: the place of its trainer, and that of the
         sampler which will serve its weights."""
         assert run.trainer is not None
-        return _ask(run, key=run.trainer.host.key, sampler=run.sampler)
+        return self._ask(run, key=run.trainer.host.key, sampler=run.sampler)
+
+    def _ask(self, run: TrainingRun, *, key: str, sampler: str) -> Ask:
+        """Return what a run asks for; of a sampler that was scaled, what it was scaled to."""
+        asks = run.asks
+        if replicas := self.places.scaled.get(sampler):
+            asks = asks.model_copy(update={"replicas": replicas})
+        return Ask.of_run(
+            key, owner=run.owner, session_id=run.session_id, asks=asks, sampler=sampler
+        )
 
     def _made(self, key: str, run: TrainingRun) -> TrainerHost:
         host = self._hosts[key] = TrainerHost(
@@ -125,12 +134,6 @@ class TrainerHosts:
         return (
             host.sampler != "" and alone and self.samplers.takes_adapters(host.sampler, rank=rank)
         )
-
-
-def _ask(run: TrainingRun, *, key: str, sampler: str) -> Ask:
-    return Ask.of_run(
-        key, owner=run.owner, session_id=run.session_id, asks=run.asks, sampler=sampler
-    )
 
 
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:

@@ -111,6 +111,7 @@ class Balancer(Generic[Engine]):
         self.most_samples = 0
         self._engines = engines
         self._loads: dict[Engine, Load] = {}
+        self._awaited: dict[Engine, asyncio.Event] = {}
         self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[Engine]]]] = OrderedDict()
         """By the version that they need: one that has no room keeps no other from its engine."""
         self._blocks: OrderedDict[int, set[str]] = OrderedDict()
@@ -138,7 +139,14 @@ class Balancer(Generic[Engine]):
         load.add(work, -1)
         if not load.requests:
             del self._loads[engine]
+            if idle := self._awaited.pop(engine, None):
+                idle.set()
         self.look()
+
+    async def until_idle(self, engine: Engine) -> None:
+        """Return when nothing is under way at an engine."""
+        if engine in self._loads:
+            await self._awaited.setdefault(engine, asyncio.Event()).wait()
 
     @contextmanager
     def under_way(self, engine: Engine, work: Work) -> Iterator[None]:

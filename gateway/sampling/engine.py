@@ -107,6 +107,10 @@ class SamplerEngine:
         return self.state == "ready" and not self.demand
 
     @property
+    def has_place(self) -> bool:
+        return self.places.get(self.key) is not None
+
+    @property
     def ranks(self) -> int:
         """Over how many devices its weights are split."""
         return self._slot.place.ranks if self._slot is not None else 1
@@ -382,13 +386,18 @@ class SamplerEngine:
 
     # --- Its place ----------------------------------------------------------------------------
 
+    @property
+    def asked(self) -> Asks:
+        """What its next place must be: calls that outlived an engine wait for devices."""
+        if self._lease is None or not self._lease.waiting:
+            return self.asks
+        return self.asks.model_copy(update={"sampler_group": self._lease.group.name})
+
     async def _take_slot(self) -> EngineSlot:
-        patience, asks = self.settings.operation_timeout, self.asks
-        if self._lease is not None and self._lease.waiting:  # of calls that outlived an engine
-            asks = asks.model_copy(update={"sampler_group": self._lease.group.name})
+        patience = self.settings.operation_timeout
         try:
             async with asyncio.timeout(patience):
-                return await self.places.take_for_engine(self, asks)
+                return await self.places.take_for_engine(self, self.asked)
         except TimeoutError:
             raise WorkerStartFailed(
                 f"there was no place for another engine within {patience:g} s; try again later"
@@ -403,7 +412,7 @@ class SamplerEngine:
         """Note where it is to run, or runs if an earlier gateway has `left` it."""
         if self._lease is not None and self._lease.group.name == place.group.name:
             return
-        if self._lease is not None:  # nobody waits for it, see `_take_slot`
+        if self._lease is not None:  # nobody waits for it, see `asked`
             self._lease.close()
         self._lease = self.leases.of(place.group.name).register(
             key=self.key,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
@@ -12,10 +14,10 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
-from gateway.placement.asks import settled_asks
+from gateway.placement.asks import Asks, settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
-from gateway.placement.room import engine_key
+from gateway.placement.room import Ask, engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.sessions.registry import SessionRegistry
@@ -23,7 +25,7 @@ from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.resources import read_ahead
-from tandem.errors import InvalidRequest, SampleCancelled, TandemError
+from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.worker import WorkerHandle
@@ -52,6 +54,8 @@ class SamplerRouter:
     def __post_init__(self) -> None:
         self._starter = FairStarter()
         self._samplers: dict[str, Sampler] = {}
+        self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._numbers = count()
 
     async def open(self) -> None:
         """Adopt the engines that an earlier gateway has left, each for a sampler of its session;
@@ -84,11 +88,25 @@ class SamplerRouter:
                 else:
                     adoptions.append(engines[0].adopt(handle, slot))
         await asyncio.gather(*ends)
+        self._go_on_scaling()
         if adoptions:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
 
+    def _go_on_scaling(self) -> None:
+        """Give each sampler that was scaled the engines that it is to have, if it is in use."""
+        for key in [*self.places.scaled]:
+            if sampler := self._samplers.get(key):
+                sampler.start()
+            self.places.drop_beyond(key)
+            session_id = SamplerKey.parse(key).session_id
+            if self.sessions.get(session_id) is None and not self.places.is_kept(key):
+                self.places.forget_scaled(key)
+
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
+
+    def by_key(self, key: str) -> Sampler | None:
+        return self._samplers.get(key)
 
     def get(
         self,
@@ -147,8 +165,39 @@ class SamplerRouter:
             self.sessions.require(session_id)
             key = SamplerKey(session_id, model.name, self._largest_rank(rank))
             return self._add(key, model, user=session_id, limited=True)
-        sampler.grow(self.places.replicas_of(str(sampler.key)))  # a run may have asked for more
+        # A run may have asked for more.
+        wanted = self.places.replicas_of(str(sampler.key), asked=len(sampler.engines))
+        if wanted > len(sampler.engines):
+            sampler.replicas.resize(wanted)
         return sampler
+
+    async def scale(self, sampler: Sampler, replicas: int, *, wait: float) -> None:
+        """Let a sampler have so many engines from now on; what a new one needs is free within
+        `wait` seconds, or nothing changes. New ones start at once; those that are too many end once
+        they have nothing to do. Raises `NoRoom`, `InvalidRequest` for what no group has,
+        `LimitExceeded`, `StorageFailed`, and `UnknownSampler` if the sampler ends meanwhile."""
+        key, first = str(sampler.key), sampler.engine
+        async with self._scaling[key]:
+            had, back = len(sampler.engines), await sampler.replicas.settled()
+            ask = None
+            if replicas > had:
+                self._check_engines(sampler.owner, adding=replicas - had)
+                ask = self._ask(sampler.key, first.asks, owner=sampler.owner, replicas=replicas)
+                self.places.check(ask)
+                sampler.replicas.resize(min(replicas, back))
+            try:
+                await self.places.scale(key, replicas, ask, wait=wait)
+            except BaseException:
+                sampler.replicas.resize(had)
+                raise
+            if self._samplers.get(key) is not sampler:
+                for number in range(had, replicas):
+                    self.places.drop(engine_key(key, number))
+                self.places.forget_scaled(key)
+                raise UnknownSampler("the sampler has ended meanwhile, with its session")
+            sampler.replicas.resize(replicas)
+            if replicas > had:
+                sampler.start()
 
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
         """Let a session use a sampler, which may have been made for another one, that may have
@@ -209,6 +258,7 @@ class SamplerRouter:
                 sampler.users.discard(session_id)
                 if not sampler.users:
                     ended.append(self._samplers.pop(key))
+                    self.places.forget_scaled(key)
         await asyncio.gather(*(sampler.stop(error) for sampler in ended))
 
     async def close(self) -> None:
@@ -233,12 +283,12 @@ class SamplerRouter:
             admin=True,  # it was checked when the session was created
             max_lora_rank=key.max_lora_rank,
         )
-        # A run of the session may have asked for more.
-        replicas = max(asks.replicas, self.places.replicas_of(str(key)))
+        # A run of the session may have asked for more, or it was scaled.
+        replicas = self.places.replicas_of(str(key), asked=asks.replicas)
         if limited:
-            theirs = (each for each in self._samplers.values() if each.owner == session.owner)
-            used = sum(len(each.engines) for each in theirs)
-            self.limits.check("samplers", used=used + replicas - 1)
+            self._check_engines(session.owner, adding=replicas)
+            if replicas > 1:
+                self.places.check(self._ask(key, asks, owner=session.owner, replicas=replicas))
         engine = SamplerEngine(
             key=engine_key(str(key), 0),
             session_id=key.session_id,
@@ -264,8 +314,24 @@ class SamplerRouter:
             meter=self.meter,
             pins=self.pins,
         )
-        sampler.grow(replicas)
+        sampler.replicas.resize(replicas)
         return sampler
+
+    def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> Ask:
+        """Return what so many engines of a sampler need together."""
+        return Ask.of_engines(
+            f"{key}#scaled-{next(self._numbers)}",
+            owner=owner,
+            session_id=key.session_id,
+            engines={engine_key(str(key), number): asks for number in range(replicas)},
+        )
+
+    def _check_engines(self, owner: str, *, adding: int) -> None:
+        """Raise `LimitExceeded` if these would be too many engines for their owner."""
+        theirs = (each for each in self._samplers.values() if each.owner == owner)
+        used = sum(len(each.engines) for each in theirs)
+        if adding > 0:
+            self.limits.check("samplers", used=used, adding=adding)
 
     def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:
         """Return the base model that an engine was started with, if it is still registered."""

@@ -7,7 +7,8 @@ Sessions whose runs share a trainer share a sampler, too; it ends with the last 
 A sampler has as many engines as its session asks for (`tandem.replicas`), each with devices of its
 own; which one a sample goes to is for the `Balancer` to say. A sample that was under way when its
 engine died is sent once more, to another engine or to the next one: sampling changes nothing, and
-the client chose the seed. If that one dies too, the sample fails with `worker_died`.
+the client chose the seed. If that one dies too, the sample fails with `worker_died`. In the same
+way a sample may be taken back from an engine that leaves, or was sent too much (`replicas`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
@@ -26,9 +28,9 @@ from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
 from gateway.limits import Rate
 from gateway.metrics import Metrics
-from gateway.placement.room import engine_key
 from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
+from gateway.sampling.replicas import Replicas
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
 from gateway.workers.fleet import Worker
@@ -76,16 +78,25 @@ class Sample:
         await self.tell(delta)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Call:
     """A call on its way to the `engine` that it was assigned to, for a `version`; `during` names
-    it. `worker` is the process that it was sent to last."""
+    it. `worker` is the process that it was sent to, None before. `answer` is that of this engine,
+    which is `taken_back` when another one is to give it."""
 
     work: Work
     version: common_pb2.WeightVersion
     during: str
     engine: SamplerEngine
+    may_repeat: Callable[[], bool] = lambda: True
     worker: Worker | None = None
+    answer: asyncio.Task[object] | None = None
+    taken_back: bool = False
+
+    def take_back(self) -> None:
+        if self.answer is not None and self.may_repeat():
+            self.taken_back = True
+            self.answer.cancel()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,12 +122,25 @@ class Sampler:
         self.samples: dict[str, Sample] = {}
         self._numbers: list[int] = []  # of the samples, ascending, to look up a place in the queue
         self.completions = Rate()
-        self.engines = [self.engine]
         self.balancer = Balancer(self._serving)
+        self.replicas = Replicas(
+            first=self.engine,
+            balancer=self.balancer,
+            take_back=self._take_back,
+            prepare=self._prepare,
+            spread=self._spread,
+            failed=self.balancer.fail,
+        )
+        self._calls: dict[_Call, None] = {}  # in the order in which they were sent
+        self._newest: common_pb2.WeightVersion | None = None
         self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
         """Engines that did not answer a call, until it is known whether they have ended."""
-        self.engine.on_change = self._on_change
         self._log = get_log(session_id=self.key.session_id)
+
+    @property
+    def engines(self) -> Sequence[SamplerEngine]:
+        """Those that it is to have."""
+        return self.replicas.engines
 
     @property
     def waiting(self) -> int:
@@ -130,25 +154,11 @@ class Sampler:
 
     def explain(self) -> str:
         """Say what its engines are doing, and why none serves yet."""
-        serving = sum(engine.serves for engine in self.engines)
-        if serving and len(self.engines) > 1:
-            return f"{serving} of {len(self.engines)} engines of the sampler are at work"
-        return self.engines[0].explain()
-
-    def grow(self, replicas: int) -> None:
-        """Have so many engines, or as many more as there are."""
-        first = self.engines[0]
-        for number in range(len(self.engines), replicas):
-            engine = replace(first, key=engine_key(str(self.key), number), replica=number)
-            engine.demand, engine.on_change = first.demand, self._on_change
-            self.engines.append(engine)
-        if len(self.engines) > 1:  # else it takes all: there is nobody to leave them to
-            self.balancer.most_samples = first.settings.max_num_seqs
+        return self.replicas.explain()
 
     def start(self) -> None:
         """Start its engines, except those that run or start already."""
-        for engine in self.engines:
-            engine.start()
+        self.replicas.start()
 
     # --- Samples ------------------------------------------------------------------------------
 
@@ -194,12 +204,16 @@ class Sampler:
         request = sample.request
         work = Work.of(request, beginnings=len(self.engines) > 1)
         engine = await self._assigned(work)  # start-up time is not billed
-        drawing = _Call(work, request.version, during="this sample", engine=engine)
         tell = sample.tell_and_note if sample.tell is not None else None
-        # Without a seed, the next engine draws other tokens than those that were told.
-        answer = self._send(
-            drawing, lambda client: client.sample(request, tell), may_repeat=lambda: not sample.told
+        drawing = _Call(
+            work=work,
+            version=request.version,
+            during="this sample",
+            engine=engine,
+            # Without a seed, the next engine draws other tokens than those that were told.
+            may_repeat=lambda: not sample.told,
         )
+        answer = self._send(drawing, lambda client: client.sample(request, tell))
         reply = await self.meter.measure(
             request,
             answer,
@@ -212,6 +226,7 @@ class Sampler:
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         drawing.engine.note_loaded(reply.version.name, adapter=reply.version.adapter)
+        self._newest = request.version
         self.metrics.sampled_tokens.inc(reply.sampled_tokens)
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
@@ -248,6 +263,7 @@ class Sampler:
             raise from_failure(replies[0][1].failure)
         if in_flight:
             self._follow(request.version)
+        self._newest = request.version
         for engine, reply in loaded:
             engine.note_loaded(reply.version.name, adapter=version.adapter)
             self._log.info(
@@ -278,7 +294,8 @@ class Sampler:
     ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
         """Return what the engines answer: at least one, which is replaced if it dies."""
         work = Work(request.version.name)
-        load = _Call(work, request.version, during="a load", engine=await self._assigned(work))
+        engine = await self._assigned(work)
+        load = _Call(work=work, version=request.version, during="a load", engine=engine)
         others = [engine for engine in self._serving() if engine is not load.engine]
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
@@ -302,6 +319,17 @@ class Sampler:
                 self._log.warning("version_not_loaded", engine=engine.process, reason=str(error))
                 return None
 
+    async def _prepare(self, engine: SamplerEngine) -> None:
+        """Load the version that was used last into an engine that serves from now on. Without it,
+        the engine loads for its first request what that needs."""
+        version = self._newest
+        if version is None or version.name in engine.loaded:
+            return
+        with self.pins.pinned(relative_version_folder(version.name)):
+            reply = await self._load_too(engine, sampler_pb2.LoadRequest(version=version))
+        if reply is not None and not reply.HasField("failure"):
+            engine.note_loaded(version.name, adapter=version.adapter)
+
     # --- Calls to the engines -----------------------------------------------------------------
 
     def _demand(self, change: int) -> None:
@@ -309,16 +337,24 @@ class Sampler:
             engine.demand += change
 
     def _serving(self) -> Sequence[SamplerEngine]:
-        """Return the engines that can be called: those that answer, or else those that may."""
-        ready = [e for e in self.engines if e.state == "ready" and e not in self._doubts]
-        return [engine for engine in ready if not engine.silence] or ready
+        """Return the engines that can be called."""
+        return self.replicas.serving(without=self._doubts)
 
-    def _on_change(self, error: TandemError | None) -> None:
-        """An engine serves now, or could not be started, or is stopped."""
-        if error is None:
-            self.balancer.look()
-        elif all(engine.state in ("idle", "failed", "stopped") for engine in self.engines):
-            self.balancer.fail(error)
+    def _take_back(self, engine: SamplerEngine, sent: bool) -> None:
+        """Take its calls from an engine: those that were not sent, or all that may be repeated."""
+        for call in [*self._calls]:
+            if call.engine is engine and (sent or call.worker is None):
+                call.take_back()
+
+    def _spread(self) -> None:
+        """Take back the samples that engines were sent beyond what they can have begun."""
+        samples: Counter[SamplerEngine] = Counter()
+        for call in [*self._calls]:
+            first = not samples[call.engine]
+            samples[call.engine] += call.work.samples
+            beyond = samples[call.engine] > self.balancer.most_samples > 0
+            if beyond and call.work.samples and not first:
+                call.take_back()
 
     async def _assigned(self, work: Work) -> SamplerEngine:
         """Return an engine that serves, started if needed, once it has room. Raises the
@@ -328,15 +364,11 @@ class Sampler:
         return await self.balancer.assign(work)
 
     async def _send(
-        self,
-        call: _Call,
-        send: Callable[[SamplerClient], Awaitable[_Reply]],
-        *,
-        may_repeat: Callable[[], bool] = lambda: True,
+        self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]
     ) -> _Reply:
         """Return the answer to a call that was assigned to an engine. If that dies meanwhile and
-        the call `may_repeat`, return that of another one, or of the next. Raises `WorkerDied`, and
-        as `_assigned` and the call."""
+        the call `may_repeat`, or if it is taken back, return that of another one, or of the next.
+        Raises `WorkerDied`, and as `_assigned` and the call."""
 
         async def noted(client: SamplerClient) -> _Reply:
             call.worker = client.worker
@@ -344,32 +376,39 @@ class Sampler:
 
         died = False
         while True:
-            engine = call.engine
+            engine, call.worker, call.taken_back = call.engine, None, False
+            answer = asyncio.create_task(engine.call(noted, version=call.version))
+            call.answer, self._calls[call] = answer, None
             try:
-                return await engine.call(noted, version=call.version)
+                return await answer
             except EngineLost:
                 pass
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not call.taken_back or (task is not None and task.cancelling()):
+                    raise
             except WorkerUnavailable as error:
                 if died:
                     raise WorkerDied(
                         f"the sampler died twice during {call.during}: {error}"
                     ) from error
-                if not may_repeat():
+                if not call.may_repeat():
                     raise WorkerDied(f"the sampler died during {call.during}: {error}") from error
                 died = True
-                self._doubt(engine, call)
+                assert call.worker is not None
+                self._doubt(engine, call.worker)
             finally:
+                del self._calls[call]
                 self.balancer.end(engine, call.work)
             call.engine = await self._assigned(call.work)
 
-    def _doubt(self, engine: SamplerEngine, call: _Call) -> None:
+    def _doubt(self, engine: SamplerEngine, worker: Worker) -> None:
         """Call an engine no more that has not answered a call, until it is known whether it has
         ended."""
 
         async def find_out() -> None:
-            assert call.worker is not None
             try:
-                await engine.await_end_of(call.worker)
+                await engine.await_end_of(worker)
             finally:
                 del self._doubts[engine]
             self.balancer.look()
@@ -383,7 +422,7 @@ class Sampler:
         """End all samples with the error, and its engines. Returns when nothing of that is left."""
         for sample in self.samples.values():
             sample.future.resolve(error)
-        await asyncio.gather(*(engine.stop(error) for engine in self.engines))
+        await self.replicas.stop(error)
         await self._end_doubts()
 
     async def abandon(self) -> None:
@@ -391,7 +430,7 @@ class Sampler:
         tasks = [sample.task for sample in self.samples.values() if sample.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*(engine.abandon() for engine in self.engines))
+        await self.replicas.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._end_doubts()
 

@@ -334,6 +334,14 @@ places = Table(
     Column("created_at", Float, nullable=False),
 )
 
+# How many engines the samplers have that were scaled, as long as they live.
+scaled_samplers = Table(
+    "scaled_samplers",
+    metadata,
+    Column("sampler", String(300), primary_key=True),  # SESSION/MODEL/RANK
+    Column("replicas", Integer, nullable=False),
+)
+
 # The device groups that take no more workers.
 drained_groups = Table("drained_groups", metadata, Column("name", String(64), primary_key=True))
 

@@ -82,8 +82,9 @@ def call(
     *,
     body: Mapping[str, object] | None = None,
     api: str = OWN_API,
+    timeout: float = 30,
 ) -> object:
-    """Call the gateway and return the JSON of its answer.
+    """Call the gateway and return the JSON of its answer, for which it has `timeout` seconds.
 
     `api` chooses between its own API and the SDK's. Raises `ServerError` for an error answer.
     """
@@ -94,7 +95,7 @@ def call(
             f"{endpoint.url}/{api}/{path}",
             headers={"X-API-Key": endpoint.api_key},
             json=body,
-            timeout=30,
+            timeout=timeout,
         )
     except httpx.HTTPError as error:
         raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error

@@ -19,6 +19,7 @@ from tandem.cli import (
     models,
     observe,
     runs,
+    scale,
     timeline,
     tls,
     up,
@@ -41,6 +42,7 @@ app.command("status")(observe.status)
 app.command("top")(groups.top)
 app.command("timeline")(timeline.timeline)
 app.command("usage")(usage.usage)
+app.command("scale")(scale.scale)
 app.command("logs")(logs.logs)
 app.command("backup")(backup.backup)
 app.command("restore")(backup.restore)

@@ -43,6 +43,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
     ),
     "samplers": (
         Column("worker"),
+        Column("replica", right=True),
         Column("state"),
         Column("waiting", right=True),
         Column("under_way", right=True),

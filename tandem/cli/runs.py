@@ -96,6 +96,9 @@ def show(
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
         say(str(about["reason"]))
+    if engines := cast(Row | None, answer["engines"]):
+        leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
+        say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")
     if memory := cast(Row | None, answer["memory"]):
         say(_memory(memory))
     if not steps:

@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time, iso
 from gateway.api.routing import Router, file_response
+from gateway.api.tandem.samplers import EngineCounts
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.queries import RunRecord
 from tandem.errors import UnknownRun
@@ -74,11 +75,13 @@ class RunMemory(Answer):
 
 
 class RunSteps(Answer):
-    """`memory` is null where there is no trainer, or one that makes no plan. `before` is how the
-    steps before these are asked for; null where there are none."""
+    """`memory` is null where there is no trainer, or one that makes no plan; `engines` where no
+    engine was needed yet, or none is kept. `before` is how the steps before these are asked for;
+    null where there are none."""
 
     run: RunSummary
     memory: RunMemory | None
+    engines: EngineCounts | None
     steps: list[StepInfo]
     before: int | None
 
@@ -106,13 +109,15 @@ async def run_steps(
 ) -> RunSteps:
     """Return a run's newest optimizer steps, or those before a `seq_id`, in their order."""
     run = await _own(run_id, access)
-    history = access.gateway.run_history
+    gateway, history = access.gateway, access.gateway.run_history
     found = await history.newest(run_id, limit=limit + 1, before=before)
     last = await history.last_of([run_id])
-    live = access.gateway.runs.get(run_id)
+    live = gateway.runs.get(run_id)
+    sampler = gateway.samplers.by_key(live.sampler) if live is not None else None
     return RunSteps(
         run=_summary(run, last.get(run_id)),
         memory=_memory(live.about) if live is not None else None,
+        engines=EngineCounts.of_sampler(sampler) if sampler is not None else None,
         steps=[StepInfo.of(step) for step in found[-limit:]],
         before=found[1].seq_id if len(found) > limit else None,
     )

@@ -98,9 +98,10 @@ class RunStatus(Answer):
 
 
 class SamplerStatus(Answer):
-    """One engine of a sampler; `replica` is its number. `session_id` is the session that it was
-    made for; "" if the caller does not see that one. `waiting` is how many samples of the sampler
-    have not ended, and `under_way` how many requests this engine has."""
+    """One engine of a sampler; `replica` is its number. `leaving`: the sampler was scaled down, and
+    the engine ends what it was sent. `session_id` is the session that it was made for; "" if the
+    caller does not see that one. `waiting` is how many samples of the sampler have not ended, and
+    `under_way` how many requests this engine has."""
 
     session_id: str
     base_model: str
@@ -199,7 +200,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
         (sampler, engine)
         for sampler in gateway.samplers.all()
         if sampler.users & mine
-        for engine in sampler.engines
+        for engine in (*sampler.engines, *sampler.replicas.leaving)
     ]
     of_mine += [engine.worker for _, engine in engines]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
@@ -240,6 +241,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             SamplerStatus.of(
                 engine,
                 base_model=engine.model.name,
+                state=engine.state if engine in sampler.engines else "leaving",
                 reason=engine.explain()
                 if engine.state == "queued"
                 else engine.silence or engine.reason,

@@ -87,6 +87,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "audit_log": ADMIN,
     "add_model": ADMIN,
     "remove_model": (401, 403, 403, 403, 204),
+    "scale_sampler": OWN_CHANGE,
     "drain_group": ADMIN,
     "undrain_group": ADMIN,
     "config": ADMIN,

@@ -243,6 +243,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "list_groups": _get(f"{OWN}/groups"),
     "lease_spans": _get(f"{OWN}/leases/spans"),
     "metrics_targets": _get(f"{OWN}/metrics/targets"),
+    "scale_sampler": lambda w: Call(f"{OWN}/samplers/{w.run}/replicas", {"replicas": 1}),
     "drain_group": _get(f"{OWN}/groups/spare/drain"),
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),

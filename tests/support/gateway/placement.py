@@ -18,6 +18,8 @@ class NoRows:
 
     def write_soon(self, *_statement): ...
 
+    async def write_together(self, *statements): ...
+
     async def flush(self) -> bool:
         return True
 

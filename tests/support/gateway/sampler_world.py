@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.placement.groups import DeviceGroup
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sessions.registry import Session
@@ -61,8 +62,16 @@ class World:
     which knows the model `tiny` and the sessions s-1 and s-2, which ask for so many `replicas`;
     `implicit` has no client."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        replicas: int = 1,
+        groups: Sequence[DeviceGroup] = WHOLE_MACHINE,
+    ) -> None:
         self.folder = folder
+        self.groups = groups
         self.host = ModelHost(AtOnce(random.Random(1)))
         self.pins = Pins()
         self.numbers = count()
@@ -77,9 +86,8 @@ class World:
             )
             for name in ("s-1", "s-2", "implicit")
         }
-        self.settings = GatewaySettings(
-            data_dir=folder, sampler={"operation_timeout": LOAD_TIMEOUT}, **settings
-        )
+        sampler = {"operation_timeout": LOAD_TIMEOUT, **settings.pop("sampler", {})}
+        self.settings = GatewaySettings(data_dir=folder, sampler=sampler, **settings)
         database: Any = NoDatabase()
         usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
         metrics = Metrics()
@@ -151,7 +159,7 @@ class World:
 
     async def open_host(self) -> None:
         await self.fleet.open()
-        await open_on(self.places, *WHOLE_MACHINE)
+        await open_on(self.places, *self.groups)
 
     async def open(self) -> None:
         await self.open_host()
@@ -202,6 +210,7 @@ class World:
             assert self.running() == []
             assert self.fleet.all() == []
             assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
-            assert not self.places.on(WHOLE_MACHINE[0])
+            assert not any(self.places.on(group) for group in self.groups)
+            assert not self.places.scaled
 
         run_in_virtual_time(run())

@@ -14,10 +14,10 @@ from sqlalchemy import insert
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.places import Places
-from gateway.placement.room import Ask
-from gateway.storage.tables import drained_groups
+from gateway.placement.room import Ask, engine_key
+from gateway.storage.tables import drained_groups, scaled_samplers
 from tandem.devices import parse_device
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NoRoom, StorageFull
 from tests.support.waiting import PATIENCE
 from tests.support.work import calls_in
 
@@ -25,15 +25,20 @@ GIB = 2**30
 
 
 class Rows:
-    """A database of places, as a dictionary, and of the names of drained groups."""
+    """A database of places, as a dictionary, of the names of drained groups, and of how many
+    engines samplers were scaled to. It takes what is written together unless it is `full`."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, object]] = {}
         self.drained: set[str] = set()
+        self.scaled: dict[str, int] = {}
+        self.full = False
 
     async def read(self, query):
         if query.get_final_froms() == [drained_groups]:
             return [{"name": name} for name in self.drained]
+        if query.get_final_froms() == [scaled_samplers]:
+            return [{"sampler": key, "replicas": n} for key, n in self.scaled.items()]
         return list(self.rows.values())
 
     def insert_once(self, table):
@@ -44,7 +49,20 @@ class Rows:
         if statement.is_delete:
             self.drained.discard(statement.compile().params["name_1"])
 
+    async def write_together(self, *statements) -> None:
+        if self.full:
+            raise StorageFull("the disk is full")
+        for statement in statements:
+            params = statement.compile().params
+            if statement.table is not scaled_samplers:
+                self.write_soon(statement, params)
+            elif statement.is_insert:
+                self.scaled[params["sampler"]] = params["replicas"]
+
     def write_soon(self, statement, *rows) -> None:
+        if statement.table is scaled_samplers:
+            self.scaled.pop(statement.compile().params["sampler_1"])
+            return
         for row in rows:
             self.rows[row["key"]] = row
         if statement.is_delete:
@@ -239,6 +257,40 @@ async def test_engines_of_one_sampler_never_take_turns_on_one_group():
         world.places.check(world.run(replicas=3).as_ask())
     free = await World(WHOLE).open()
     free.places.check(free.run(replicas=3).as_ask())
+
+
+def scaled(run: Run, replicas: int):
+    engines = {engine_key(run.sampler, number): run.asks for number in range(replicas)}
+    ask = Ask.of_engines("scaled", owner=run.owner, session_id="s", engines=engines)
+    return run.places.scale(run.sampler, replicas, ask, wait=0)
+
+
+async def test_engines_that_are_added_have_their_places_at_once_also_after_a_restart_or_none_has():
+    world = await World(TRAIN, *(group(f"s{n}", "sampler", workers=1) for n in range(3))).open()
+    run = await (await world.run(run_id="r").ask()).granted()
+    with pytest.raises(NoRoom, match=r"3 more engines need a place, and there is room for 2: .*"):
+        await scaled(run, 4)
+    world.rows.full = True
+    with pytest.raises(StorageFull):
+        await scaled(run, 3)
+    assert (len(world.rows.rows), world.places.replicas_of(run.sampler)) == (2, 1)
+    world.rows.full = False
+    await scaled(run, 3)
+    again = await world.open()
+    again.places.release_left(["r"])
+    assert (len(world.rows.rows), again.places.replicas_of(run.sampler, asked=1)) == (4, 3)
+
+
+async def test_places_of_engines_that_are_too_many_are_given_back_after_a_restart():
+    world = await World(TRAIN, *(group(f"s{n}", "sampler") for n in range(3))).open()
+    run = await (await world.run(run_id="r", replicas=3).ask()).granted()
+    await run.places.scale(run.sampler, 1, None, wait=0)
+    assert len(world.rows.rows) == 4, "its engines may run"
+    again = await world.open()
+    again.places.drop_beyond(run.sampler)
+    assert sorted(world.rows.rows) == ["r", "sampler-of-r"]
+    again.places.forget_scaled(run.sampler)
+    assert not world.rows.scaled
 
 
 async def test_an_engine_with_several_ranks_has_as_many_devices_of_one_group():

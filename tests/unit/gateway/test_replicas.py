@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
+from gateway.placement.groups import DeviceGroup
+from tandem.devices import parse_device
+from tandem.errors import InvalidRequest, NoRoom
 from tests.support.gateway.model_workers import ModelSampler
+from tests.support.gateway.placement import WHOLE_MACHINE
 from tests.support.gateway.sampler_world import World
 from tests.support.waiting import until
+
+DEVICES = tuple(
+    DeviceGroup(
+        name=f"d{number}",
+        roles=frozenset({"trainer", "sampler"}),
+        devices=(parse_device(f"cpu:{number}"),),
+        awake=0,
+        workers=1,
+    )
+    for number in range(3)
+)
 
 
 @pytest.fixture
 def new_world(tmp_path):
-    return lambda replicas=2, **settings: World(tmp_path, settings, replicas=replicas)
+    def new(replicas: int = 2, groups=WHOLE_MACHINE, **settings) -> World:
+        return World(tmp_path, settings, replicas=replicas, groups=groups)
+
+    return new
 
 
 def engines(world: World) -> list[ModelSampler]:
@@ -193,3 +212,214 @@ def test_an_engine_that_cannot_start_keeps_none_from_the_other_one(new_world):
         assert world.sampler().explain() == "1 of 2 engines of the sampler are at work"
 
     world.run(scenario())
+
+
+# --- Scaled while it lives ------------------------------------------------------------------------
+
+
+async def scale(world: World, replicas: int, *, wait: float = 0.0) -> None:
+    await world.router.scale(world.sampler(), replicas, wait=wait)
+
+
+def states(world: World) -> dict[str, int]:
+    return Counter(engine.state for engine in world.sampler().engines)
+
+
+async def by_one(world: World, *, number: int) -> list[str]:
+    await serving(world, 1)
+    return await many(world, number=number)
+
+
+def test_an_engine_that_is_added_has_the_version_before_its_first_request(new_world):
+    world = new_world(1)
+
+    async def scenario():
+        (first,) = await serving(world, 1)
+        await many(world, version="v2")
+        busy = asyncio.create_task(many(world, version="v2"))
+        await scale(world, 2)
+        await until(lambda: states(world) == {"ready": 2})
+        second = next(engine for engine in engines(world) if engine is not first)
+        second.seconds = 1.0
+        await until(lambda: second.version.name == first.version.name)
+        assert not second.answered
+        await busy
+        await many(world, version="v2")
+        assert len(second.answered) >= 15
+
+    world.run(scenario())
+
+
+def test_what_one_engine_was_sent_too_much_goes_to_the_one_that_is_added(new_world):
+    world, alone = new_world(1, sampler={"max_num_seqs": 8}), new_world(1)
+    answers = []
+
+    async def scenario():
+        (first,) = await serving(world, 1)
+        first.seconds = 100.0
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(1)
+        await scale(world, 2)
+        answers.extend(await asked)
+        second = next(engine for engine in engines(world) if engine is not first)
+        assert len(second.answered) == 32, "the first can have begun 8"
+
+    async def undisturbed():
+        assert await by_one(alone, number=40) == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())
+
+
+def test_an_engine_that_leaves_ends_what_it_has_and_gets_nothing_new(new_world):
+    world = new_world()
+
+    async def scenario():
+        first, second = await serving(world)
+        first.seconds = second.seconds = 50.0
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(1)
+        await scale(world, 1)
+        assert len(world.sampler().replicas.leaving) == 1 and len(world.running()) == 2
+        await many(world)
+        await asked
+        await until(lambda: len(world.running()) == 1)
+        assert 15 <= len(second.answered) <= 25
+        assert not world.sampler().replicas.leaving
+        assert len(world.places.on(WHOLE_MACHINE[0])) == 1
+
+    world.run(scenario())
+
+
+def test_an_engine_that_does_not_end_what_it_has_loses_it_to_the_others(new_world):
+    world, alone = new_world(), new_world(1)
+    answers = []
+
+    async def scenario():
+        _, second = await serving(world)
+        second.seconds = 5000.0
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(1)
+        await scale(world, 1)
+        async with asyncio.timeout(400):
+            answers.extend(await asked)
+            await until(lambda: len(world.running()) == 1)
+
+    async def undisturbed():
+        assert await by_one(alone, number=40) == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())
+
+
+def test_an_engine_that_is_wanted_again_while_it_leaves_stays(new_world):
+    world = new_world()
+
+    async def scenario():
+        for engine in await serving(world):
+            engine.seconds = 50.0
+        before = world.running()
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(1)
+        await scale(world, 1)
+        await scale(world, 2)
+        await asked
+        await many(world)
+        assert world.running() == before and states(world) == {"ready": 2}
+
+    world.run(scenario())
+
+
+def test_engines_are_added_all_or_none_and_the_refusal_says_how_many_there_is_room_for(new_world):
+    world = new_world(1, groups=DEVICES)
+
+    async def scenario():
+        await serving(world, 1)
+        await world.sample(session_id="s-2")
+        with pytest.raises(NoRoom, match="2 more engines need a place, and there is room for 1"):
+            await scale(world, 3)
+        assert len(world.running()) == 2 and states(world) == {"ready": 1}
+        with pytest.raises(InvalidRequest, match="there can be no place for it"):
+            await scale(world, 4)
+        await scale(world, 2)
+        await until(lambda: states(world) == {"ready": 2})
+        await scale(world, 2)
+        assert len(world.running()) == 3
+        assert sum(len(world.places.on(group)) for group in DEVICES) == 3
+
+    world.run(scenario())
+
+
+def test_engines_that_have_nothing_to_do_end_for_those_that_are_added(new_world):
+    world = new_world(1, groups=DEVICES, engine_quantum=0)
+
+    async def scenario():
+        await serving(world, 1)
+        await world.sample(session_id="s-2")
+        await scale(world, 3)
+        await until(lambda: states(world) == {"ready": 3})
+        assert len(world.running()) == 3
+
+    world.run(scenario())
+
+
+def test_the_next_gateway_goes_on_with_what_was_asked_for(new_world):
+    world = new_world(1)
+    world.places.scaled["s-1/tiny/0"] = 2
+
+    async def scenario():
+        world.left("sampler-s-1-8", replica=0)
+        world.left("sampler-s-1-9", replica=2)
+        await world.open()
+        await until(lambda: states(world) == {"ready": 2})
+        replicas = sorted(engine.spec.replica for engine in engines(world))
+        assert replicas == [0, 1], "one ends that is too many, and one starts that is not there"
+
+    world.run(scenario())
+
+
+def test_without_a_run_engines_start_when_all_have_a_place(new_world):
+    world = new_world(2, groups=DEVICES[:2], engine_quantum=0)
+
+    async def scenario():
+        await world.open()
+        other = world.sampler("s-2")
+        await world.router.scale(other, 1, wait=0)
+        await world.sample(session_id="s-2")
+        other.engine.demand += 1  # it has something to do
+        asked = asyncio.create_task(world.sample())
+        await asyncio.sleep(5)
+        assert states(world) == {"idle": 2} and len(world.running()) == 1
+        assert "a place on group d0 or d1" in world.sampler().explain()
+        other.engine.demand -= 1
+        assert await asked != "worker_start_failed"
+        await until(lambda: states(world) == {"ready": 2})
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_however_it_is_scaled_while_engines_die_no_sample_is_lost_or_another_one(new_world, seed):
+    world, alone = new_world(1, sampler={"max_num_seqs": 8}), new_world(1)
+    answers, rng = [], random.Random(seed)
+
+    async def scenario():
+        await serving(world, 1)
+        asked = asyncio.create_task(many(world, number=80))
+        killed = 0
+        while not asked.done():
+            await asyncio.sleep(rng.random() * 3)
+            for engine in engines(world):
+                engine.seconds = rng.random() * 20
+            if killed < 1 and rng.random() < 0.2:
+                killed += 1
+                world.host.kill(rng.choice(world.running()))
+            else:
+                await scale(world, rng.randint(1, 4))
+        answers.extend(await asked)
+
+    async def undisturbed():
+        assert await by_one(alone, number=80) == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())

@@ -1,0 +1,130 @@
+"""How many engines serve a sampling session or a run: scaled by hand while it lives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, Field
+
+from gateway.api.dependencies import Access, AccessDep, AuditDep
+from gateway.api.fields import Answer, PathText
+from gateway.api.routing import Router
+from gateway.api.tinker.sampling import sampler_of
+from gateway.sampling.sampler import Sampler
+from gateway.workers.launchers.kubernetes.resources import read_ahead
+from tandem.errors import (
+    InvalidRequest,
+    NoRoom,
+    PermissionDenied,
+    SessionFinished,
+    StorageFailed,
+    UnknownRun,
+    UnknownSampler,
+    UnknownSession,
+)
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class ScaleSampler(BaseModel):
+    """`replicas` is how many engines there are to be; `wait` for how many seconds new ones may wait
+    for their places, which they get all at once or not at all."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)]
+    wait: Annotated[float, Field(ge=0, le=600)] = 0.0
+
+
+class EngineCounts(Answer):
+    """A sampler is to have so many `replicas`, of which `serving` answer now; `leaving` are those
+    besides that end what they were sent."""
+
+    replicas: int
+    serving: int
+    leaving: int
+
+    @classmethod
+    def of_sampler(cls, sampler: Sampler, **others: object) -> Self:
+        return cls.of(
+            sampler,
+            replicas=len(sampler.engines),
+            serving=sum(engine.serves for engine in sampler.engines),
+            leaving=len(sampler.replicas.leaving),
+            **others,
+        )
+
+
+class ScaledSampler(EngineCounts):
+    """`sessions` are those that it serves."""
+
+    base_model: str
+    sessions: list[str]
+
+
+@router.operation(
+    "PUT",
+    "/samplers/{target}/replicas",
+    role="member",
+    audit="sampler_scale",
+    errors=[
+        NoRoom,
+        SessionFinished,
+        StorageFailed,
+        UnknownRun,
+        UnknownSampler,
+        UnknownSession,
+    ],
+    rules=[
+        "A session must have one sampler; with several, a run or a sampling session is named.",
+        "There must be groups with so many devices.",
+    ],
+)
+async def scale_sampler(
+    target: PathText, body: ScaleSampler, access: AccessDep, audit: AuditDep
+) -> ScaledSampler:
+    """Set how many engines serve a run, a sampling session, or a session with one sampler. New ones
+    get places at once, or nothing changes; they start, load the version that was used last, and
+    then get requests. Engines that are too many get nothing new, end what they were sent, and give
+    their places back. The number counts until the sampler ends, and may be set again and again."""
+    audit.note(target, replicas=str(body.replicas))
+    sampler = await _sampler(target, access)
+    sessions = access.gateway.sessions
+    owners = {found.owner for user in sampler.users if (found := sessions.get(user)) is not None}
+    if not all(access.caller.may_see(owner) for owner in owners):
+        raise PermissionDenied(
+            "the sampler is shared with sessions of other owners; an admin can scale it"
+        )
+    await access.gateway.samplers.scale(sampler, body.replicas, wait=body.wait)
+    return ScaledSampler.of_sampler(
+        sampler, base_model=sampler.model.name, sessions=sorted(sampler.users)
+    )
+
+
+async def _sampler(target: str, access: Access) -> Sampler:
+    """Return the sampler that serves what is named, made if it is needed."""
+    gateway = access.gateway
+    if ":sample:" in target:
+        sampling_session = await access.sampling_session(target)
+        await read_ahead(gateway.models.get(sampling_session.base_model).path, gateway.settings)
+        return sampler_of(gateway, sampling_session)
+    if ":train:" in target:
+        session = await access.run(target)
+        run = gateway.runs.get(target)
+        if run is None:
+            raise UnknownRun(f"there is no training run {target!r} that has not ended")
+        await read_ahead(run.model.path, gateway.settings)
+        return gateway.samplers.ensure(
+            session_id=session.id,
+            model=run.model,
+            rank=run.training.rank,
+            all_weights=run.training.lora is None,
+            kept=run.sampler,
+        )
+    session = await access.session(target)
+    found = [each for each in gateway.samplers.all() if session.id in each.users]
+    if len(found) != 1:
+        has = "several samplers" if found else "no sampler yet"
+        raise InvalidRequest(
+            f"session {target} has {has}: name one of its runs ({target}:train:0 and so on) or of "
+            f"its sampling sessions ({target}:sample:0 and so on)"
+        )
+    return found[0]

@@ -1,0 +1,225 @@
+"""The engines of one sampler: how many there are, and those that come and go.
+
+An engine that comes beside others that serve loads the version that was used last before it gets
+requests; then what another one was sent beyond what it can have begun is taken back, and spread.
+One that is to leave gets nothing new, and what waits for its devices goes to the others at once. It
+ends what it was sent; after `_PATIENCE` that goes to the others, too. Then it ends, and gives its
+place back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+
+from gateway.placement.room import Ask, engine_key
+from gateway.sampling.balancer import Balancer
+from gateway.sampling.engine import SamplerEngine
+from tandem.errors import TandemError, WorkerStartFailed
+from tandem.telemetry import get_log
+
+_PATIENCE = 300.0
+"""Seconds for which an engine that leaves may be at what it was sent."""
+_asks = count()
+
+
+@dataclass(eq=False)
+class _Leaving:
+    """An engine that is to end. `ending`: it is being stopped, and cannot come back."""
+
+    engine: SamplerEngine
+    task: asyncio.Task[None] | None = None
+    ending: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class Replicas:
+    """`first` is the engine with the number 0, which is always there. `take_back` takes calls from
+    an engine, to be assigned anew: those that it has not been sent, or, with `sent`, all that may
+    be repeated. `prepare` returns when an engine that serves is ready for requests. `spread` takes
+    back what engines were sent too much. `failed` is called when none serves, starts or waits."""
+
+    first: SamplerEngine
+    balancer: Balancer[SamplerEngine]
+    take_back: Callable[[SamplerEngine, bool], None]
+    prepare: Callable[[SamplerEngine], Awaitable[None]]
+    spread: Callable[[], None]
+    failed: Callable[[TandemError], None]
+
+    def __post_init__(self) -> None:
+        self.engines = [self.first]
+        self._leaving: dict[int, _Leaving] = {}
+        self._preparing: dict[SamplerEngine, asyncio.Task[None]] = {}
+        self._ask: Ask | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self.first.on_change = partial(self._on_change, self.first)
+        self._log = get_log(session_id=self.first.session_id)
+
+    @property
+    def leaving(self) -> Sequence[SamplerEngine]:
+        return [each.engine for each in self._leaving.values()]
+
+    def serving(self, *, without: Container[SamplerEngine]) -> Sequence[SamplerEngine]:
+        """Return the engines that get requests: those that answer and are prepared, or else those
+        that may."""
+        ready = [e for e in self.engines if e.state == "ready" and e not in without]
+        return [each for each in ready if not each.silence and each not in self._preparing] or ready
+
+    def explain(self) -> str:
+        """Say what they are doing, and why none serves yet."""
+        serving = sum(engine.serves for engine in self.engines)
+        if serving and len(self.engines) > 1:
+            return f"{serving} of {len(self.engines)} engines of the sampler are at work"
+        if self._ask is not None and (queue := self.first.places.explain(self._ask.key)):
+            return f"the sampler waits for its places: {queue}"
+        return self.first.explain()
+
+    # --- How many there are -------------------------------------------------------------------
+
+    def resize(self, number: int) -> None:
+        """Have so many engines; those that come start with the next request. None may be `ending`
+        that is to come again (`settled`)."""
+        for engine in self.engines[number:]:
+            self._let_go(engine)
+        del self.engines[number:]
+        for replica in range(len(self.engines), number):
+            self.engines.append(self._taken_back(replica) or self._made(replica))
+        # A single one takes all: there is nobody to leave it to.
+        self.balancer.most_samples = self.first.settings.max_num_seqs if number > 1 else 0
+        if self._placing is not None:
+            self._placing.cancel()
+            self._placing = None
+            self.start()
+        self.balancer.look()
+
+    async def settled(self) -> int:
+        """Return when no engine is being stopped, how many there can be without a new one: those
+        that are to leave can come back until something else is waited for."""
+        while ending := [each.task for each in self._leaving.values() if each.ending and each.task]:
+            await asyncio.wait(ending)
+        return next(number for number in count(len(self.engines)) if number not in self._leaving)
+
+    def _made(self, replica: int) -> SamplerEngine:
+        key = engine_key(self.first.key, replica)
+        engine = replace(self.first, key=key, replica=replica)
+        engine.demand, engine.on_change = self.first.demand, partial(self._on_change, engine)
+        return engine
+
+    def _taken_back(self, replica: int) -> SamplerEngine | None:
+        leaving = self._leaving.pop(replica, None)
+        if leaving is None:
+            return None
+        assert leaving.task is not None and not leaving.ending
+        leaving.task.cancel()
+        leaving.engine.demand = self.first.demand
+        return leaving.engine
+
+    def _let_go(self, engine: SamplerEngine) -> None:
+        engine.demand = 1  # it is not idle, and nobody else may end it
+        leaving = self._leaving[engine.replica] = _Leaving(engine)
+        leaving.task = asyncio.create_task(self._end(leaving), name="engine-leaves")
+
+    async def _end(self, leaving: _Leaving) -> None:
+        engine = leaving.engine
+        self.take_back(engine, False)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self.balancer.until_idle(engine)
+        except TimeoutError:
+            self.take_back(engine, True)
+        leaving.ending = True
+        await engine.stop(WorkerStartFailed("its sampler was scaled down"))
+        engine.places.drop(engine.key)
+        del self._leaving[engine.replica]
+        self._log.info("engine_left", engine=engine.key)
+
+    # --- Starts -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start them, except those that run or start already. Of those, several that have no place
+        take theirs at once."""
+        still = [engine for engine in self.engines if engine.state in ("idle", "failed")]
+        without = [engine for engine in still if not engine.has_place]
+        if len(without) > 1:
+            still = [engine for engine in still if engine.has_place]
+            if self._placing is None:
+                self._placing = asyncio.create_task(self._place(without), name="engines-placed")
+        for engine in still:
+            engine.start()
+
+    async def _place(self, engines: Sequence[SamplerEngine]) -> None:
+        """Take the places of engines that have none, and start them."""
+        first, patience = self.first, self.first.settings.operation_timeout
+        ask = self._ask = Ask.of_engines(
+            f"{first.key}#all-{next(_asks)}",
+            owner=first.owner,
+            session_id=first.session_id,
+            engines={engine.key: engine.asked for engine in self.engines},
+        )
+        try:
+            async with asyncio.timeout(patience):
+                await first.places.take_for_engines(ask)
+        except TimeoutError:
+            self._placing = None
+            sentence = f"there was no place for {len(engines)} engines within {patience:g} s"
+            self._note_failed(WorkerStartFailed(f"{sentence} ({ask.why}); try again later"))
+        else:
+            self._placing = None
+            for engine in engines:
+                engine.start()
+
+    def _on_change(self, engine: SamplerEngine, error: TandemError | None) -> None:
+        """An engine serves now, or could not be started, or is stopped."""
+        if engine not in self.engines:
+            return
+        if error is not None:
+            self._note_failed(error)
+            return
+        if any(each.serves for each in self.engines if each is not engine):
+            task = asyncio.create_task(self._prepare(engine), name="engine-prepared")
+            self._preparing[engine] = task
+        self.balancer.look()
+
+    def _note_failed(self, error: TandemError) -> None:
+        still = all(engine.state in ("idle", "failed", "stopped") for engine in self.engines)
+        if still and self._placing is None:
+            self.failed(error)
+
+    async def _prepare(self, engine: SamplerEngine) -> None:
+        try:
+            await self.prepare(engine)
+        finally:
+            del self._preparing[engine]
+        self.spread()
+        self.balancer.look()
+
+    # --- Ends ---------------------------------------------------------------------------------
+
+    async def stop(self, error: TandemError) -> None:
+        """End all. Returns when nothing of them is left."""
+        await self._cancel(*self._preparing.values(), self._placing)
+        ending = [each.task for each in self._leaving.values() if each.ending and each.task]
+        await self._cancel(*(e.task for e in self._leaving.values() if not e.ending))
+        leaving = [each.engine for each in self._leaving.values() if not each.ending]
+        await asyncio.gather(*(e.stop(error) for e in (*self.engines, *leaving)), *ending)
+        for engine in leaving:
+            engine.places.drop(engine.key)
+
+    async def abandon(self) -> None:
+        """Go on with nothing. What is left is the next gateway's."""
+        leaving = [*self._leaving.values()]
+        await self._cancel(
+            *self._preparing.values(), self._placing, *(each.task for each in leaving)
+        )
+        await asyncio.gather(
+            *(engine.abandon() for engine in (*self.engines, *(each.engine for each in leaving)))
+        )
+
+    async def _cancel(self, *tasks: asyncio.Task[None] | None) -> None:
+        found = [task for task in tasks if task is not None]
+        for task in found:
+            task.cancel()
+        await asyncio.gather(*found, return_exceptions=True)

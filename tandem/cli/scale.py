@@ -1,0 +1,46 @@
+"""`tandem scale`: how many engines serve a run or a sampling session."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+from urllib.parse import quote
+
+import typer
+
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+
+_ANSWER = 60.0
+"""Seconds beyond those that it may wait for places."""
+
+
+def scale(
+    target: Annotated[
+        str,
+        typer.Argument(help="A run, a sampling session, or a session, as `tandem status` has it."),
+    ],
+    replicas: Annotated[
+        int, typer.Option("--replicas", "-n", min=1, max=64, help="How many engines.")
+    ],
+    wait: Annotated[
+        float, typer.Option(min=0, max=600, help="Seconds for which new ones wait for places.")
+    ] = 0.0,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Set how many engines serve a run or a sampling session, while it goes on."""
+    answer = call(
+        data_dir,
+        "PUT",
+        f"samplers/{quote(target, safe=':')}/replicas",
+        body={"replicas": replicas, "wait": wait},
+        timeout=wait + _ANSWER,
+    )
+    if as_json:
+        print_json(answer)
+        return
+    about = cast(dict[str, object], answer)
+    leaving = f"; {about['leaving']} end what they have" if about["leaving"] else ""
+    say(
+        f"{about['base_model']} is served by {about['replicas']} engines, of which "
+        f"{about['serving']} answer now{leaving} (`tandem status` shows each)."
+    )
