@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tandem.errors import InvalidRequest
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
+from tandem.trainer_memory import LOGITS_BYTES
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import (
     Capability,
@@ -82,9 +83,6 @@ from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -312,7 +310,7 @@ class Fsdp2Backend(TrainerBackend):
         if apart:
             logits_of, tail = divide(self._model)
             of_row = 4 * self.facts.vocabulary
-            rows = max(1, (settings.logits_bytes or _LOGITS_BYTES[self._world.device]) // of_row)
+            rows = max(1, (settings.logits_bytes or LOGITS_BYTES[self._world.device]) // of_row)
         else:
             get_log().warning("logits_whole", architecture=self.facts.architecture)
             return_logits(self._model)

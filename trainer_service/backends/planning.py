@@ -18,29 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tandem import trainer_memory
 from tandem.errors import TandemError
 from tandem.host import free_memory_bytes
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
+from tandem.trainer_memory import SPARE, Elements, gathered, lasting_bytes
 from tandem.worker import TrainingSpec
 from trainer_service.backends.base import Capability, TrainerBackend, World
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import UNFIT
 from trainer_service.models.memory_plan import (
-    SPARE,
     Available,
     MemoryPlan,
     Needs,
     choose,
-    shard,
     wanted_tokens,
 )
 from trainer_service.models.packing import bounds_of
 from trainer_service.models.rehearsal import most_held
 
 Group = Sequence[nn.Parameter]
-_UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 KEPT_BELOW = 32 * 2**20
 """On a CPU, the C library maps what is larger, and gives it back; what is smaller it keeps."""
 
@@ -135,45 +134,42 @@ def plan_memory(
 def unreduced_gradients(
     model: nn.Module, *, settings: TrainerSettings, world: World, training: TrainingSpec
 ) -> int:
-    """The bytes of the gradients of the whole model, in float32, if each rank is to add them up
-    during a call and they are reduced at its end; else 0.
-
-    Not what is free decides: a trainer that is restored must add in the same order.
-    """
-    size = 4 * sum(each.numel() for each in model.parameters())
-    limit = settings.unreduced_gradients_bytes or _UNREDUCED_BYTES[world.device]
-    several = world.size > 1 and training.lora is None  # adapters are reduced once for a step
-    return size if several and size <= limit else 0
+    """As `trainer_memory.unreduced_gradients`."""
+    return trainer_memory.unreduced_gradients(
+        sum(each.numel() for each in model.parameters()),
+        limit=settings.unreduced_gradients_bytes,
+        device=world.device,
+        ranks=world.size,
+        training=training,
+    )
 
 
 def lasting(
     stand_in: StandIn, *, training: TrainingSpec, world: World, at_once: int, unreduced: int = 0
 ) -> Needs:
     """What a rank needs between and during all operations."""
-    ranks, width = (world.size if stand_in.groups else 1), stand_in.dtype.itemsize
-    trained = sum(each.numel() for each in stand_in.trainable.values())
-    whole = sum(each.numel() for each in stand_in.model.parameters())
-    states, frozen = training.state_bytes, 0
-    if training.lora is not None:  # adapters lie whole on every rank
-        states, frozen, ranks = TrainingSpec().state_bytes, width * shard(whole, ranks), 1
-    elements = shard(trained, ranks)
-    moments = shard(_moments(stand_in, training) * states.moments // 2, ranks)
-    parts = {
-        "weights": frozen + states.weight * elements,
-        # Each of several threads adds up gradients of its own.
-        "gradients": states.gradient * elements * (1 + (at_once if at_once > 1 else 0)),
-    }
-    if stand_in.groups:
-        sizes = [sum(each.numel() for each in group) for group in stand_in.groups]
-        parts["gathered"] = width * (sizes[-1] + 2 * max(sizes[:-1], default=0))
-    if unreduced:
-        parts["unreduced gradients"] = unreduced
-    copied = {"moments": moments, "snapshot": states.weight * elements + moments}
+    groups = [sum(each.numel() for each in group) for group in stand_in.groups]
+    elements = Elements(
+        parameters=sum(each.numel() for each in stand_in.model.parameters()),
+        trained=sum(each.numel() for each in stand_in.trainable.values()),
+        moments=_moments(stand_in, training),
+        gathered=gathered(groups[:-1], root=groups[-1]) if groups else 0,
+    )
+    parts = lasting_bytes(
+        elements,
+        training=training,
+        shards=world.size if groups else 1,
+        width=stand_in.dtype.itemsize,
+        threads=at_once,
+        unreduced=unreduced,
+    )
     if world.device == "cpu":
-        return Needs({**parts, **copied})
-    if training.moments == "device":
-        parts["moments"] = copied.pop("moments")
-    return Needs(parts, copied)
+        return Needs(parts)
+    on_host = {"snapshot"} if training.moments == "device" else {"snapshot", "moments"}
+    return Needs(
+        {name: size for name, size in parts.items() if name not in on_host},
+        {name: parts[name] for name in parts if name in on_host},
+    )
 
 
 def _moments(stand_in: StandIn, training: TrainingSpec) -> int:

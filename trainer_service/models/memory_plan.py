@@ -7,17 +7,15 @@ micro-batch, its `activations`, is counted on a model without memory (`rehearsal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.errors import WorkerStartFailed
+from tandem.trainer_memory import MICRO_BATCH_TOKENS
 
 LEAST_TOKENS = 256
 """A micro-batch of fewer is of no use to anybody, unless it is all that is wanted."""
-SPARE = 0.1
-"""Of what is free, left for what is not planned."""
 _GIB = 2**30
 
 
@@ -50,8 +48,7 @@ class MemoryPlan:
 
 def wanted_tokens(setting: int, *, device: str) -> int:
     """The tokens of a micro-batch where memory allows them."""
-    # On a CPU the activations of more tokens than this fall out of the cache.
-    return setting or (2048 if device == "cpu" else 16384)
+    return setting or MICRO_BATCH_TOKENS["cpu" if device == "cpu" else "cuda"]
 
 
 def choose(
@@ -102,7 +99,3 @@ def _refusal(plan: MemoryPlan, missing: str, what_helps: Sequence[str]) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.3g}"
-
-
-def shard(elements: int, ranks: int) -> int:
-    return math.ceil(elements / ranks)

@@ -25,9 +25,21 @@ from tests.support.model_files import write_weights
 
 GIB = 2**30
 LARGE = ModelSize(
-    parameters=8 * 10**9, adapter_width=3 * 10**6, vocabulary=150_000, hidden=4096, layers=36
+    parameters=8 * 10**9,
+    adapter_width=3 * 10**6,
+    blocks=(190 * 10**6,) * 36,
+    vocabulary=150_000,
+    hidden=4096,
+    intermediate=12_288,
 )
-SMALL = ModelSize(parameters=10**8, adapter_width=10**5, vocabulary=50_000, hidden=512, layers=8)
+SMALL = ModelSize(
+    parameters=10**8,
+    adapter_width=10**5,
+    blocks=(9 * 10**6,) * 8,
+    vocabulary=50_000,
+    hidden=512,
+    intermediate=2048,
+)
 LORA = TrainingSpec(lora=LoraSpec(rank=32))
 
 
@@ -104,13 +116,13 @@ def test_on_a_cpu_the_cache_and_the_weights_are_the_host_s():
     small = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=64))
     large = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=8192))
     assert small.memory > SMALL.parameters * 16
-    assert large.memory > small.memory + 8128 * SMALL.hidden * SMALL.layers * 4
+    assert large.memory > small.memory + 8128 * SMALL.hidden * len(SMALL.blocks) * 4
 
 
 def test_on_a_cpu_the_logits_of_a_chunk_are_the_host_s_whatever_a_micro_batch_has():
     def of(tokens: int, logits_bytes: int) -> int:
         trainer = TrainerSettings(micro_batch_tokens=tokens, logits_bytes=logits_bytes)
-        model = replace(SMALL, layers=0)
+        model = replace(SMALL, blocks=())
         return requested(model=model, pool=a_pool(device_class=""), trainer=trainer).memory
 
     assert of(10_000, GIB) == of(1_000_000, GIB)
@@ -145,9 +157,14 @@ def a_model(folder: Path, **tensors: list[int]) -> Path:
 
 
 def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
-    size = read_size(a_model(tmp_path, weight=[3, 5], experts=[2, 3, 5], norm=[7]))
+    blocks = {"h.0.weight": [3, 5], "h.0.experts.1.weight": [2, 3, 5], "h.1.norm": [7]}
+    size = read_size(a_model(tmp_path, head=[9, 4], **blocks))
     assert size == ModelSize(
-        parameters=15 + 30 + 7, adapter_width=8 + 2 * 8, vocabulary=9, hidden=4, layers=2
+        parameters=36 + 15 + 30 + 7,
+        adapter_width=13 + 8 + 2 * 8,
+        blocks=(45, 7),
+        vocabulary=9,
+        hidden=4,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gateway.workers.launchers.kubernetes.resources import TrainerPod, read_size
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec
@@ -254,3 +255,23 @@ def test_a_model_that_does_not_compute_without_memory_is_trained_without_a_plan(
     monkeypatch.setattr("trainer_service.backends.planning.most_held", fail)
     trainer = make_rank(model)
     assert trainer.backend.plan is None and trainer.micro_batch_tokens == 2048
+
+
+def test_a_pod_requests_what_its_trainer_plans(model, group):
+    """All but the activations, of which a gateway knows less."""
+    for states in ("float32", "bfloat16"):
+        settings = {"parallel_micro_batches": 1, "shard_group_parameters": 1}
+        planned = dict(make_rank(model, states=states, **settings).backend.plan.needs.device)
+        del planned["activations"]
+        pod = TrainerPod(
+            model=read_size(model),
+            trainer=TrainerSettings(device="cpu", **settings),
+            training=TrainingSpec(states=states),
+            gpu=False,
+            ranks=1,
+            nodes=1,
+            sleeps=False,
+            snapshots=True,
+            runs=1,
+        )
+        assert pod.lasting == planned

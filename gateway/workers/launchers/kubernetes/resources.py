@@ -4,18 +4,17 @@ The memory is what the worker may come to have, and so its limit: a pod that is 
 sleep where it is. It is computed from the number of the model's weights, which the headers of its
 files tell, by what the trainer and the engine do with them:
 
-    trainer   each rank reads its part of one tensor after the other;
-              then there are weights, gradients and two moments in the type of the run's states,
-              sharded (or, for adapters, the frozen weights in the type of the computation,
-              sharded, and the adapters whole); on a GPU the host has them while the trainer
-              sleeps, and moments always that are kept on the host; on a CPU always, with the
-              activations; and a copy of weights and moments while a snapshot is written
+    trainer   each rank reads its part of one tensor after the other; then there is what lasts, by
+              the arithmetic that the trainer itself plans with (`tandem/trainer_memory.py`): on a
+              CPU all of it, with the activations; on a GPU the copy from which a snapshot is
+              written, moments that are kept on the host, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
               while the engine samples; on a CPU the weights, their packed copies, in whose place
               the next version is read, and the KV cache
 
-to which the processes themselves are added, and a tenth. What a run, its session or its model's
-defaults say (`tandem.host_memory`, `tandem.sampler_host_memory`) counts instead.
+to which the processes themselves are added, and a tenth, which a trainer's plan leaves free. What a
+run, its session or its model's defaults say (`tandem.host_memory`, `tandem.sampler_host_memory`)
+counts instead.
 
 What a process takes was measured on a CPU (367 MiB for a trainer's rank with its libraries, 637 MiB
 for an engine without weights and cache); with a GPU it was not.
@@ -26,17 +25,27 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest, TandemError
 from tandem.model_config import Json, text_config
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
+from tandem.trainer_memory import (
+    LOGITS_BYTES,
+    MICRO_BATCH_TOKENS,
+    SPARE,
+    Elements,
+    gathered,
+    lasting_bytes,
+    unreduced_gradients,
+)
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
 
 _MIB, _GIB = 2**20, 2**30
@@ -44,18 +53,18 @@ _STEP = 64 * _MIB
 
 _CPU_RANK, _GPU_RANK = 512 * _MIB, 4 * _GIB
 _CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
-_SPARE = 1.1
-
 _WEIGHT = 4
 """Bytes of a parameter in float32."""
-_OF_LAYER = 68
-"""Bytes of float32 activations that a transformer's layer keeps of each token, for each dimension
-of its hidden state (Korthikanti et al., arXiv 2205.05198, without the attention's scores)."""
-_LOGITS, _OF_LOGITS = 64 * _MIB, 4
-"""Of the logits that exist at once, where the settings leave it to the trainer: in the type of the
-computation and in float32, their log-softmax, and its gradient."""
-_CPU_TOKENS = 2048
-"""Of a micro-batch, where the settings leave it to the trainer."""
+_KEPT_OF_HIDDEN, _KEPT_OF_MLP = 10, 4
+"""Numbers that a block keeps of each token for its backward pass, as many times as its hidden state
+and its MLP are wide: what two norms, four projections and the attention got and made; and the MLP's
+gate, with its activation, its other half, and their product."""
+_OF_LOGITS = 4
+"""Of the logits that exist at once: themselves, their log-softmax, its gradient, and theirs."""
+_OF_HEAD = 3
+"""The gradients of a head: what is added up, one that is added, and the embedding's if tied."""
+_BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
+"""What the names of all of a block's tensors begin with."""
 _ADAPTERS_HELD = 4
 """An engine keeps so many times the adapters that it computes with at once."""
 
@@ -67,14 +76,15 @@ _SHARED, _SHARED_OF_RANK = 256 * _MIB, 256 * _MIB
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """`parameters` of a model, of which an adapter of rank 1 would have `adapter_width`; and the
-    size of its parts, 0 where its configuration does not say."""
+    """`parameters` of a model, of which an adapter of rank 1 would have `adapter_width`; those of
+    each of its `blocks`; and the size of its parts, 0 where its configuration does not say."""
 
     parameters: int
     adapter_width: int
+    blocks: tuple[int, ...] = ()
     vocabulary: int = 0
     hidden: int = 0
-    layers: int = 0
+    intermediate: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +145,17 @@ def _size_of(path: Path) -> ModelSize:
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
     matrices = [shape for shape in shapes.values() if len(shape) >= 2]
+    blocks: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if block := _BLOCK.match(name):
+            blocks[block[0]] += math.prod(shape)
     return ModelSize(
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         adapter_width=sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices),
+        blocks=tuple(blocks.values()),
         vocabulary=_number(config, "vocab_size"),
         hidden=_number(config, "hidden_size"),
-        layers=_number(config, "num_hidden_layers"),
+        intermediate=_number(config, "intermediate_size"),
     )
 
 
@@ -172,7 +187,7 @@ def resources_of(
         ranks = trainer.ranks // nodes
         memory = (
             said
-            or _Trainer(
+            or TrainerPod(
                 model=_known(model, spec),
                 trainer=trainer,
                 training=spec.training or TrainingSpec(),
@@ -228,7 +243,7 @@ def _cores(count: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trainer:
+class TrainerPod:
     """The memory of one pod of a trainer, with so many of its `ranks`."""
 
     model: ModelSize
@@ -243,60 +258,96 @@ class _Trainer:
 
     @property
     def memory(self) -> int:
-        processes = self.ranks * (_GPU_RANK if self.gpu else _CPU_RANK)
-        state = self._state if self.sleeps or not self.gpu else self._moments_on_host
-        snapshot = self._snapshot if self.snapshots else 0
-        working = state + snapshot + (0 if self.gpu else self._activations)
-        return _rounded(processes + max(self._load, working))
+        process = _GPU_RANK if self.gpu else _CPU_RANK
+        working = self._of_gpu_rank if self.gpu else self._of_cpu_rank
+        return _rounded(self.ranks * (process + max(self._load, working)))
 
     @property
     def _load(self) -> int:
-        """Of the largest tensor, once for each rank."""
-        return self.ranks * self.model.vocabulary * self.model.hidden * _WEIGHT
-
-    @cached_property
-    def _gradients(self) -> int:
-        """How many there are of each parameter: a CPU rank alone computes several micro-batches."""
-        if self.gpu or self.ranks * self.nodes > 1 or self.training.states != "float32":
-            return 1
-        return self.trainer.parallel_micro_batches or 2
+        """Of the largest tensor."""
+        return self.model.vocabulary * self.model.hidden * _WEIGHT
 
     @property
-    def _state(self) -> int:
-        each = self.training.state_bytes
-        trained = each.weight + each.gradient * self._gradients + each.moments
-        if self.training.lora is None:
-            return self.model.parameters * trained // self.nodes
-        whole = self.ranks * self.nodes == 1
-        frozen = self.model.parameters * _width(self.trainer.dtype, gpu=self.gpu)
-        adapters = self._adapter * trained
-        return frozen // (1 if whole else self.nodes) + adapters * self.runs * self.ranks
+    def _of_gpu_rank(self) -> int:
+        on_host = {"snapshot"} if self.snapshots else set()
+        if self.training.moments == "host":
+            on_host.add("moments")
+        if self.sleeps:
+            on_host |= {"weights", "gradients", "moments"}
+        return sum(size for name, size in self.lasting.items() if name in on_host)
 
     @property
-    def _moments_on_host(self) -> int:
-        """Of a trainer that is awake on a GPU."""
-        if self.training.moments == "device":
+    def _of_cpu_rank(self) -> int:
+        """As `trainer_service.backends.planning` has it, but for the activations."""
+        parts = dict(self.lasting)
+        if not self.snapshots:
+            parts.pop("snapshot", None)
+        return sum(parts.values()) + self._at_once * self._activations
+
+    @property
+    def lasting(self) -> dict[str, int]:
+        """Of each rank, by what it is for."""
+        parameters, lora = self.model.parameters, self.training.lora is not None
+        trained = self.training.rank * self.model.adapter_width * self.runs if lora else parameters
+        return lasting_bytes(
+            Elements(
+                parameters=parameters,
+                trained=trained,
+                moments=2 * trained,
+                gathered=self._gathered,
+            ),
+            training=self.training,
+            shards=self._size,
+            width=_width(self.trainer.dtype, gpu=self.gpu),
+            threads=self._at_once,
+            unreduced=unreduced_gradients(
+                parameters,
+                limit=self.trainer.unreduced_gradients_bytes,
+                device="cuda" if self.gpu else "cpu",
+                ranks=self._size,
+                training=self.training,
+            ),
+        )
+
+    @property
+    def _size(self) -> int:
+        return self.ranks * self.nodes
+
+    @property
+    def _sharded(self) -> bool:
+        wide = (_width(self.trainer.dtype, gpu=self.gpu), self.training.states) == (4, "float32")
+        return self._size > 1 or not wide
+
+    @property
+    def _gathered(self) -> int:
+        if not self._sharded:
             return 0
-        return self.model.parameters * self.training.state_bytes.moments // self.nodes
+        groups, left = [], 0
+        for block in self.model.blocks:
+            left += block
+            if left >= self.trainer.shard_group_parameters:
+                groups.append(left)
+                left = 0
+        return gathered(groups, root=self.model.parameters - sum(groups))
 
     @property
-    def _snapshot(self) -> int:
-        each = self.training.state_bytes
-        if self.training.lora is None:
-            return self.model.parameters * (each.weight + each.moments) // self.nodes
-        return self._adapter * (each.weight + each.moments) * self.runs * self.ranks
-
-    @property
-    def _adapter(self) -> int:
-        return self.training.rank * self.model.adapter_width
+    def _at_once(self) -> int:
+        """How many micro-batches: a CPU rank alone computes several."""
+        return 1 if self.gpu or self._sharded else self.trainer.parallel_micro_batches or 2
 
     @property
     def _activations(self) -> int:
-        at_once = self.ranks * self._gradients
-        tokens = self.trainer.micro_batch_tokens or _CPU_TOKENS
-        of_token = self.model.layers * self.model.hidden * _OF_LAYER
-        logits = min(self.trainer.logits_bytes or _LOGITS, tokens * self.model.vocabulary * _WEIGHT)
-        return at_once * (tokens * of_token + logits * _OF_LOGITS)
+        """Of a micro-batch, as far as a model's configuration tells: what the blocks of a
+        transformer keep, logits, and the gradients of the head."""
+        model, trainer = self.model, self.trainer
+        tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu"]
+        of_block = _KEPT_OF_HIDDEN * model.hidden + _KEPT_OF_MLP * model.intermediate
+        kept = tokens * len(model.blocks) * of_block
+        logits = min(
+            (trainer.logits_bytes or LOGITS_BYTES["cpu"]) // _WEIGHT, tokens * model.vocabulary
+        )
+        head = 0 if self.training.lora else model.vocabulary * model.hidden
+        return _WEIGHT * (kept + _OF_LOGITS * logits + _OF_HEAD * head)
 
 
 def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sleeps: bool) -> int:
@@ -315,7 +366,8 @@ def _width(dtype: str, *, gpu: bool) -> int:
 
 
 def _rounded(size: float) -> int:
-    return math.ceil(size * _SPARE / _STEP) * _STEP
+    """With what is left free of it."""
+    return math.ceil(size / (1 - SPARE) / _STEP) * _STEP
 
 
 # --- What `tandem config --resources` shows -------------------------------------------------------

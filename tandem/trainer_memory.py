@@ -1,0 +1,88 @@
+"""What each rank of a trainer has in memory between and during all operations: arithmetic over the
+parameters of a model, and what its run trains.
+
+Its trainer plans with it, before it loads anything (`trainer_service/backends/planning.py`), and
+the gateway requests pods with it (`gateway/workers/launchers/kubernetes/resources.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.worker import TrainingSpec
+
+SPARE = 0.1
+"""Of what is free, left for what is not planned."""
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""That are wanted, where settings leave it to the trainer. On a CPU the activations of more fall
+out of the cache."""
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+_UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements:
+    """How many numbers there are: `parameters` of the whole model, those that are `trained`, all
+    `moments` of these, and what a rank has `gathered` at once of what is sharded."""
+
+    parameters: int
+    trained: int
+    moments: int
+    gathered: int = 0
+
+
+def lasting_bytes(
+    elements: Elements,
+    *,
+    training: TrainingSpec,
+    shards: int,
+    width: int,
+    threads: int = 1,
+    unreduced: int = 0,
+) -> dict[str, int]:
+    """Return the bytes of one rank by what they are for. What is sharded is divided by `shards`;
+    `width` are the bytes of a number in the type of the computation. `moments` and `snapshot` may
+    be on the host."""
+    states, frozen = training.state_bytes, 0
+    if training.lora is not None:  # adapters are float32 and lie whole on every rank
+        frozen, shards = width * _shard(elements.parameters, shards), 1
+        states = TrainingSpec().state_bytes
+    trained = _shard(elements.trained, shards)
+    moments = _shard(elements.moments * states.moments // 2, shards)
+    parts = {
+        "weights": frozen + states.weight * trained,
+        # Each of several threads adds up gradients of its own.
+        "gradients": states.gradient * trained * (1 + (threads if threads > 1 else 0)),
+        "gathered": width * elements.gathered,
+        "unreduced gradients": unreduced,
+        "moments": moments,
+        "snapshot": states.weight * trained + moments,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def gathered(groups: Sequence[int], *, root: int) -> int:
+    """Return how many numbers a rank has gathered at once, at most: those of the `root`, with the
+    embeddings and the head, and of two of FSDP's other `groups`, one of which comes while the other
+    is computed."""
+    return root + 2 * max(groups, default=0)
+
+
+def unreduced_gradients(
+    parameters: int, *, limit: int, device: str, ranks: int, training: TrainingSpec
+) -> int:
+    """Return the bytes of the gradients of the whole model, in float32, if each rank is to add them
+    up during a call and they are reduced at its end; else 0. `limit` 0: that of the `device`, "cpu"
+    or "cuda".
+
+    Not what is free decides: a trainer that is restored must add in the same order.
+    """
+    several = ranks > 1 and training.lora is None  # adapters are reduced once for a step
+    size = 4 * parameters
+    return size if several and size <= (limit or _UNREDUCED_BYTES[device]) else 0
+
+
+def _shard(elements: int, shards: int) -> int:
+    return math.ceil(elements / shards)
