@@ -62,7 +62,8 @@ class Metrics:
             "Sample results dropped because their owner had too many that nobody fetched.",
         )
         self.published_bytes = self._counter(
-            "published_bytes", "Bytes of published weight versions."
+            "published_bytes",
+            "Bytes written of published weight versions: of deltas, what changed.",
         )
 
         self.lease_wait_seconds = self._histogram(

@@ -7,7 +7,8 @@ because its saver may have been told that it is saved. While database and data d
 belong together (`gateway/storage/pairing.py`), nothing is removed at all.
 
 A folder is kept while a checkpoint or an active sampling session names it, and while it is
-pinned: by a run, by a sampler, or by whoever reads or writes it. Files are written before their
+pinned: by a run, by a sampler, or by whoever reads or writes it. What a kept version is a delta of
+is kept with it. Files are written before their
 name and removed after it, so a crash at any point leaves at worst files without a name, which
 `collect_all` removes at the next start.
 
@@ -115,6 +116,7 @@ class GarbageCollector:
         known |= self.checkpoints.given_up.get(run_id or "", set())
         used |= self._pins.folders()
         used |= {f"{path.parent}/{_PARTIAL_PREFIX}{path.name}" for path in map(Path, used)}
+        named |= await self._bases(run_id, used | named)
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
             if unnamed:
@@ -188,6 +190,20 @@ class GarbageCollector:
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
         rows = await self._database.read(union_all(saved, sampled))
         return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
+
+    async def _bases(self, run_id: str | None, kept: set[str]) -> set[str]:
+        """Return the folders of what kept versions are deltas of. While one is being written its
+        run has another pinned that is, or is a delta of, the same."""
+        deltas = select(weight_versions.c.name, weight_versions.c.delta_of).where(
+            weight_versions.c.delta_of != "", weight_versions.c.collected_at.is_(None)
+        )
+        if run_id is not None:
+            deltas = deltas.where(weight_versions.c.run_id == run_id)
+        return {
+            relative_version_folder(row["delta_of"])
+            for row in await self._database.read(deltas)
+            if relative_version_folder(row["name"]) in kept
+        }
 
     async def _known(self, run_id: str | None) -> set[str]:
         """Return the folders without a name that the database knows all the same."""

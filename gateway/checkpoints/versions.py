@@ -33,7 +33,8 @@ FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
 class WeightVersion:
     """A published weight version, or a base model's (`base/NAME`). `path` is its folder;
     `adapter` says that it is a LoRA adapter of the base model, in PEFT's layout. `parent` is the
-    version before it; `created_at` is in seconds since 1970."""
+    version before it; `delta_of` the one without which it cannot be read, "" if it is whole.
+    `created_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -42,6 +43,7 @@ class WeightVersion:
     base_model: str
     adapter: bool = False
     parent: str = ""
+    delta_of: str = ""
     bytes: int = 0
     created_at: float = field(default_factory=time.time, compare=False)
 

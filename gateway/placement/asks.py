@@ -30,6 +30,7 @@ _ALLOWED: Mapping[str, str] = {
     "states": "float32 or bfloat16",
     "moments": "device or host",
     "compile": "auto, on or off",
+    "delta": "auto, on or off",
     "backend": "the name of a trainer backend",
     "group": "the name of a group for trainers",
     "sampler_group": "the name of a group for samplers",
@@ -70,6 +71,7 @@ class Asks(BaseModel):
     states: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["device", "host"] = "device"
     compile: Literal["auto", "on", "off"] = "off"
+    delta: Literal["auto", "on", "off"] = "auto"
     backend: Annotated[str, Field(min_length=1, max_length=100)] = "fsdp2"
     group: str = ""
     sampler_group: str = ""
@@ -112,6 +114,7 @@ def default_asks(settings: GatewaySettings) -> Asks:
         sampler_ranks=settings.sampler.ranks,
         dtype=settings.trainer.dtype,
         compile=settings.trainer.compile,
+        delta=settings.delta_versions,
         backend=settings.trainer.backend,
         share=settings.sharing.lora_runs,
         start_timeout=settings.worker_start_timeout,

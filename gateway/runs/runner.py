@@ -57,6 +57,7 @@ from gateway.workers.clients import (
 from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import (
     InternalError,
+    LoadFailed,
     NameTaken,
     OperationTimedOut,
     SequenceGap,
@@ -342,7 +343,8 @@ class OperationRunner:
                 "sampler_weights", body.path, size=lambda: run.expected_version_bytes, what=what
             )
         with self._writing(name := call.operation.version):
-            version = await self._publish(call, name, sampled=True)
+            delta = path is None and run.publishes_deltas
+            version = await self._publish(call, name, sampled=True, delta=delta)
             if path is not None:
                 await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
@@ -350,7 +352,11 @@ class OperationRunner:
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
-            await sampler.load(version, in_flight=body.kind == "inflight")
+            try:
+                await sampler.load(version, in_flight=body.kind == "inflight")
+            except LoadFailed:
+                run.deltas.forget()
+                raise
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
                 number=body.sampling_session_seq_id,
@@ -397,9 +403,16 @@ class OperationRunner:
         return json_result(type="save_weights_external", path=str(path), size_bytes=version.bytes)
 
     async def _publish(
-        self, call: Call, name: str, *, sampled: bool = False, becomes_parent: bool = True
+        self,
+        call: Call,
+        name: str,
+        *,
+        sampled: bool = False,
+        becomes_parent: bool = True,
+        delta: bool = False,
     ) -> WeightVersion:
-        """Let the trainer write a weight version, which may be `sampled` from; return it."""
+        """Let the trainer write a weight version, which may be `sampled` from, and may be a
+        `delta`; return it. What has a name is whole, for its files are copied and downloaded."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
@@ -409,8 +422,14 @@ class OperationRunner:
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
+            # It is kept until then: the newest version, `run.parent`, is that one or a delta of it.
+            delta_of=run.deltas.next() if delta else "",
         )
-        reply = await self._deliver(call, lambda client, _: client.stub.Publish, request)
+        try:
+            reply = await self._deliver(call, lambda client, _: client.stub.Publish, request)
+        except TandemError:
+            run.deltas.forget()
+            raise
         version = WeightVersion(
             name=name,
             path=path,
@@ -420,6 +439,7 @@ class OperationRunner:
             adapter=reply.version.adapter,
             parent=run.parent,
             bytes=reply.bytes,
+            delta_of=reply.delta_of,
         )
         facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
@@ -429,12 +449,20 @@ class OperationRunner:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
+            run.deltas.note(
+                name=name, delta_of=reply.delta_of, written=reply.written_bytes, whole=reply.bytes
+            )
         if sampled:
             run.newest = name
         run.version_bytes = reply.bytes
-        self._tools.metrics.published_bytes.inc(reply.bytes)
+        self._tools.metrics.published_bytes.inc(reply.written_bytes)
         self._log.info(
-            "published", version=name, bytes=reply.bytes, seconds=round(reply.seconds, 4)
+            "published",
+            version=name,
+            bytes=reply.bytes,
+            written_bytes=reply.written_bytes,
+            delta_of=reply.delta_of,
+            seconds=round(reply.seconds, 4),
         )
         call.release()
         return version

@@ -10,6 +10,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Future, Waiting
 from gateway.identifiers import request_id_of
 from gateway.placement.asks import Asks
+from gateway.runs.deltas import DeltaBase
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.workers.fleet import Worker
@@ -33,7 +34,8 @@ class TrainingRun:
     `asks` is what it needs of the devices.
 
     `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
-    sampled from. `version_bytes` is the size of the last one.
+    sampled from. `version_bytes` is the size of the last one; `deltas` what the next one may be a
+    delta of.
     """
 
     id: str
@@ -57,6 +59,7 @@ class TrainingRun:
     parent: str = ""
     newest: str = ""
     version_bytes: int = 0
+    deltas: DeltaBase = field(default_factory=DeltaBase)
 
     @property
     def worker(self) -> Worker | None:
@@ -67,6 +70,15 @@ class TrainingRun:
     def sampler(self) -> str:
         """The key of the sampler that is kept for it, "" if none is."""
         return self.trainer.host.sampler if self.trainer is not None else ""
+
+    @property
+    def publishes_deltas(self) -> bool:
+        """Whether versions for its own sampler may be deltas: never adapters. With `auto`, where
+        they are in bfloat16, of which a small step changes little."""
+        if self.training.lora is not None:
+            return False
+        wanted = self.asks.delta
+        return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
     @property
     def expected_version_bytes(self) -> int:

@@ -13,12 +13,10 @@ vLLM's; what is changed in it is in `internals`. Three fixes are for CPUs:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
 from sampler_service.vllm.adapter_sums import adapter_differs
@@ -41,18 +39,11 @@ from sampler_service.vllm.memory import (
 )
 from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
+from sampler_service.weights.files import read_tensors
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-
-def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of every tensor in a directory's safetensors files."""
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield name, tensors.get_tensor(name)
 
 
 class WeightsExtension:

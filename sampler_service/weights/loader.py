@@ -13,20 +13,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
+from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
 from sampler_service.weights.sums import WeightSums, differing, file_sums
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.store import read_again
+
+if TYPE_CHECKING:
+    import torch
 
 _BASE_PREFIX = "base/"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
@@ -99,12 +105,12 @@ class Loader:
         it by raising. Raises `LoadFailed`."""
         started = time.monotonic()
         try:
-            canary = self._check(version, go_on)
-            compared = self._adds_up and not version.is_base
-            sums = self._sums_of_files(version.path, go_on) if compared else None
-            size = sum(file.stat().st_size for file in version.path.glob("*.safetensors"))
+            manifest = self._check(version, go_on)
+            sums = None if manifest is None else self._read(version.path, manifest, go_on)
+            size = sum(file.path.stat().st_size for file in weights_files(version.path))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {error}") from error
+        canary = None if manifest is None else manifest.canary
         return Verified(version, canary, sums, bytes=size, seconds=time.monotonic() - started)
 
     def place(self, verified: Verified) -> None:
@@ -131,8 +137,21 @@ class Loader:
         except LoadFailed as error:
             raise WeightsTouched(error.message) from error
 
-    def _sums_of_files(self, directory: Path, go_on: Callable[[], None]) -> WeightSums:
-        return file_sums(directory, self._expected, dtype=self._facts.dtype, go_on=go_on)
+    def _read(
+        self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
+    ) -> WeightSums | None:
+        """Read the tensors of a version whose own files are verified, of a delta what its patches
+        make; return their sums, None if the engine cannot be compared with them."""
+        if self._adds_up:
+            return self._sums_of(verified_tensors(directory, manifest, go_on), go_on)
+        if manifest.delta_of:
+            deque(verified_tensors(directory, manifest, go_on), maxlen=0)
+        return None
+
+    def _sums_of(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], go_on: Callable[[], None]
+    ) -> WeightSums:
+        return file_sums(tensors, self._expected, dtype=self._facts.dtype, go_on=go_on)
 
     def _compare_sums(self, verified: Verified) -> None:
         """Raise `WeightsTouched` if the engine holds other numbers than a version's files.
@@ -147,7 +166,7 @@ class Loader:
         if not wrong:
             return
         if not version.is_base:
-            base = self._sums_of_files(self._base, lambda: None)
+            base = self._sums_of(read_tensors(self._base), lambda: None)
             self._adds_up = not differing(self._base_sums, base)
         if self._adds_up or version.is_base:
             raise WeightsTouched(
@@ -156,8 +175,9 @@ class Loader:
             )
         get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
 
-    def _check(self, version: WeightVersion, go_on: Callable[[], None]) -> Canary | None:
-        canary = None
+    def _check(self, version: WeightVersion, go_on: Callable[[], None]) -> Manifest | None:
+        """Return the manifest of a version, None of a base model."""
+        manifest = None
         if version.is_base:
             for file in sorted(version.path.glob("*.safetensors")):
                 checksum_file(file, go_on)  # it has no manifest, but its load is to find it read
@@ -165,7 +185,6 @@ class Loader:
             manifest = verified_manifest(version, self._facts, go_on)
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
-            canary = manifest.canary
             untied = (version.path / "config.json").is_file() and not is_tied(version.path)
             if self._tied and untied:
                 raise LoadFailed(
@@ -175,7 +194,7 @@ class Loader:
                 )
         offered = loadable(read_inventory(version.path), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
-        return canary
+        return manifest
 
 
 def default_tolerance(dtype: str) -> float:
@@ -239,8 +258,8 @@ def read_inventory(directory: Path) -> Inventory:
     Raises `LoadFailed` if a file is not safetensors or not whole, or a name occurs twice.
     """
     inventory: Inventory = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        for name, entry in _read_header(file).items():
+    for file in weights_files(directory):
+        for name, entry in _read_header(file.path).items():
             if name in inventory:
                 raise LoadFailed(f"{directory.name}: the tensor {name} is in more than one file")
             inventory[name] = entry

@@ -15,8 +15,7 @@ probability of some 2^-32: this is against mistakes, not against forgery.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,22 +87,20 @@ def sums_of_workers(workers: Sequence[dict[str, int]]) -> WeightSums:
 
 
 def file_sums(
-    directory: Path, names: Iterable[str], dtype: str, go_on: Callable[[], None]
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Container[str],
+    dtype: str,
+    go_on: Callable[[], None],
 ) -> WeightSums:
-    """Return the sums of some tensors of a directory's safetensors files, in a type such as
-    "bfloat16"."""
+    """Return the sums of the tensors with these names, in a type such as "bfloat16"; take all."""
     import torch
-    from safetensors import safe_open
 
-    wanted, kind = set(names), getattr(torch, dtype)
-    found: list[tuple[str, int]] = []
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in wanted.intersection(tensors.keys()):
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point():
-                    found.append((name, sum_of(tensor, kind, go_on, name=name)))
-    return sums_of(found)
+    kind = getattr(torch, dtype)
+    return sums_of(
+        (name, sum_of(tensor, kind, go_on, name=name))
+        for name, tensor in tensors
+        if name in names and tensor.is_floating_point()
+    )
 
 
 def differing(one: WeightSums, other: WeightSums) -> list[str]:

@@ -527,10 +527,15 @@ class PublishRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
     MERGED_FIELD_NUMBER: builtins.int
+    DELTA_OF_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
     merged: builtins.bool
     """Of a LoRA run: the whole model with the adapter added in, instead of the adapter."""
+    delta_of: builtins.str
+    """A whole version of the run, in the same folder: of files that differ little from its own, only
+    what differs may be written. Empty: all files are to be whole.
+    """
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -544,9 +549,10 @@ class PublishRequest(google.protobuf.message.Message):
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         parent: builtins.str = ...,
         merged: builtins.bool = ...,
+        delta_of: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -558,8 +564,15 @@ class PublishReply(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    DELTA_OF_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     bytes: builtins.int
+    """Of all files, as a reader has them."""
     seconds: builtins.float
+    delta_of: builtins.str
+    """The version without which this one cannot be read, if it is a delta."""
+    written_bytes: builtins.int
+    """Of what is in the folder: fewer than `bytes` if it is a delta."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -571,9 +584,11 @@ class PublishReply(google.protobuf.message.Message):
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
+        delta_of: builtins.str = ...,
+        written_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failure", b"failure", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "delta_of", b"delta_of", "failure", b"failure", "seconds", b"seconds", "version", b"version", "written_bytes", b"written_bytes"]) -> None: ...
 
 Global___PublishReply: typing_extensions.TypeAlias = PublishReply
 

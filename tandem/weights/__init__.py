@@ -3,12 +3,15 @@
 All ranks write into a partial directory at once; the manifest is written last, and one rename
 gives the version its name. A reader verifies a version before use (`open_version`); the gateway
 removes those that nothing references. The module is torch-free: only the services handle tensors.
+
+A version of a run may be a delta: patches of files of another one, which is whole (`delta`).
 """
 
 from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, checksum_file
 from tandem.weights.store import (
     PartialVersion,
     new_version_name,
+    open_base,
     open_version,
     version_number,
     version_path,
@@ -22,6 +25,7 @@ __all__ = [
     "PartialVersion",
     "checksum_file",
     "new_version_name",
+    "open_base",
     "open_version",
     "version_number",
     "version_path",

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "tandem.json"
 """What the gateway writes beside a checkpoint's files: which one it is, and whose."""
+PATCH_SUFFIX = ".patch"
 _BLOCK_BYTES = 8 * 2**20
 
 
@@ -44,7 +45,13 @@ class Manifest(BaseModel):
     """Literal example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
     "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
     "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
-    `operation` is the request_id of the operation that published it.
+    `parent` is the version before it; `operation` is the request_id of the operation that published
+    it.
+
+    A delta names in `delta_of` the whole version of its run that it was compared with, and in
+    `patches` files such as "model.safetensors.patch". `files` and their checksums are those of the
+    whole version all the same: a file that has a patch is not in the folder, and is what the patch
+    makes of the file of that name of the other version.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,10 +68,23 @@ class Manifest(BaseModel):
     created: str
     files: list[FileEntry]
     canary: Canary | None = None
+    delta_of: str = ""
+    patches: list[FileEntry] = []
 
     @property
     def bytes(self) -> int:
+        """Of all files as a reader has them, patched."""
         return sum(entry.bytes for entry in self.files)
+
+    @property
+    def written(self) -> list[FileEntry]:
+        """What is in the folder."""
+        patched = {entry.name.removesuffix(PATCH_SUFFIX) for entry in self.patches}
+        return [*(entry for entry in self.files if entry.name not in patched), *self.patches]
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.written)
 
 
 class Checksum:

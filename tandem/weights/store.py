@@ -171,8 +171,9 @@ def open_version(
     checksums: bool = True,
     go_on: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Read and verify a version before anything is loaded from it. `go_on` is called before each
-    block of a file, and ends the reading by raising.
+    """Read and verify what is in the folder of a version before anything is loaded from it: of a
+    delta, not what it is a delta of (`open_base`). `go_on` is called before each block of a file,
+    and ends the reading by raising.
 
     Raises `LoadFailed` when the manifest is missing or of another version than `name`, or when a
     file is missing, of another size or (unless `checksums` is off) damaged.
@@ -187,13 +188,25 @@ def open_version(
         raise LoadFailed(f"the manifest of {path.name} is damaged: {error}") from error
     if name and manifest.version != name:
         raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
-    for entry in manifest.files:
+    for entry in manifest.written:
         try:
             _check(path, entry, checksum=checksums, version=manifest.version, go_on=go_on)
         except OSError as error:
             why = without_paths(str(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
     return manifest
+
+
+def open_base(
+    path: Path, delta_of: str, *, checksums: bool, go_on: Callable[[], None] = lambda: None
+) -> Path:
+    """Return the folder of the version that the one at `path` is a delta of, both of the same run,
+    and verify it as `open_version` does. Raises `LoadFailed`."""
+    base = path.parent / delta_of.rpartition("/")[2]
+    manifest = open_version(base, name=delta_of, checksums=checksums, go_on=go_on)
+    if manifest.delta_of:
+        raise LoadFailed(f"{delta_of} is a delta itself")
+    return base
 
 
 def _check(

@@ -172,10 +172,12 @@ def weights(operations: Operations) -> dict[str, torch.Tensor]:
 
 
 def publish(
-    operations: Operations, path: Path, *, merged: bool = False
+    operations: Operations, path: Path, *, merged: bool = False, delta_of: str = ""
 ) -> trainer_pb2.PublishReply:
     version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
-    reply = operations.publish(trainer_pb2.PublishRequest(version=version, merged=merged))
+    reply = operations.publish(
+        trainer_pb2.PublishRequest(version=version, merged=merged, delta_of=delta_of)
+    )
     assert not reply.HasField("failure"), reply.failure
     return reply
 

@@ -1,6 +1,7 @@
 """Publishes the current weights as a weight version (see `tandem/weights`).
 
-A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's layout.
+A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's layout; or what of
+the whole model has changed since another version (`deltas`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ctypes
 import heapq
 import itertools
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from tandem.weights.store import fsync_path, sync_name
 from tandem.worker import LoraSpec
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_header
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
     HashedFile,
@@ -74,7 +75,8 @@ _STORED_TYPES = {
 class VersionRequest:
     """What to publish: the version's `name` and final `path`, its `parent` version, the run's
     `step`, and the request_id of the `operation`. `merged` asks a LoRA run for the whole model
-    instead of the adapter."""
+    instead of the adapter. `delta_of` is the whole version that it may be a delta of, "" if it is
+    to be whole."""
 
     name: str
     path: Path
@@ -83,6 +85,7 @@ class VersionRequest:
     step: int
     operation: str = ""
     merged: bool = False
+    delta_of: str = ""
 
     @classmethod
     def from_message(cls, request: trainer_pb2.PublishRequest, *, step: int) -> VersionRequest:
@@ -94,6 +97,7 @@ class VersionRequest:
             step=step,
             operation=request.header.operation_id,
             merged=request.merged,
+            delta_of=request.delta_of,
         )
 
 
@@ -185,13 +189,15 @@ def _write(
         files = name_files(exports, owners, ranks=control.size)[control.rank]
         units = {unit for unit, rank in owners.items() if rank == control.rank}
         tensors = backend.export_weights(units)
+    base = None if adapter_of(request, backend) else find_base(request.path, request.delta_of)
     progress, opened = Progress(), ExitStack()
-    written: list[tuple[HashedFile, list[str]]] = []
+    written: list[tuple[HashedFile | PatchedFile, list[Export]]] = []
     failure: OSError | None = None
     try:
         for name, exports in files.items():
-            file = opened.enter_context(closing(HashedFile(partial.path / name, progress=progress)))
-            written.append((file, _write_tensors(file, exports, tensors)))
+            file = _new_file(partial.path / name, exports, base=base, progress=progress)
+            written.append((opened.enter_context(closing(file)), exports))
+            _write_tensors(file, exports, tensors)
     except OSError as error:
         failure = error
     finally:
@@ -205,11 +211,29 @@ def _write(
             for file, _ in written:
                 file.sync()
                 progress.bytes += 1
-        return [
-            {**file.entry().model_dump(), "tensors": json.dumps(names)} for file, names in written
-        ]
+        return [_report(file, exports) for file, exports in written]
 
     return together(control.group, sync, progress=progress)
+
+
+def _new_file(
+    path: Path, exports: Sequence[Export], *, base: Path | None, progress: Progress
+) -> HashedFile | PatchedFile:
+    """A file for these tensors: patched, if the `base` has one with the same."""
+    if base is not None and has_header(base / path.name, _writer(path.name, exports).header):
+        return PatchedFile(path, base=base / path.name, progress=progress)
+    return HashedFile(path, progress=progress)
+
+
+def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[str, str | int]:
+    """What rank 0 has to know of a file."""
+    patch = file.patch_entry().model_dump_json() if isinstance(file, PatchedFile) else ""
+    return {
+        **file.entry().model_dump(),
+        "patch": patch,
+        "tensors": json.dumps(sorted(export.name for export in exports)),
+        "tensor_bytes": sum(export.bytes for export in exports),
+    }
 
 
 def name_files(
@@ -254,30 +278,37 @@ def compute_canary(backend: TrainerBackend) -> Canary:
     return Canary(tokens=tokens.tolist(), logprobs=logprobs.cpu().tolist())
 
 
+def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
+    """Of the safetensors file of this name."""
+    return TensorWriter(
+        {
+            export.name: StoredTensor(
+                file=Path(name),
+                name=export.name,
+                dtype=_STORED_TYPES[str(export.dtype)],
+                shape=export.shape,
+                start=place,
+                bytes=export.bytes,
+            )
+            for place, export in enumerate(exports)
+        }
+    )
+
+
 def _write_tensors(
-    file: HashedFile, exports: Sequence[Export], tensors: Iterator[tuple[str, Tensor]]
-) -> list[str]:
-    """Writes one safetensors file. Returns its tensors' names.
+    file: HashedFile | PatchedFile,
+    exports: Sequence[Export],
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Writes one safetensors file.
 
     The library would write it, too, but close it without looking whether that succeeds, which is
     where NFS tells that it could not write.
     """
-    stored = {
-        export.name: StoredTensor(
-            file=Path(file.name),
-            name=export.name,
-            dtype=_STORED_TYPES[str(export.dtype)],
-            shape=export.shape,
-            start=place,
-            bytes=export.bytes,
-        )
-        for place, export in enumerate(exports)
-    }
-    writer = TensorWriter(stored)
+    writer = _writer(file.name, exports)
     file.write(writer.header)
     for content in _in_order(writer.order, tensors):
         file.write(content)
-    return sorted(stored)
 
 
 def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
@@ -303,6 +334,9 @@ def _commit(
 ) -> Manifest:
     backend, base = trainer.backend, trainer.base
     entries = [FileEntry.model_validate(item) for item in written]
+    patches = [
+        FileEntry.model_validate_json(str(item["patch"])) for item in written if item["patch"]
+    ]
     weight_map = {
         tensor: str(item["name"]) for item in written for tensor in json.loads(str(item["tensors"]))
     }
@@ -321,7 +355,7 @@ def _commit(
             base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
         )
     if len(entries) > 1:
-        total = sum(_tensor_bytes(partial.path, entry) for entry in entries)
+        total = sum(int(item["tensor_bytes"]) for item in written)
         others.append(write_index(partial.path, weight_map=weight_map, total_bytes=total))
     for path in others:
         fsync_path(path)
@@ -338,16 +372,11 @@ def _commit(
         created=datetime.now(UTC).isoformat(),
         files=entries,
         canary=canary,
+        delta_of=request.delta_of if patches else "",
+        patches=patches,
     )
     partial.commit(manifest)
     return manifest
-
-
-def _tensor_bytes(directory: Path, entry: FileEntry) -> int:
-    """The size of a safetensors file without its header."""
-    with (directory / entry.name).open("rb") as file:
-        (header,) = struct.unpack("<Q", file.read(8))
-    return int(entry.bytes) - 8 - int(header)
 
 
 def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:

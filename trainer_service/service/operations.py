@@ -223,6 +223,8 @@ class Operations:
             ),
             bytes=manifest.bytes,
             seconds=time.perf_counter() - began,
+            delta_of=manifest.delta_of,
+            written_bytes=manifest.written_bytes,
         )
 
     def save_checkpoint(

@@ -88,7 +88,7 @@ class TrainerMetrics:
             registry=registry,
         )
         self.published = Counter(
-            "tandem_trainer_published_bytes", "Bytes of weight versions.", registry=registry
+            "tandem_trainer_published_bytes", "Bytes written of weight versions.", registry=registry
         )
         self.micro_batch_tokens = Gauge(
             "tandem_trainer_micro_batch_tokens",
@@ -576,8 +576,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             if reply.micro_batch_tokens:
                 self._metrics.micro_batch_tokens.set(reply.micro_batch_tokens)
         elif isinstance(reply, trainer_pb2.PublishReply):
-            self._metrics.published.inc(reply.bytes)
-            more = {"bytes": reply.bytes}
+            self._metrics.published.inc(reply.written_bytes)
+            more = {"bytes": reply.bytes, "written_bytes": reply.written_bytes}
         elif isinstance(reply, trainer_pb2.OptimStepReply | trainer_pb2.LoadCheckpointReply):
             self._metrics.steps.set(reply.step)
         self._log.info(

@@ -55,6 +55,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.states": "bfloat16",
             "tandem.moments": "host",
             "tandem.compile": "on",
+            "tandem.delta": "off",
             "tandem.backend": "fsdp2",
             "tandem.share": "always",
             "tandem.group": "train",
@@ -76,7 +77,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert asks.replicas == 3
     assert asks.trainer_settings(SETTINGS.trainer).compile == "on"
     assert asks.trainer_start_timeout == 1200.0, "with the time to compile"
-    assert asks.share == "always"
+    assert (asks.share, asks.delta) == ("always", "off")
     training = asks.training(TrainingSpec())
     assert (training.states, training.moments) == ("bfloat16", "host")
     trainer = asks.trainer_settings(TrainerSettings(threads=3))

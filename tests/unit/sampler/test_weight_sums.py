@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from sampler_service.engine import EngineFacts, WeightsTouched
+from sampler_service.weights.files import read_tensors
 from sampler_service.weights.loader import Loader, WeightVersion
 from sampler_service.weights.sums import (
     block_of,
@@ -76,7 +77,7 @@ def test_files_are_added_up_in_the_engines_type_by_block(tmp_path: Path):
         {name: tensor.float() for name, tensor in tensors.items()}, tmp_path / "a.safetensors"
     )
     save_file({"left.out": some(3)}, tmp_path / "b.safetensors")
-    sums = file_sums(tmp_path, tensors, dtype="bfloat16", go_on=lambda: None)
+    sums = file_sums(read_tensors(tmp_path), tensors, dtype="bfloat16", go_on=lambda: None)
     assert sums == {block_of(name): sum_of(each, BFLOAT16) for name, each in tensors.items()}
     assert differing(sums, {**sums, "3": 0, "10": 0, "": 1}) == ["block 3", "the rest"]
 

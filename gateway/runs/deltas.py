@@ -1,0 +1,61 @@
+"""Which weight versions of a run are published as deltas: what has changed since a whole one.
+
+A delta is always one of the newest whole version, so that a reader needs two folders and no more.
+The longer ago that was, the more has changed. A new whole one is due when a delta has come to be
+larger than what a version took on average since then, the whole one included: from then on that
+average would only grow. And it is due when a delta has half the bytes of a whole version or more,
+since it is read beside that one. Where they all have, as with large learning rates, deltas are
+tried less and less often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_PAUSES = 32
+"""Whole versions between two deltas of which none pays."""
+
+
+@dataclass(eq=False)
+class DeltaBase:
+    """What the next version of a run can be a delta of: a whole version, which the run's newest one
+    is or is a delta of. Forgotten with the gateway: the next version is whole then.
+
+    Literal use: ask the trainer for a delta of `next()`, and say with `note` what it wrote.
+    """
+
+    _whole: str = ""
+    _written: int = 0
+    _versions: int = 0
+    _failed: int = 0
+    _pause: int = 0
+
+    def next(self) -> str:
+        """Return the name of the version that the next may be a delta of, "" if it is to be
+        whole."""
+        if self._whole and self._pause:
+            self._pause -= 1
+            return ""
+        return self._whole
+
+    def note(self, *, name: str, delta_of: str, written: int, whole: int) -> None:
+        """Note a version that was published, of `written` bytes where `whole` are all."""
+        if not delta_of:
+            self._whole, self._written, self._versions = name, written, 1
+            return
+        if delta_of != self._whole:  # published for an earlier gateway
+            return self.forget()
+        self._written += written
+        self._versions += 1
+        if 2 * written >= whole:
+            self._failed += 1
+            self._pause = min(2 ** (self._failed - 1), _MOST_PAUSES)
+            self._whole = ""
+        elif written * self._versions >= self._written:
+            self._whole = ""
+        else:
+            self._failed = 0
+
+    def forget(self) -> None:
+        """Make the next version a whole one: something is wrong."""
+        self._whole = ""

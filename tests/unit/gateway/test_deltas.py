@@ -1,0 +1,75 @@
+"""Which versions of a run are whole, by how large its deltas come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from gateway.placement.asks import Asks
+from gateway.runs.deltas import DeltaBase
+from gateway.runs.training_run import TrainingRun
+from tandem.v1 import trainer_pb2
+from tandem.worker import LoraSpec, TrainingSpec
+
+WHOLE = 1000
+
+
+def published(base: DeltaBase, sizes: Iterable[int]) -> str:
+    """Publish versions whose deltas have these sizes, as often as they have been ones; return a
+    letter for each: W(hole) or D(elta)."""
+    written = ""
+    for number, size in enumerate(sizes):
+        of = base.next()
+        base.note(name=f"v{number}", delta_of=of, written=size if of else WHOLE, whole=WHOLE)
+        written += "D" if of else "W"
+    return written
+
+
+def test_the_first_is_whole_and_small_deltas_follow_it_for_as_long_as_they_stay_small():
+    assert published(DeltaBase(), [40] * 200) == "W" + "D" * 199
+
+
+def test_a_new_whole_one_comes_when_a_delta_is_larger_than_a_version_is_on_average():
+    growing = [0, *range(40, 1000, 40)]
+    # 1000 + 40 + … + 240 are 1,840 for seven versions, 263 each; with 280 they are 265.
+    assert published(DeltaBase(), growing)[:9] == "WDDDDDDDW"
+
+
+def test_where_no_delta_pays_fewer_and_fewer_are_tried():
+    written = published(DeltaBase(), [900] * 100)
+    assert written.startswith("WDWWDWWWDWWWWWDWWWWWWWWWD")
+    assert written.count("D") < 8
+
+
+def test_something_wrong_makes_the_next_one_whole():
+    base = DeltaBase()
+    assert published(base, [40, 40]) == "WD"
+    base.forget()
+    assert published(base, [40, 40]) == "WD"
+    base.note(name="v9", delta_of="another", written=40, whole=WHOLE)
+    assert base.next() == ""
+
+
+@pytest.mark.parametrize(
+    ("delta", "dtype", "lora", "published"),
+    [
+        ("auto", "bfloat16", None, True),
+        ("auto", "float32", None, False),
+        ("on", "float32", None, True),
+        ("off", "bfloat16", None, False),
+        ("on", "bfloat16", LoraSpec(), False),
+    ],
+)
+def test_which_runs_publish_deltas(delta: str, dtype: str, lora, published: bool):
+    run = TrainingRun(
+        id="s-1:train:0",
+        session_id="s-1",
+        owner="local",
+        model=None,
+        training=TrainingSpec(lora=lora),
+        dispatcher=None,
+        asks=Asks(delta=delta),
+        about=trainer_pb2.DescribeTrainerReply(dtype=dtype),
+    )
+    assert run.publishes_deltas is published
