@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 ENTRY_POINT_GROUP = "tandem.trainer_backends"
+_PARTS = ("base", "exporting", "loop", "planning", "sharding")
+"""The modules of this folder that are no backends."""
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter; None where a loss does not depend on it."""
@@ -296,7 +298,7 @@ def backend_named(name: str) -> type[TrainerBackend]:
     Raises `WorkerStartFailed`, which lists the known names.
     """
     here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    here = [name for name in here if name not in ("base", "loop", "planning")]
+    here = [name for name in here if name not in _PARTS]
     if name in here:
         own: type[TrainerBackend] = import_module(f"trainer_service.backends.{name}").BACKEND
         return own

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tandem.errors import InvalidRequest
 from tandem.settings import TrainerSettings
@@ -33,8 +32,10 @@ from trainer_service.backends.base import (
     World,
     add_gradients,
 )
+from trainer_service.backends.exporting import WholeWeights
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
+from trainer_service.backends.sharding import ShardGroups
 from trainer_service.batches.micro_batches import (
     MicroBatch,
     RankPlan,
@@ -47,7 +48,6 @@ from trainer_service.lora.adapters import (
     Adapter,
     freeze,
     key_of,
-    merged,
     new_adapters,
     target_names,
 )
@@ -136,11 +136,12 @@ class Fsdp2Backend(TrainerBackend):
             """While the parameters have no memory yet."""
             self._prepare(model, settings, checkpointed=checkpointed)
             if self._sharded:
-                self._shard()
+                mesh = init_device_mesh(world.device, (world.size,))
+                compute = torch_dtype(self.dtype) if self._casts else None
+                self._groups.shard(mesh, dtype=compute)
 
         load_model(model_path, prepare=prepare)
         self._model.to(self._device)  # buffers, and what is not sharded
-        self._record_units()
         self._reduces_once = (
             unreduced_gradients(self._model, settings=settings, world=world, training=training) > 0
         )
@@ -161,10 +162,12 @@ class Fsdp2Backend(TrainerBackend):
             outer=self._outer,
             sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
         )
+        self._whole_weights = WholeWeights(
+            self._model, self._groups, adapters=self._adapters, dtype=torch_dtype(self.dtype)
+        )
 
     def _choose_trainable(self, training: TrainingSpec) -> None:
         self._adapters: dict[str, Adapter] = {}
-        self._second_names: dict[str, str] = {}
         self._model.requires_grad_(training.lora is None)
         self._trainable = dict(self._model.named_parameters())
         self._outer = outer_parameters(self._model)
@@ -182,11 +185,6 @@ class Fsdp2Backend(TrainerBackend):
             for name, adapter in self._adapters.items()
             for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
         }
-        first = {parameter: name for name, parameter in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            # A tied weight's second name: once merged, an adapted head differs from the embedding.
-            if first[parameter] != name and name.rpartition(".")[0] in self._adapters:
-                self._second_names[name] = first[parameter]
         trainable = sum(parameter.numel() for parameter in self._trainable.values())
         self.facts = replace(self.facts, trainable_parameters=trainable)
 
@@ -209,7 +207,10 @@ class Fsdp2Backend(TrainerBackend):
         self._model = model
         self._active = ActiveAdapters()
         self.facts = facts_of(model)
-        self._record_groups(settings.shard_group_parameters)
+        blocks = find_blocks(model) if self._sharded else []
+        self._groups = ShardGroups(
+            model, group_blocks(blocks, minimum=settings.shard_group_parameters)
+        )
         if self.training.lora is not None:
             self._freeze()
         else:
@@ -235,12 +236,11 @@ class Fsdp2Backend(TrainerBackend):
         other._divide(settings, apart=has_body(model))
         other._choose_trainable(self.training)
         other.activate()
-        groups = [[model.get_parameter(name) for name in group] for group in other._group_names]
         return StandIn(
             backend=other,
             model=model,
             trainable=other._trainable,
-            groups=groups if self._sharded else [],
+            groups=other._groups.parameters() if self._sharded else [],
             dtype=torch_dtype(self.dtype),
             outer=other._outer,
         )
@@ -252,41 +252,6 @@ class Fsdp2Backend(TrainerBackend):
     @property
     def _casts(self) -> bool:
         return (self.dtype, self.training.states) != ("float32", "float32")
-
-    def _record_groups(self, minimum: int) -> None:
-        """Records each parameter's group before sharding changes the modules."""
-        blocks = find_blocks(self._model)
-        self._groups = group_blocks(blocks, minimum=minimum) if self._sharded else []
-        group_of = {
-            parameter: index
-            for index, group in enumerate(self._groups)
-            for block in group
-            for parameter in block.parameters()
-        }
-        self._group_names: list[list[str]] = [[] for _ in range(len(self._groups) + 1)]
-        for name, parameter in self._model.named_parameters():  # a tied weight comes once
-            self._group_names[group_of.get(parameter, -1)].append(name)
-
-    def _record_units(self) -> None:
-        """Records which units are blocks, once it is known how the files are laid out."""
-        blocks = find_blocks(self._model) if self._converts else []
-        self._block_prefixes = self._prefixes(blocks)
-
-    @property
-    def _converts(self) -> bool:
-        """Whether the model's files differ in layout from its modules (fused experts)."""
-        return bool(getattr(self._model, "_weight_conversions", None))
-
-    def _prefixes(self, blocks: list[nn.Module]) -> dict[nn.Module, str]:
-        names = {module: name for name, module in self._model.named_modules()}
-        return {block: names[block] for block in blocks}
-
-    def _unit(self, name: str) -> str:
-        """A unit is one tensor, or a whole block if the files combine several of its tensors."""
-        for prefix in self._block_prefixes.values():
-            if name.startswith(f"{prefix}."):
-                return prefix
-        return name
 
     def _try_out(self, path: Path, settings: TrainerSettings) -> None:
         """Finds out whether the model is causal, whether it packs, and whether it can end at its
@@ -301,8 +266,7 @@ class Fsdp2Backend(TrainerBackend):
         if self._compiled and not self.packs:
             mask_windows(self._model)
         self._divide(settings, apart=comes_apart(model))
-        if self._sharded:
-            self._model.reshard()
+        self._groups.reshard()
 
     def _divide(self, settings: TrainerSettings, *, apart: bool) -> None:
         """Makes what takes log probabilities of what the model returns: its hidden states, if it
@@ -334,23 +298,6 @@ class Fsdp2Backend(TrainerBackend):
     def _keep_in(self, dtype: torch.dtype) -> None:
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
-
-    def _shard(self) -> None:
-        mesh = init_device_mesh(self._world.device, (self._world.size,))
-        compute = torch_dtype(self.dtype) if self._casts else None
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for group in self._groups:
-            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
-        fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        for module in self._fsdp_modules():
-            # Losses are sums over all datums, so gradients are summed, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    def _fsdp_modules(self) -> Iterator[FSDPModule]:
-        yield from (group[0] for group in self._groups)
-        yield self._model
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         if self._world.size > 1:
@@ -391,7 +338,7 @@ class Fsdp2Backend(TrainerBackend):
         def keep(loss: Tensor) -> None:
             nonlocal left
             left -= 1
-            self._model.set_requires_gradient_sync(left == 0)
+            self._groups.reduce_with_next_backward(left == 0)
             self.backward(loss)
 
         return compute_share(self, batch, share, keep=keep, done=done)
@@ -402,10 +349,10 @@ class Fsdp2Backend(TrainerBackend):
             chosen = chosen.reshape(-1)
             if micro_batch.select is not None:
                 chosen = chosen.index_select(0, self.to_device(micro_batch.select))
-        if not gradients and self._sharded:
+        if not gradients:
             # Without a backward nothing reshards the root, and after the next step a forward would
             # still use the old weights.
-            self._model.reshard()
+            self._groups.reshard()
         return chosen
 
     def loss_of(
@@ -481,13 +428,7 @@ class Fsdp2Backend(TrainerBackend):
     def undo(self, mark: Mark) -> bool:
         """What is written into a tensor raises its version. Where the backward has not come so
         far, the gradients held are intact."""
-        if self._sharded:
-            self._model.reset_iter_state()
-            for module in self._fsdp_modules():
-                module.unshard()  # of the block that failed, some gradients were not reduced yet
-                for parameter in self._model.parameters():
-                    parameter.grad = None
-                module.reshard()
+        self._groups.forget_backward()
         intact = True
         for parameter, gradient, version in mark:
             parameter.grad = gradient
@@ -498,10 +439,8 @@ class Fsdp2Backend(TrainerBackend):
         return intact
 
     def live_state(self) -> LiveState:
-        if self._sharded:
-            # A loss that failed after its forward pass has left the root gathered.
-            for module in self._fsdp_modules():
-                module.reshard()
+        # A loss that failed after its forward pass has left the root gathered.
+        self._groups.reshard()
         parameters = list(dict.fromkeys([*self._model.parameters(), *self._trainable.values()]))
         return LiveState(
             optimizer=list(self.optimizer.state(create=False).values()),
@@ -516,60 +455,10 @@ class Fsdp2Backend(TrainerBackend):
         return named if self._adapters else {**named, **persistent_buffers(self._model)}
 
     def exports(self) -> Sequence[Export]:
-        found = [
-            Export(name, tuple(buffer.shape), buffer.dtype, unit=name)
-            for name, buffer in persistent_buffers(self._model).items()
-        ]
-        for group in self._group_names:
-            for unit, names in self._units_of(group).items():
-                parts = {
-                    name: torch.empty(
-                        self._model.get_parameter(name).shape,
-                        dtype=torch_dtype(self.dtype),
-                        device="meta",
-                    )
-                    for name in names
-                }
-                for name, tensor in self._file_layout(parts).items():
-                    found.append(Export(name, tuple(tensor.shape), tensor.dtype, unit))
-        return found
+        return self._whole_weights.exports()
 
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Gathers one group after the other."""
-        for name, buffer in persistent_buffers(self._model).items():
-            if name in units:
-                yield name, buffer.detach()
-        modules: list[FSDPModule | None] = [None]
-        if self._sharded:
-            modules = list(self._fsdp_modules())
-        for module, group in zip(modules, self._group_names, strict=True):
-            if module is not None:
-                module.unshard()
-            for unit, names in self._units_of(group).items():
-                if unit not in units:
-                    continue
-                whole = {name: self._merged(name) for name in names}
-                for name, tensor in self._file_layout(whole).items():
-                    yield name, tensor.to(torch_dtype(self.dtype))
-            if module is not None:
-                module.reshard()
-
-    def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
-        """The parameters of a group by unit, a tied weight's second name too if it is untied."""
-        second = [name for name, first in self._second_names.items() if first in group]
-        units: dict[str, list[str]] = {}
-        for name in [*group, *second]:
-            units.setdefault(self._unit(name), []).append(name)
-        return units
-
-    def _merged(self, name: str) -> Tensor:
-        """A parameter, with its adapter merged in. Its group must be gathered."""
-        parameter = self._model.get_parameter(name).detach()
-        module, _, kind = name.rpartition(".")
-        if kind != "weight" or (adapter := self._adapters.get(module)) is None:
-            return parameter
-        a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
-        return merged(parameter, a=a, b=b, scale=adapter.scale)
+        return self._whole_weights.of(units)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
         if self._world.rank:
@@ -585,16 +474,7 @@ class Fsdp2Backend(TrainerBackend):
 
     @property
     def unties_head(self) -> bool:
-        return bool(self._second_names)
-
-    def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Converts names and shapes to those of the model's own files."""
-        if not self._converts:
-            return tensors
-        from transformers.core_model_loading import revert_weight_conversion
-
-        reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
-        return reverted
+        return self._whole_weights.unties_head
 
 
 def _as_they_are(logits: Tensor) -> Tensor:

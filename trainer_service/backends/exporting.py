@@ -1,0 +1,121 @@
+"""The whole weights of a model as they are published: named and shaped as in the model's own files,
+with a run's adapters merged in, gathered a group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainer_service.backends.base import Export
+from trainer_service.backends.sharding import ShardGroups
+from trainer_service.lora.adapters import Adapter, merged
+from trainer_service.models.huggingface import find_blocks, persistent_buffers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WholeWeights:
+    """Those of one run, in `dtype`. Make it once the model is loaded and sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ShardGroups,
+        *,
+        adapters: Mapping[str, Adapter],
+        dtype: torch.dtype,
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._adapters = adapters
+        self._dtype = dtype
+        # Whether the model's files differ in layout from its modules (fused experts).
+        self._converts = bool(getattr(model, "_weight_conversions", None))
+        names = {module: name for name, module in model.named_modules()}
+        blocks = find_blocks(model) if self._converts else []
+        self._block_prefixes: list[str] = [names[block] for block in blocks]
+        self._second_names = _second_names(model, adapters)
+
+    @property
+    def unties_head(self) -> bool:
+        """See `TrainerBackend.unties_head`."""
+        return bool(self._second_names)
+
+    def exports(self) -> Sequence[Export]:
+        """See `TrainerBackend.exports`."""
+        found = [
+            Export(name, tuple(buffer.shape), buffer.dtype, unit=name)
+            for name, buffer in persistent_buffers(self._model).items()
+        ]
+        for group in self._groups.names:
+            for unit, names in self._units_of(group).items():
+                parts = {
+                    name: torch.empty(
+                        self._model.get_parameter(name).shape, dtype=self._dtype, device="meta"
+                    )
+                    for name in names
+                }
+                for name, tensor in self._file_layout(parts).items():
+                    found.append(Export(name, tuple(tensor.shape), tensor.dtype, unit))
+        return found
+
+    def of(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainerBackend.export_weights`."""
+        for name, buffer in persistent_buffers(self._model).items():
+            if name in units:
+                yield name, buffer.detach()
+        for group in self._groups.gathered():
+            for unit, names in self._units_of(group).items():
+                if unit not in units:
+                    continue
+                whole = {name: self._merged(name) for name in names}
+                for name, tensor in self._file_layout(whole).items():
+                    yield name, tensor.to(self._dtype)
+
+    def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
+        """The parameters of a group by unit, a tied weight's second name too if it is untied."""
+        second = [name for name, first in self._second_names.items() if first in group]
+        units: dict[str, list[str]] = {}
+        for name in [*group, *second]:
+            units.setdefault(self._unit(name), []).append(name)
+        return units
+
+    def _unit(self, name: str) -> str:
+        """A unit is one tensor, or a whole block if the files combine several of its tensors."""
+        for prefix in self._block_prefixes:
+            if name.startswith(f"{prefix}."):
+                return prefix
+        return name
+
+    def _merged(self, name: str) -> Tensor:
+        """A parameter, with its adapter merged in. Its group must be gathered."""
+        parameter = self._model.get_parameter(name).detach()
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or (adapter := self._adapters.get(module)) is None:
+            return parameter
+        a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
+        return merged(parameter, a=a, b=b, scale=adapter.scale)
+
+    def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Converts names and shapes to those of the model's own files."""
+        if not self._converts:
+            return tensors
+        from transformers.core_model_loading import revert_weight_conversion
+
+        reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+        return reverted
+
+
+def _second_names(model: nn.Module, adapters: Collection[str]) -> dict[str, str]:
+    """The second names of tied weights that an adapter makes differ from the first, such as the
+    head's from the embedding's, with their first names."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        name: first[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[parameter] != name and name.rpartition(".")[0] in adapters
+    }

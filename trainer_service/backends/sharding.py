@@ -1,0 +1,91 @@
+"""How FSDP2 divides a model among ranks: which parameters are gathered together, and the calls that
+gather them and let them go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ShardGroups:
+    """The parameters of a model in groups, each of which FSDP gathers at once: those of each group
+    of `blocks`, and the root with all others last. `names` are those of the parameters, by group; a
+    tied weight comes once.
+
+    Make it before anything replaces the model's modules: parameters keep their names. Without a
+    call of `shard` all is as before, and nothing is gathered.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Sequence[nn.Module]]) -> None:
+        self._model = model
+        self._blocks = [list(group) for group in blocks]
+        self._sharded = False
+        group_of = {
+            parameter: index
+            for index, group in enumerate(self._blocks)
+            for block in group
+            for parameter in block.parameters()
+        }
+        self.names: list[list[str]] = [[] for _ in range(len(self._blocks) + 1)]
+        for name, parameter in model.named_parameters():
+            self.names[group_of.get(parameter, -1)].append(name)
+
+    def parameters(self) -> Sequence[Sequence[nn.Parameter]]:
+        return [[self._model.get_parameter(name) for name in group] for group in self.names]
+
+    def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
+        """Shards the parameters over the ranks of a mesh. They are gathered in `dtype` (None: as
+        they are kept), and their gradients are added up in float32."""
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for group in self._blocks:
+            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
+        fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._sharded = True
+        for module in self._modules():
+            # Losses are sums over all datums, so gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def _modules(self) -> list[FSDPModule]:
+        """One for each group; none where nothing is sharded."""
+        return [*(group[0] for group in self._blocks), self._model] if self._sharded else []
+
+    def gathered(self) -> Iterator[Sequence[str]]:
+        """Gathers one group after the other, and yields its parameters' names."""
+        modules = self._modules() or [None] * len(self.names)
+        for module, names in zip(modules, self.names, strict=True):
+            if module is not None:
+                module.unshard()
+            yield names
+            if module is not None:
+                module.reshard()
+
+    def reshard(self) -> None:
+        """Lets go of all that is gathered: of the root after a forward pass without gradients, or
+        after a loss that failed."""
+        for module in self._modules():
+            module.reshard()
+
+    def reduce_with_next_backward(self, yes: bool) -> None:
+        """Whether ranks add up the gradients of the next backward pass, with all that each has kept
+        of those before; otherwise each keeps its own."""
+        for module in self._modules():
+            module.set_requires_gradient_sync(yes)
+
+    def forget_backward(self) -> None:
+        """Drops what a forward or backward pass that failed has left, and all gradients."""
+        for module in self._modules()[-1:]:
+            module.reset_iter_state()
+        for module in self._modules():
+            module.unshard()  # of the block that failed, some gradients were not reduced yet
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            module.reshard()
