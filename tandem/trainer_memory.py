@@ -51,6 +51,8 @@ def lasting_bytes(
         states = TrainingSpec().state_bytes
     trained = _shard(elements.trained, shards)
     moments = _shard(elements.moments * states.moments // 2, shards)
+    if training.layout.replicas > 1 and training.lora is None and not unreduced:
+        unreduced = 4 * trained  # a replica's, until the last micro-batch of a call
     parts = {
         "weights": frozen + states.weight * trained,
         # Each of several threads adds up gradients of its own.

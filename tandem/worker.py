@@ -93,11 +93,30 @@ class StateBytes:
     moments: int
 
 
+class Layout(BaseModel):
+    """How the ranks of a trainer divide a model: there are so many `replicas` of it, each divided
+    into equal shards among ranks that follow each other. Every rank computes datums of its own.
+
+    Literal example: of 8 ranks, `Layout(replicas=2)` lets ranks 0 to 3 hold a quarter each, and
+    ranks 4 to 7 the same quarters.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    replicas: int = Field(1, ge=1)
+
+    def shards(self, ranks: int) -> int:
+        """How many of the trainer's `ranks` hold one replica. Raises `ValueError`."""
+        if ranks % self.replicas:
+            raise ValueError(f"{ranks} ranks cannot hold {self.replicas} replicas in equal shards")
+        return ranks // self.replicas
+
+
 class TrainingSpec(BaseModel):
     """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None).
 
     `states` is the type of weights, gradients and moments, and `moments` says where these are.
-    Adapters and dimuon have them in float32 on the device.
+    Adapters and dimuon have them in float32 on the device. `layout` says which ranks hold what.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -106,6 +125,7 @@ class TrainingSpec(BaseModel):
     optimizer: Literal["adamw", "dimuon"] = "adamw"
     states: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["device", "host"] = "device"
+    layout: Layout = Layout()
 
     @property
     def rank(self) -> int:

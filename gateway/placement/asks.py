@@ -16,7 +16,7 @@ from gateway.placement.groups import DeviceGroup, Role
 from gateway.workers.launchers.kubernetes.resources import most_memory
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings, Share, TrainerSettings
-from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.worker import Layout, TrainingSpec, WorkerSpec
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
@@ -26,6 +26,7 @@ _SIZE = "a number of bytes, such as 17179869184 or 16GiB"
 
 _ALLOWED: Mapping[str, str] = {
     "ranks": "a whole number from 1 to 1024",
+    "shards": "a whole number from 1 to 1024",
     "dtype": "auto, float32 or bfloat16",
     "states": "float32 or bfloat16",
     "moments": "device or host",
@@ -59,14 +60,16 @@ class Asks(BaseModel):
     """What a run needs of the devices, and its session's sampler with it.
 
     `sampler` False: the run only trains. `replicas` is how many engines serve the session, each
-    with `sampler_ranks` devices of its own. `share` says when a run that trains adapters shares the
-    trainer of others, and their engine. Without a group, any will do. The sizes are bytes on each
-    device and on the host; 0 is unknown, and not counted.
+    with `sampler_ranks` devices of its own. `shards` is how many of the `ranks` hold one copy of
+    the model; None, until it is settled, means those of a node. `share` says when a run that trains
+    adapters shares the trainer of others, and their engine. Without a group, any will do. The sizes
+    are bytes on each device and on the host; 0 is unknown, and not counted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ranks: int = Field(1, ge=1, le=1024)
+    shards: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     states: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["device", "host"] = "device"
@@ -103,8 +106,14 @@ class Asks(BaseModel):
         return self.start_timeout + (0.0 if self.compile == "off" else _COMPILING)
 
     def training(self, training: TrainingSpec) -> TrainingSpec:
-        """Return what the run trains, with the states that it asks for."""
-        return training.model_copy(update={"states": self.states, "moments": self.moments})
+        """Return what the run trains, with the states and the layout that it asks for."""
+        return training.model_copy(
+            update={
+                "states": self.states,
+                "moments": self.moments,
+                "layout": Layout(replicas=self.ranks // (self.shards or self.ranks)),
+            }
+        )
 
 
 def default_asks(settings: GatewaySettings) -> Asks:
@@ -154,6 +163,8 @@ def asks_of(
             f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
             f"devices; there is: {there}"
         )
+    if trains:
+        asks = asks.model_copy(update={"shards": _shards_of(asks, trainers)})
     if asks.sampler:
         samplers = _named(groups, "sampler", asks.sampler_group, "sampler_group")
         if not any(group.has_devices_for(asks.sampler_ranks) for group in samplers):
@@ -165,6 +176,25 @@ def asks_of(
         if asks.sampler_ranks > 1 and settings.launcher == "kubernetes":
             raise InvalidRequest(f"{_PREFIX}sampler_ranks above 1 is not there for pods")
     return asks
+
+
+def _shards_of(asks: Asks, groups: Sequence[DeviceGroup]) -> int:
+    """Return how many ranks hold one copy of the model: as many as are on one node of any of the
+    `groups` that they may be on, unless the run says it. Raises `InvalidRequest`."""
+    ranks = asks.ranks
+    if asks.shards is None:
+        if asks.backend != Asks.model_fields["backend"].default:  # others may know one copy alone
+            return ranks
+        return min(
+            ranks // group.nodes_for(ranks) for group in groups if group.has_devices_for(ranks)
+        )
+    if ranks % asks.shards:
+        raise InvalidRequest(
+            f"{_PREFIX}shards is {asks.shards}, and {ranks} ranks ({_PREFIX}ranks) cannot be "
+            f"divided into copies of the model with {asks.shards} each: {_PREFIX}shards is one of "
+            f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+        )
+    return asks.shards
 
 
 def settled_asks(

@@ -74,14 +74,15 @@ class DeviceGroup:
     def devices_for(self, ranks: int) -> tuple[Device, ...]:
         """Return those of a worker with so many ranks: rank i uses the group's device i. On several
         nodes there are equally many ranks, and they use the first devices of each."""
-        nodes = self._nodes_for(ranks)
+        nodes = self.nodes_for(ranks)
         return self.devices[: ranks // nodes] * nodes
 
     def has_devices_for(self, ranks: int) -> bool:
-        nodes = self._nodes_for(ranks)
+        nodes = self.nodes_for(ranks)
         return nodes <= self.nodes and ranks % nodes == 0
 
-    def _nodes_for(self, ranks: int) -> int:
+    def nodes_for(self, ranks: int) -> int:
+        """Return on how many nodes so many ranks are."""
         return math.ceil(ranks / (len(self.devices) or self.most_ranks))
 
     def about(self) -> dict[str, object]:

@@ -37,6 +37,7 @@ class RunRecord:
     owner: str
     project_id: str
     training: TrainingSpec
+    ranks: int
     state: str
     reason: str
     created_at: float
@@ -121,6 +122,7 @@ class RunQueries:
                 RunRecord,
                 row,
                 training=TrainingSpec.model_validate(row["training"] or {}),
+                ranks=(row["asks"] or {}).get("ranks", 1),
                 failed=row["state"] == "ended"
                 and row["error_type"] not in ("", SessionFinished.type),
                 last_training=newest.get((row["id"], "weights")),

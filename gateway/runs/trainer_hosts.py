@@ -138,5 +138,5 @@ class TrainerHosts:
 
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:
     asks = run.asks
-    computed = (asks.backend, asks.dtype, asks.compile, asks.ranks, asks.priority)
+    computed = (asks.backend, asks.dtype, asks.compile, asks.ranks, asks.shards, asks.priority)
     return (*computed, asks.sampler_group, asks.replicas, asks.sampler_ranks)

@@ -92,6 +92,8 @@ def show(
     about, steps = cast(Row, answer["run"]), cast(list[Row], answer["steps"])
     kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
     say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
+    if (ranks := cast(int, about["ranks"])) > 1:
+        say(_layout(ranks, replicas=cast(int, about["replicas"])))
     ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
@@ -161,6 +163,12 @@ def export(
     except httpx.HTTPError as error:
         raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
     sys.stdout.flush()
+
+
+def _layout(ranks: int, *, replicas: int) -> str:
+    """Literal example: "8 ranks: 2 copies of the model, each on 4 ranks"."""
+    copies = f"{replicas} copies of the model, each" if replicas > 1 else "one copy of the model"
+    return f"{ranks} ranks: {copies} on {ranks // replicas} rank{'s'[: ranks // replicas - 1]}"
 
 
 def _memory(plan: Row) -> str:

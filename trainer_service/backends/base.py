@@ -57,6 +57,9 @@ class Capability(enum.StrEnum):
     """`export_adapter`, `adapter_targets`; without it, a LoRA run is refused before the start."""
     SHARING = "let several runs share one model"
     """`share`, `activate`."""
+    REPLICAS = "keep more than one copy of a model"
+    """`training.layout.replicas` of them; without it, a run with more than one is refused before
+    the start."""
 
 
 @dataclass(frozen=True)

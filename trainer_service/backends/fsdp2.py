@@ -8,13 +8,13 @@ import gc
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.errors import InvalidRequest
 from tandem.settings import TrainerSettings
@@ -35,7 +35,7 @@ from trainer_service.backends.base import (
 from trainer_service.backends.exporting import WholeWeights
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
-from trainer_service.backends.sharding import ShardGroups
+from trainer_service.backends.sharding import RankMesh, ShardGroups
 from trainer_service.batches.micro_batches import (
     MicroBatch,
     RankPlan,
@@ -132,13 +132,15 @@ class Fsdp2Backend(TrainerBackend):
         )
         checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
 
+        timeout = timedelta(seconds=settings.collective_timeout)
+        self._mesh = RankMesh(world, training.layout, timeout=timeout) if self._sharded else None
+
         def prepare(model: nn.Module) -> None:
             """While the parameters have no memory yet."""
             self._prepare(model, settings, checkpointed=checkpointed)
-            if self._sharded:
-                mesh = init_device_mesh(world.device, (world.size,))
+            if self._mesh is not None:
                 compute = torch_dtype(self.dtype) if self._casts else None
-                self._groups.shard(mesh, dtype=compute)
+                self._groups.shard(self._mesh.mesh, dtype=compute)
 
         load_model(model_path, prepare=prepare)
         self._model.to(self._device)  # buffers, and what is not sharded
@@ -300,8 +302,8 @@ class Fsdp2Backend(TrainerBackend):
             parameter.data = parameter.data.to(dtype)
 
     def _sum_over_ranks(self, value: Tensor) -> None:
-        if self._world.size > 1:
-            dist.all_reduce(value)
+        if self._mesh is not None and self._world.size > 1:
+            self._mesh.sum_over_shards(value)
 
     # --- Computing -------------------------------------------------------------------------
 
@@ -329,16 +331,18 @@ class Fsdp2Backend(TrainerBackend):
         self._warm.add(self._shape)
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
-        """Ranks add up gradients with the last micro-batch alone, unless those of the whole model,
-        which each of them has until then, are too many."""
-        if not self._reduces_once:
+        """Replicas add up their gradients with the last micro-batch alone; so do the ranks of one,
+        unless those of the whole model, which each of them has until then, are too many."""
+        if not self._reduces_once and self.training.layout.replicas == 1:
             return super().forward_backward(batch, share, done=done)
         left = len(share)
 
         def keep(loss: Tensor) -> None:
             nonlocal left
             left -= 1
-            self._groups.reduce_with_next_backward(left == 0)
+            self._groups.reduce_with_next_backward(
+                in_replica=left == 0 or not self._reduces_once, between_replicas=left == 0
+            )
             self.backward(loss)
 
         return compute_share(self, batch, share, keep=keep, done=done)

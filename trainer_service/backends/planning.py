@@ -158,7 +158,7 @@ def lasting(
     parts = lasting_bytes(
         elements,
         training=training,
-        shards=world.size if groups else 1,
+        shards=training.layout.shards(world.size) if groups else 1,
         width=stand_in.dtype.itemsize,
         threads=at_once,
         unreduced=unreduced,
@@ -288,6 +288,8 @@ def _what_helps(
     at_once: int,
 ) -> list[str]:
     helps = ["more ranks" if world.device == "cuda" else "more memory, or ranks on more hosts"]
+    if training.layout.replicas > 1:
+        helps.append(f"one copy of the model on all ranks (tandem.shards={world.size})")
     if training.lora is None:
         helps.append("LoRA")
     if training.lora is None and training.optimizer == "adamw":

@@ -1,17 +1,47 @@
-"""How FSDP2 divides a model among ranks: which parameters are gathered together, and the calls that
-gather them and let them go."""
+"""How FSDP2 divides a model among ranks: the mesh that they are, which parameters are gathered
+together, and the calls that gather them and let them go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tandem.worker import Layout
+from trainer_service.backends.base import World
+
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch import Tensor
+
+
+class RankMesh:
+    """The ranks of a trainer, [replicas, shards] or, of a single replica, [shards]. A collective of
+    some of them fails after `timeout`, as one of all does."""
+
+    def __init__(self, world: World, layout: Layout, *, timeout: timedelta) -> None:
+        self._of_shards: dist.ProcessGroup | None = None
+        if layout.replicas == 1:
+            self.mesh = init_device_mesh(world.device, (world.size,))
+            return
+        ranks = torch.arange(world.size).view(layout.replicas, -1)
+        groups = [
+            dist.new_subgroups_by_enumeration(alike.tolist(), timeout=timeout)[0]
+            for alike in (ranks.t(), ranks)
+        ]
+        self._of_shards = groups[-1]
+        self.mesh = DeviceMesh.from_group(
+            groups, world.device, mesh=ranks, mesh_dim_names=("replicas", "shards")
+        )
+
+    def sum_over_shards(self, value: Tensor) -> None:
+        """Adds up a tensor in place over the ranks that hold one replica."""
+        dist.all_reduce(value, group=self._of_shards)
 
 
 class ShardGroups:
@@ -74,11 +104,12 @@ class ShardGroups:
         for module in self._modules():
             module.reshard()
 
-    def reduce_with_next_backward(self, yes: bool) -> None:
-        """Whether ranks add up the gradients of the next backward pass, with all that each has kept
-        of those before; otherwise each keeps its own."""
+    def reduce_with_next_backward(self, *, in_replica: bool, between_replicas: bool) -> None:
+        """Whether the gradients of the next backward pass are added up over the ranks of a replica,
+        and then over replicas, with all that was kept of those before; otherwise they are kept."""
         for module in self._modules():
-            module.set_requires_gradient_sync(yes)
+            module.set_requires_gradient_sync(in_replica)
+            module.set_requires_all_reduce(between_replicas)
 
     def forget_backward(self) -> None:
         """Drops what a forward or backward pass that failed has left, and all gradients."""

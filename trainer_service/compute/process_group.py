@@ -95,6 +95,10 @@ def bring_up(
     device = kind_of_device(settings, given, gpus=_visible_gpus(), ranks=on_node)
     training = spec.training or TrainingSpec()
     check_capabilities(spec, settings.backend)
+    try:
+        training.layout.shards(size)
+    except ValueError as error:
+        raise WorkerStartFailed(str(error)) from error
     if compiles(settings.compile, device):
         check_compiler(device)
     if training.lora:
@@ -142,10 +146,12 @@ def bring_up(
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
     """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep, and
-    `UnsupportedByBackend` if it is to train adapters and cannot."""
-    backend = backend_named(name)
-    if spec.training and spec.training.lora and Capability.ADAPTERS not in backend.capabilities:
+    `UnsupportedByBackend` if it is to train adapters, or to keep several replicas, and cannot."""
+    backend, training = backend_named(name), spec.training or TrainingSpec()
+    if training.lora and Capability.ADAPTERS not in backend.capabilities:
         raise backend.cannot(Capability.ADAPTERS)
+    if training.layout.replicas > 1 and Capability.REPLICAS not in backend.capabilities:
+        raise backend.cannot(Capability.REPLICAS)
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "

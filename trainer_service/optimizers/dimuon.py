@@ -136,11 +136,12 @@ class PlainMuon:
 
 
 class ShardedMuon:
-    """Muon over matrices sharded over the ranks of one mesh.
+    """Muon over matrices sharded over the ranks of one mesh, whose last dimension those are that
+    hold one replica.
 
     Momentum works element by element and is sharded like the weights. Newton-Schulz needs whole
     matrices: each rank gathers some of them, makes their update with torch's Muon and sends it
-    to all, so that a step costs what it would on one rank, divided by the number of ranks.
+    to all of its replica, so that a step costs what it would on one rank, divided by their number.
     """
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
@@ -152,14 +153,14 @@ class ShardedMuon:
         names = [name for name, matrix in self._matrices.items() if matrix.grad is not None]
         if not names:
             return
-        ranks = self._matrices[names[0]].device_mesh.size()
+        ranks = self._matrices[names[0]].device_mesh.size(-1)
         for start in range(0, len(names), ranks):
             self._round(names[start : start + ranks], settings)
 
     def _round(self, names: Sequence[str], settings: DiMuonSettings) -> None:
-        """Updates one matrix per rank of the mesh, in order; fewer in the last round."""
+        """Updates one matrix per rank of a replica, in order; fewer in the last round."""
         mesh = self._matrices[names[0]].device_mesh
-        me, group = mesh.get_local_rank(), mesh.get_group()
+        me, group = mesh.get_local_rank(-1), mesh.get_group(-1)
         whole: Tensor | None = None
         for owner, name in enumerate(names):
             gathered = self._nesterov(name, settings.beta1).full_tensor()
@@ -171,7 +172,7 @@ class ShardedMuon:
             update = mine if owner == me else None
             if update is None:
                 update = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
-            if mesh.size() > 1:
+            if mesh.size(-1) > 1:
                 dist.broadcast(update, src=dist.get_global_rank(group, owner), group=group)
             piece = _piece(update, matrix)
             matrix.to_local().add_(piece)
@@ -223,11 +224,11 @@ def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
 
 def _piece(whole: Tensor, like: DTensor) -> Tensor:
     """This rank's shard of a whole matrix, sharded like `like`."""
-    mesh, (placement,) = like.device_mesh, like.placements
+    mesh, placement = like.device_mesh, like.placements[-1]
     if not isinstance(placement, Shard):
         return whole
-    pieces = whole.chunk(mesh.size(), dim=placement.dim)
-    me = mesh.get_local_rank()
+    pieces = whole.chunk(mesh.size(-1), dim=placement.dim)
+    me = mesh.get_local_rank(-1)
     mine = like.to_local()
     if me >= len(pieces):  # fewer rows than ranks
         return whole.new_empty(mine.shape)

@@ -41,7 +41,8 @@ class StepInfo(Answer):
 
 
 class RunSummary(Answer):
-    """`last_step` is null until the run has made a step."""
+    """`replicas` is how many copies of the model its trainer's `ranks` hold; `last_step` is null
+    until the run has made a step."""
 
     id: str
     session_id: str
@@ -49,6 +50,8 @@ class RunSummary(Answer):
     project_id: str
     base_model: str
     lora_rank: int | None
+    ranks: int
+    replicas: int
     state: str
     reason: str
     created_at: Time
@@ -167,6 +170,7 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
     return RunSummary.of(
         run,
         lora_rank=lora.rank if lora is not None else None,
+        replicas=run.training.layout.replicas,
         last_step=StepInfo.of(last) if last is not None else None,
     )
 

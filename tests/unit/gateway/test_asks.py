@@ -9,7 +9,7 @@ from gateway.placement.groups import DeviceGroup
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings, TrainerSettings
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (
@@ -51,6 +51,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     asks = asked(
         {
             "tandem.ranks": "2",
+            "tandem.shards": "1",
             "tandem.dtype": "bfloat16",
             "tandem.states": "bfloat16",
             "tandem.moments": "host",
@@ -80,6 +81,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert (asks.share, asks.delta) == ("always", "off")
     training = asks.training(TrainingSpec())
     assert (training.states, training.moments) == ("bfloat16", "host")
+    assert training.layout == Layout(replicas=2)
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
 
@@ -89,6 +91,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     [
         ("ranks", "0", "a whole number from 1 to 1024"),
         ("ranks", "two", "a whole number from 1 to 1024"),
+        ("shards", "0", "a whole number from 1 to 1024"),
         ("dtype", "float64", "auto, float32 or bfloat16"),
         ("states", "float16", "float32 or bfloat16"),
         ("moments", "disk", "device or host"),
@@ -125,6 +128,29 @@ def test_more_ranks_than_any_group_has_devices_are_refused_with_the_groups():
     assert asked({"tandem.ranks": "4"}, groups=WHOLE).ranks == 4
     with pytest.raises(InvalidRequest, match="whole machine, up to 4 ranks"):
         asked({"tandem.ranks": "5"}, groups=WHOLE)
+
+
+def nodes(count: int, devices: int) -> DeviceGroup:
+    return DeviceGroup(
+        name=f"{count}x{devices}",
+        roles=frozenset({"trainer", "sampler"}),
+        devices=tuple(parse_device(f"cuda:{n}") for n in range(devices)),
+        nodes=count,
+    )
+
+
+def test_a_copy_of_the_model_is_on_the_ranks_of_one_node_unless_the_run_says_otherwise():
+    def layout(run, *groups):
+        return asked(run, groups=groups).training(TrainingSpec()).layout.replicas
+
+    assert layout({"tandem.ranks": "8"}, nodes(2, 8)) == 1
+    assert layout({"tandem.ranks": "16"}, nodes(2, 8)) == 2
+    assert layout({"tandem.ranks": "16"}, nodes(2, 8), nodes(4, 4)) == 4, "it may be on either"
+    assert layout({"tandem.ranks": "16", "tandem.group": "2x8"}, nodes(2, 8), nodes(4, 4)) == 2
+    assert layout({"tandem.ranks": "16", "tandem.shards": "16"}, nodes(2, 8)) == 1
+    assert layout({"tandem.ranks": "16", "tandem.backend": "other"}, nodes(2, 8)) == 1
+    with pytest.raises(InvalidRequest, match=r"shards is 3, and 8 ranks .* one of 1, 2, 4, 8$"):
+        layout({"tandem.ranks": "8", "tandem.shards": "3"}, nodes(2, 8))
 
 
 def test_a_group_must_be_there_for_the_role():

@@ -20,7 +20,7 @@ from gateway.workers.launchers.kubernetes.resources import (
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
-from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
 from tests.support.model_files import write_weights
 
 GIB = 2**30
@@ -93,6 +93,12 @@ def test_state_is_divided_among_nodes():
     one = requested(ranks=2, pool=a_pool(devices=2)).memory
     two = requested(ranks=2, pool=a_pool(devices=1, nodes=2, roles=["trainer"])).memory
     assert two < one
+    copies = requested(
+        ranks=2,
+        pool=a_pool(devices=1, nodes=2, roles=["trainer"]),
+        training=TrainingSpec(layout=Layout(replicas=2)),
+    ).memory
+    assert copies - two >= LARGE.parameters * 4 * 7 // 2, "each node has all, with a snapshot"
 
 
 def test_no_rank_loads_the_whole_model():

@@ -297,7 +297,7 @@ class TrainerPod:
                 gathered=self._gathered,
             ),
             training=self.training,
-            shards=self._size,
+            shards=self.training.layout.shards(self.trainer.ranks),
             width=_width(self.trainer.dtype, gpu=self.gpu),
             threads=self._at_once,
             unreduced=unreduced_gradients(

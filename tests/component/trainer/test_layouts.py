@@ -1,0 +1,86 @@
+"""Trainers whose ranks hold several replicas of a model, as those of several nodes do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tandem.weights import open_version
+from tandem.worker import Layout, TrainingSpec
+from tests.support.losses.batches import mixed_data
+from tests.support.trainer_worker import TrainerClient, logprobs_of, request, trainer_process
+
+SETTINGS = {"shard_group_parameters": 1, "micro_batch_tokens": 40}
+REPLICAS = TrainingSpec(layout=Layout(replicas=2))
+Weights = dict[str, np.ndarray]
+
+
+def train(client: TrainerClient, *numbers: int, snapshot: str = "") -> list[np.ndarray]:
+    """A step on each batch, with clipping. Returns its log probabilities."""
+    found = []
+    for number in numbers:
+        found += logprobs_of(client.output(request(mixed_data(seed=number))))
+        reply = client.optim_step(lr=1e-2, clip=0.5, snapshot=snapshot)
+        assert not reply.HasField("failure"), reply.failure
+    return found
+
+
+def weights(client: TrainerClient, folder: Path, *, files: int) -> Weights:
+    reply, path = client.publish(folder)
+    assert not reply.HasField("failure"), reply.failure
+    open_version(path, name=reply.version.name)
+    written = list(path.glob("*.safetensors"))
+    assert len(written) == files, "each rank writes its part, once"
+    return {name: array for file in written for name, array in load_file(file).items()}
+
+
+def assert_close(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory) -> tuple[list[np.ndarray], Weights]:
+    folder = tmp_path_factory.mktemp("alone")
+    with trainer_process(model, folder, **SETTINGS) as client:
+        return train(client, 1, 2, 3), weights(client, folder, files=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "less_memory"),
+    [(2, {}), (4, {"unreduced_gradients_bytes": 1})],
+    ids=["each whole on a rank", "each in two shards, gradients reduced at once"],
+)
+def test_replicas_compute_what_one_rank_computes_and_go_on_from_a_snapshot_after_a_kill(
+    model, tmp_path, alone, ranks, less_memory
+) -> None:
+    logprobs, expected = alone
+    snapshot = tmp_path / "snapshots" / "s2"
+    settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": REPLICAS}
+    with trainer_process(model, tmp_path, **settings) as client:
+        found = train(client, 1)
+        found += train(client, 2, snapshot=str(snapshot))
+        assert client.await_snapshot(str(snapshot)).step == 2
+        client.sleep(spill_folder=str(tmp_path / "spill"))
+        client.wake()
+        found += train(client, 3)
+        after = weights(client, tmp_path / "replicas", files=ranks)
+        os.killpg(client.process.pid, signal.SIGKILL)
+    for one, other in zip(logprobs, found, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5)
+    assert_close(after, expected)
+    with trainer_process(model, tmp_path, **settings) as client:
+        client.restore(str(snapshot), seq_id=4)
+        train(client, 3)
+        again = weights(client, tmp_path / "again", files=ranks)
+    assert all(np.array_equal(again[name], after[name]) for name in after)
+    with trainer_process(model, tmp_path, **SETTINGS) as client:
+        client.restore(str(snapshot), seq_id=4)
+        train(client, 3)
+        assert_close(weights(client, tmp_path / "one", files=1), expected)
