@@ -25,7 +25,7 @@ def train(client: TrainerClient, *numbers: int, snapshot: str = "") -> list[np.n
     found = []
     for number in numbers:
         found += logprobs_of(client.output(request(mixed_data(seed=number))))
-        reply = client.optim_step(lr=1e-2, clip=0.5, snapshot=snapshot)
+        reply = client.optim_step(clip=0.5, snapshot=snapshot)
         assert not reply.HasField("failure"), reply.failure
     return found
 
@@ -63,11 +63,13 @@ def test_replicas_compute_what_one_rank_computes_and_go_on_from_a_snapshot_after
     logprobs, expected = alone
     snapshot = tmp_path / "snapshots" / "s2"
     settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": REPLICAS}
-    with trainer_process(model, tmp_path, **settings) as client:
+    with trainer_process(model, tmp_path, lease=1, **settings) as client:
         found = train(client, 1)
         found += train(client, 2, snapshot=str(snapshot))
         assert client.await_snapshot(str(snapshot)).step == 2
+        client.hold(2)
         client.sleep(spill_folder=str(tmp_path / "spill"))
+        client.hold(3)
         client.wake()
         found += train(client, 3)
         after = weights(client, tmp_path / "replicas", files=ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from datetime import timedelta
 from pathlib import Path
@@ -65,26 +66,33 @@ def run_plain(dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor]
     return {**weights, **state}, norms
 
 
-def run_rank(rank: int, size: int, folder: str, dtype: torch.dtype | None = None) -> None:
+def run_rank(
+    rank: int, size: int, folder: str, dtype: torch.dtype | None = None, replicas: int = 1
+) -> None:
     store = dist.FileStore(f"{folder}/store", size)
     store.set_timeout(PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         model = Weights().to(dtype or torch.float32)
+        shards = size // replicas
         mesh = init_device_mesh("cpu", (size,))
+        if replicas > 1:
+            names = ("replicas", "shards")
+            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
         fully_shard(model, mesh=mesh)
         named = dict(model.named_parameters())
+        sum_over_shards = functools.partial(dist.all_reduce, group=mesh.get_group(-1))
         optimizer = (
-            AdamW(named, sum_over_ranks=dist.all_reduce)
+            AdamW(named, sum_over_ranks=sum_over_shards)
             if dtype
-            else DiMuon(named, outer={"table"}, sum_over_ranks=dist.all_reduce)
+            else DiMuon(named, outer={"table"}, sum_over_ranks=sum_over_shards)
         )
         norms = []
         for step in range(STEPS):
             for name, parameter in named.items():
                 whole = gradient_of(name, step).to(parameter.dtype)
-                pieces = whole.chunk(size)
-                mine = pieces[rank] if rank < len(pieces) else whole[:0]
+                pieces, place = whole.chunk(shards), rank % shards
+                mine = pieces[place] if place < len(pieces) else whole[:0]
                 parameter.grad = DTensor.from_local(
                     mine.clone(),
                     mesh,
@@ -103,16 +111,16 @@ def run_rank(rank: int, size: int, folder: str, dtype: torch.dtype | None = None
 
 
 def run_ranks(
-    folder: Path, size: int, dtype: torch.dtype | None = None
+    folder: Path, size: int, dtype: torch.dtype | None = None, *, replicas: int = 1
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=run_rank, args=(rank, size, str(folder), dtype))
+        context.Process(target=run_rank, args=(rank, size, str(folder), dtype, replicas))
         for rank in range(1, size)
     ]
     for each in others:
         each.start()
-    run_rank(0, size, str(folder), dtype)
+    run_rank(0, size, str(folder), dtype, replicas)
     for each in others:
         each.join(PATIENCE.total_seconds())
         assert each.exitcode == 0
@@ -136,9 +144,11 @@ def test_bfloat16_is_rounded_with_the_same_random_bits_on_any_number_of_ranks(
     assert (one != other).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_pieces_of_matrices_are_stepped_as_whole_ones(tmp_path: Path, size: int) -> None:
-    found, norms = run_ranks(tmp_path, size)
+@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_pieces_of_matrices_are_stepped_as_whole_ones(
+    tmp_path: Path, size: int, replicas: int
+) -> None:
+    found, norms = run_ranks(tmp_path, size, replicas=replicas)
     expected, expected_norms = run_plain()
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     assert found.keys() == expected.keys()
