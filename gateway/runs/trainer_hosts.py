@@ -18,6 +18,10 @@ from gateway.sampling.router import SamplerRouter
 from gateway.workers.fleet import Fleet
 from tandem.settings import GatewaySettings
 
+_SHARES = "fsdp2"
+"""The backend of which it is known before it starts that runs can share a trainer of it. Of others,
+a trainer that serves says it."""
+
 
 @dataclass(eq=False, kw_only=True)
 class TrainerHosts:
@@ -114,6 +118,7 @@ class TrainerHosts:
             first.training.lora is not None
             and run.training.lora is not None
             and "never" not in (first.asks.share, run.asks.share)
+            and (first.asks.backend == _SHARES or first.about.shares)
             and (first.owner == run.owner or sharing.across_owners)
             and (first.model.name, first.model.path) == (run.model.name, run.model.path)
             and _computed_as(first) == _computed_as(run)

@@ -71,3 +71,29 @@ def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, t
         by_one = alone.create_sampling_client(model_path=path)
         assert answers(ask(by_one)) == undisturbed
         assert len(engines(stack)) == 1
+
+
+def scaled(stack: TestStack, session: str, replicas: int) -> dict:
+    with stack.stack.client() as client:
+        answer = client.put(f"samplers/{session}/replicas", json={"replicas": replicas})
+        answer.raise_for_status()
+        return answer.json()
+
+
+@pytest.mark.timeout(600)
+def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(model, tmp_path):
+    with running(tmp_path, models={TIED: model}) as stack, stack.service() as service:
+        sampler = service.create_sampling_client(base_model=TIED).result(timeout=4 * SOON)
+        undisturbed = answers(ask(sampler))
+        (session,) = (each["id"] for each in stack.status()["sessions"])
+        asked = ask(sampler)
+        assert scaled(stack, session, 2)["replicas"] == 2
+        assert answers(asked) == undisturbed
+        wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
+        asked = ask(sampler)
+        wait_until(lambda: busy(stack), what="both engines have something to do")
+        assert scaled(stack, session, 1)["leaving"] == 1
+        assert answers(asked) == undisturbed
+        wait_until(lambda: len(engines(stack)) == 1, what="the other engine has ended")
+        assert len([each for each in stack.status()["workers"] if each["kind"] == "sampler"]) == 1
+        assert answers(ask(sampler)) == undisturbed

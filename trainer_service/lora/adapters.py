@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_KINDS = ("attention", "mlp", "unembedding")
+_FLAGS = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
+"""By kind of layers, what clients call the choice of them."""
+_KINDS = tuple(_FLAGS)
 _CHOOSERS = ("gate", "router")
 """Ends of the names of modules that choose experts. They stay frozen, as PEFT leaves them."""
 
@@ -129,15 +131,16 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
             "a LoRA run must train attention, mlp or unembedding, and all three are off"
         )
     kinds, others = _layers(model), _other_weights(model)
+    suits = [kind for kind in _KINDS if kind in kinds.values() and kind not in others.values()]
     for kind in selected:
         if passed := [name for name, of in others.items() if of == kind]:
             raise UnsuitableLora(
                 f"LoRA on {kind} would pass by {_some(passed)}: adapters are of linear layers, and "
-                "these are none. Choose the other kinds, or train all parameters"
+                f"these are none. {_instead(selected, suits)}"
             )
-        if kind not in kinds.values():
+        if kind not in suits:
             raise UnsuitableLora(
-                f"the model has no linear layer for LoRA on {kind}; choose the other kinds"
+                f"the model has no linear layer for LoRA on {kind}. {_instead(selected, suits)}"
             )
     chosen = {name: model.get_submodule(name) for name, kind in kinds.items() if kind in selected}
     for name, layer in chosen.items():
@@ -150,6 +153,17 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
                 f"of layers is {min(limits)}"
             )
     return chosen
+
+
+def _instead(selected: Sequence[str], suits: Sequence[str]) -> str:
+    """Say what to pass to `create_lora_training_client` instead of what was selected."""
+    off = ", ".join(f"{_FLAGS[kind]}=False" for kind in selected if kind not in suits)
+    left, full = [kind for kind in selected if kind in suits], "train all parameters (NAME:full)"
+    if not left:
+        others = " or ".join(f"{_FLAGS[kind]}=True" for kind in suits)
+        return f"Pass {off} and {others}, or {full}" if others else full.capitalize()
+    head = f" (and {_FLAGS['unembedding']}=False where engines serve no adapters of the head)"
+    return f"Pass {off}{head if 'unembedding' in left[1:] else ''}, or {full}"
 
 
 def _some(names: Sequence[str]) -> str:

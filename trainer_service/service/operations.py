@@ -26,6 +26,7 @@ from tandem.errors import (
 )
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
+from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.checkpoints import training_state
@@ -114,6 +115,7 @@ class Operations:
             micro_batch_tokens=trainer.micro_batch_tokens,
             asleep=self.switching.asleep,
             memory=_memory(trainer.backend.plan),
+            shares=Capability.SHARING in trainer.backend.capabilities,
         )
 
     def _announce(self, op: Op, message: Message | None = None) -> None:

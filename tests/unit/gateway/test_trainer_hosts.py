@@ -16,6 +16,7 @@ from gateway.runs.trainer_hosts import TrainerHosts
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
+from tandem.v1 import trainer_pb2
 from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.placement import open_on, places_for
 
@@ -85,6 +86,7 @@ class World:
             training=TrainingSpec(lora=lora),
             asks=Asks(**{"share": self.settings.sharing.lora_runs, **asks}),
             trainer=None,
+            about=trainer_pb2.DescribeTrainerReply(),
         )
 
     def shares(self, run: Any) -> str:
@@ -117,6 +119,14 @@ async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_w
 async def test_a_run_that_shares_when_all_is_full_does_not_share_before():
     here = await World().open(workers=4)
     assert [here.shares(here.run(name)) for name in "abc"] == ["a", "b", "a"]
+
+
+async def test_runs_of_a_backend_of_another_package_share_once_a_trainer_says_that_they_can():
+    here = await world(lora_runs="always")
+    first = here.run("a", backend="theirs")
+    assert [here.shares(first), here.shares(here.run("b", backend="theirs"))] == ["a", "b"]
+    first.about.shares = True
+    assert here.shares(here.run("c", backend="theirs")) == "a"
 
 
 @pytest.mark.parametrize(

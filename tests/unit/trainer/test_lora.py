@@ -204,6 +204,8 @@ def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_pat
     for spec in (SPEC, only(mlp=True)):
         with pytest.raises(UnsuitableLora, match=f"LoRA on mlp would pass by {layers}"):
             chosen_layers(experts, spec)
+    with pytest.raises(UnsuitableLora, match=r"Pass train_mlp=False \(and train_unembed=False"):
+        chosen_layers(experts, SPEC)
     assert {name.rpartition(".")[2] for name in chosen_layers(experts, WITHOUT_MLP)} == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         "lm_head",
@@ -215,6 +217,10 @@ def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_pat
     gpt2 = empty_model(write_model(tmp_path / "gpt2", "gpt2"))
     with pytest.raises(UnsuitableLora, match=r"attention would pass by .*0\.attn\.c_attn\.weight"):
         chosen_layers(gpt2, SPEC)
+    with pytest.raises(UnsuitableLora, match="Pass train_attn=False, train_mlp=False, or train"):
+        chosen_layers(gpt2, SPEC)
+    with pytest.raises(UnsuitableLora, match="Pass train_mlp=False and train_unembed=True, or tr"):
+        chosen_layers(gpt2, only(mlp=True))
     assert set(chosen_layers(gpt2, only(unembedding=True))) == {"lm_head"}
 
 
