@@ -133,6 +133,15 @@ class Balancer(Generic[Engine]):
                 self.end(turn.result(), work)
             raise
 
+    def give(self, engine: Engine, work: Work) -> bool:
+        """Assign this to an engine, whatever the others do; False if it serves no more, or has no
+        room."""
+        if engine not in self._engines() or not self._has_room(engine):
+            return False
+        self._loads.setdefault(engine, Load()).add(work)
+        self._note(work, engine)
+        return True
+
     def end(self, engine: Engine, work: Work) -> None:
         """Note that the engine has nothing to do with it any more."""
         load = self._loads[engine]

@@ -107,6 +107,17 @@ class SamplerEngine:
         return self.state == "ready" and not self.demand
 
     @property
+    def has_devices(self) -> bool:
+        """Whether a call could begin at once."""
+        lease = self._lease
+        return lease is not None and (not lease.group.awake or lease.state == "held")
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether calls wait for its devices."""
+        return self._lease is not None and bool(self._lease.waiting)
+
+    @property
     def has_place(self) -> bool:
         return self.places.get(self.key) is not None
 
@@ -389,7 +400,7 @@ class SamplerEngine:
     @property
     def asked(self) -> Asks:
         """What its next place must be: calls that outlived an engine wait for devices."""
-        if self._lease is None or not self._lease.waiting:
+        if self._lease is None or not self.waits_for_devices:
             return self.asks
         return self.asks.model_copy(update={"sampler_group": self._lease.group.name})
 

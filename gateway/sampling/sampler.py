@@ -82,7 +82,7 @@ class Sample:
 class _Call:
     """A call on its way to the `engine` that it was assigned to, for a `version`; `during` names
     it. `worker` is the process that it was sent to, None before. `answer` is that of this engine,
-    which is `taken_back` when another one is to give it."""
+    which is `taken_back` when another one is to give it: that one if `to` is not None."""
 
     work: Work
     version: common_pb2.WeightVersion
@@ -92,10 +92,11 @@ class _Call:
     worker: Worker | None = None
     answer: asyncio.Task[object] | None = None
     taken_back: bool = False
+    to: SamplerEngine | None = None
 
-    def take_back(self) -> None:
+    def take_back(self, *, to: SamplerEngine | None = None) -> None:
         if self.answer is not None and self.may_repeat():
-            self.taken_back = True
+            self.taken_back, self.to = True, to
             self.answer.cancel()
 
 
@@ -346,6 +347,19 @@ class Sampler:
             if call.engine is engine and (sent or call.worker is None):
                 call.take_back()
 
+    def _relieve(self, idle: SamplerEngine) -> None:
+        """Let an engine that has nothing to do any more have half of the samples that wait for the
+        devices of each of the others."""
+        if self.balancer.load_of(idle).requests or not idle.has_devices:
+            return
+        serving = self._serving()
+        for other in serving if idle in serving else ():
+            if other.waits_for_devices:
+                calls = [c for c in self._calls if c.engine is other and c.worker is None]
+                calls = [call for call in calls if call.work.samples]
+                for call in calls[len(calls) // 2 :]:
+                    call.take_back(to=idle)
+
     def _spread(self) -> None:
         """Take back the samples that engines were sent beyond what they can have begun."""
         samples: Counter[SamplerEngine] = Counter()
@@ -376,7 +390,7 @@ class Sampler:
 
         died = False
         while True:
-            engine, call.worker, call.taken_back = call.engine, None, False
+            engine, call.worker, call.taken_back, call.to = call.engine, None, False, None
             answer = asyncio.create_task(engine.call(noted, version=call.version))
             call.answer, self._calls[call] = answer, None
             try:
@@ -400,7 +414,11 @@ class Sampler:
             finally:
                 del self._calls[call]
                 self.balancer.end(engine, call.work)
-            call.engine = await self._assigned(call.work)
+                self._relieve(engine)
+            if call.to is not None and self.balancer.give(call.to, call.work):
+                call.engine = call.to
+            else:
+                call.engine = await self._assigned(call.work)
 
     def _doubt(self, engine: SamplerEngine, worker: Worker) -> None:
         """Call an engine no more that has not answered a call, until it is known whether it has

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.lease import Lease
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, NoRoom
 from tests.support.gateway.model_workers import ModelSampler
@@ -396,6 +398,29 @@ def test_without_a_run_engines_start_when_all_have_a_place(new_world):
         await until(lambda: states(world) == {"ready": 2})
 
     world.run(scenario())
+
+
+def test_samples_that_wait_for_the_devices_of_an_engine_go_to_one_that_has_nothing_to_do(new_world):
+    world, alone = new_world(), new_world(1)
+    answers, turn = [], asyncio.Event()
+
+    async def waits_for_its_turn(_lease: Lease) -> None:
+        await turn.wait()
+
+    async def scenario():
+        first, second = await serving(world)
+        sleeper = next(e for e in world.sampler().engines if e.process == second.spec.worker_id)
+        sleeper.lease.enter = partial(waits_for_its_turn, sleeper.lease)
+        sleeper.lease.waiting.append(asyncio.Future())
+        answers.extend(await many(world))
+        assert len(first.answered) == 40 and not second.answered
+        sleeper.lease.waiting.clear()
+
+    async def undisturbed():
+        assert await by_one(alone, number=40) == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())
 
 
 @pytest.mark.parametrize("seed", range(12))
