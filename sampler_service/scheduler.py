@@ -257,9 +257,8 @@ class Scheduler:
             return False
         if not self._running:
             return True
-        return self._leads(target) and all(
-            may_follow(work, target) for work in self._running.values()
-        )
+        goes_on = all(may_follow(work, target) for work in self._running.values())
+        return goes_on and self._leads(target)
 
     def _leads(self, version: WeightVersion) -> bool:
         """Whether what is in flight follows to a version that something waits for."""
