@@ -18,7 +18,7 @@ def may_follow(work: Work, version: WeightVersion) -> bool:
     return (
         work.in_flight
         and bool(mine.run_id)
-        and mine.run_id == version.run_id
+        and (mine.run_id, mine.adapter) == (version.run_id, version.adapter)
         and version_number(mine.name) < version_number(version.name)
     )
 

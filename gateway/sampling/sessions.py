@@ -2,7 +2,7 @@
 
 There are four kinds: `base` (a base model), `named` (a checkpoint for sampling), and two
 ephemeral ones that a run's save creates: `snapshot` (its weights stay the same) and `inflight`
-(it follows the newest inflight save of its run).
+(it follows the newest inflight save of its run, and so does what it has under way).
 
 Requests that name a model instead of a sampling session get one from `ImplicitSessions`.
 """

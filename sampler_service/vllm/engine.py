@@ -500,6 +500,8 @@ class VllmEngine:
             waiting=take_waiting(self._engine), unplaced=self._unplaced, led=self._led
         )
         self._unplaced, self._led = deque(), {}
+        left = self._scheduler.get_num_unfinished_requests()
+        assert not left, f"{left} requests would be computed while the engine is paused"
 
     def resume(self) -> None:
         assert self._aside is not None

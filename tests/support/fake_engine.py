@@ -39,9 +39,10 @@ class FakeEngine:
     """Ends each request after `max_tokens` steps and records its calls. A step computes the first
     `room` of them.
 
-    `together` holds the adapters of each step; `computed` the logprobs of each adapter's canary,
-    zeros by default. `weights` is the directory that was loaded, empty without any that could be
-    served; it refuses whatever cannot be done while weights or cache are asleep.
+    `drawn` holds what each token of a request was computed with, an adapter's name or the weights'
+    directory; `together` the adapters of each step; `computed` the logprobs of each adapter's
+    canary, zeros by default. `weights` is the directory that was loaded, empty without any that
+    could be served; it refuses whatever cannot be done while weights or cache are asleep.
     """
 
     weights: str = BASE.path.name
@@ -57,6 +58,7 @@ class FakeEngine:
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
+    drawn: dict[str, list[str]] = field(default_factory=dict)
     carried_at: dict[str, tuple[int, ...]] = field(default_factory=dict)
     aside: dict[str, int] | None = None
     room: int = 1000
@@ -93,6 +95,8 @@ class FakeEngine:
         self.together.add(frozenset(self.requests[id_].adapter for id_ in self.left))
         computed = list(self.left)[: self.room]
         self.left |= {id_: self.left[id_] - 1 for id_ in computed}
+        for id_ in computed:
+            self.drawn.setdefault(id_, []).append(self.requests[id_].adapter or self.weights)
         done = [id_ for id_, left in self.left.items() if left == 0]
         for id_ in done:
             del self.left[id_]

@@ -1,5 +1,6 @@
 """Whatever is asked of a sampler, in whatever order: nothing is computed while it is asleep, by
-weights that were dropped, or by another version than the one asked for, and every call ends.
+weights that were dropped, or by another version than the one asked for (in flight: than that which
+the token says, of the same run, and never an older one), and every call ends.
 
 The fake engine refuses what a real one could not do in its state (`tests/support/fake_engine.py`).
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sampler_service.engine import EngineState, SleepLevel, StepOutput, WeightsTouched
 from sampler_service.lifecycle import Switch
+from sampler_service.service.responses import versions_of
 from sampler_service.weights.loader import Verified, WeightVersion
 from sampler_service.work import QueuedSwitch, Sampled, SubmissionQueue, Work
 from tandem.errors import LoadFailed, TandemError
@@ -38,18 +40,25 @@ class NonBlockingQueue(SubmissionQueue):
         return super().take(wait=False)
 
 
-@dataclass
 class WatchedEngine(FakeEngine):
-    """`wanted` has the directory of the weights that each request needs."""
-
-    wanted: dict[str, str] = field(default_factory=dict)
-
     def step(self) -> StepOutput:
         assert not self.cache_asleep and not self.weights_asleep
         assert self.left, "a step without a request"
         for id_ in self.left:
-            assert self.weights == self.wanted.get(id_, BASE.path.name), id_  # else a canary
+            assert self.requests[id_].adapter is None or self.weights == BASE.path.name
         return super().step()
+
+
+@dataclass(frozen=True)
+class Asked:
+    version: WeightVersion
+    in_flight: bool
+    future: Future[Sampled]
+
+
+def label(version: WeightVersion) -> str:
+    """What the fake engine says that a token was computed with."""
+    return version.name if version.adapter else version.path.name
 
 
 class Sampler(RuleBasedStateMachine):
@@ -75,11 +84,12 @@ class Sampler(RuleBasedStateMachine):
             return take(version)
 
         reader.take = take_at_once
-        adapters = [adapter(self.folder, number) for number in NUMBERS]
-        self.versions = [BASE, NEW, OTHER, *adapters]
+        adapters = [replace(adapter(self.folder, n), run_id="adapters") for n in NUMBERS]
+        full = [replace(version, run_id="all weights") for version in (NEW, OTHER)]
+        self.versions = [BASE, *full, *adapters]
         self.futures: list[Future[object]] = []
         self.sleeps: list[Future[Switch]] = []
-        self.samples: dict[str, tuple[Future[Sampled], WeightVersion]] = {}
+        self.samples: dict[str, Asked] = {}
 
     def teardown(self) -> None:
         self.bench.loader.errors.clear()
@@ -115,17 +125,23 @@ class Sampler(RuleBasedStateMachine):
     def errors_left(self) -> int:
         return sum(len(errors) for errors in self.bench.loader.errors.values())
 
-    @rule(version=st.integers(0, 5), steps=st.integers(1, 4))
-    def sample(self, version: int, steps: int) -> None:
+    @rule(version=st.integers(0, 5), steps=st.integers(1, 9), in_flight=st.booleans())
+    def sample(self, version: int, steps: int, in_flight: bool) -> None:
         wanted, id_ = self.versions[version], f"{len(self.futures)}"
-        self.bench.engine.wanted[id_] = (BASE if wanted.adapter else wanted).path.name
-        future = self.bench.ask(wanted, id_, steps=steps)
-        self.samples[id_] = (future, wanted)
+        future = self.bench.ask(wanted, id_, steps=steps, in_flight=in_flight)
+        self.samples[id_] = Asked(wanted, in_flight, future)
         self.futures.append(future)
 
-    @rule(version=st.integers(0, 5))
-    def load(self, version: int) -> None:
-        self.futures.append(self.bench.scheduler.load(self.versions[version]))
+    @rule(version=st.integers(0, 5), in_flight=st.booleans())
+    def load(self, version: int, in_flight: bool) -> None:
+        wanted = self.versions[version]
+        self.futures.append(self.bench.scheduler.load(wanted, in_flight=in_flight))
+
+    @rule(version=st.sampled_from([1, 3, 4]), turns=st.integers(0, 5))
+    def update_in_flight(self, version: int, turns: int) -> None:
+        self.sample(version, steps=9, in_flight=True)
+        self.run_until_blocked(turns)
+        self.load(version + 1, in_flight=True)
 
     @rule(level=st.sampled_from(SleepLevel))
     def sleep(self, level: SleepLevel) -> None:
@@ -166,13 +182,23 @@ class Sampler(RuleBasedStateMachine):
 
     @invariant()
     def only_what_was_cancelled_is_aborted(self) -> None:
-        assert all(self.samples[id_][0].cancelled() for id_ in self.bench.engine.aborted)
+        assert all(self.samples[id_].future.cancelled() for id_ in self.bench.engine.aborted)
 
     @invariant()
     def an_answer_is_of_the_version_asked_for(self) -> None:
-        for future, wanted in self.samples.values():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                assert future.result().version == wanted
+        for id_, asked in self.samples.items():
+            future, wanted = asked.future, asked.version
+            if not future.done() or future.cancelled() or future.exception() is not None:
+                continue
+            sampled = future.result()
+            ((*runs,),) = versions_of(sampled)
+            told = [run.version for run in runs for _ in range(run.tokens)]
+            labels = {version.name: label(version) for version in sampled.versions}
+            assert [labels[name] for name in told] == self.bench.engine.drawn[id_]
+            assert {each.run_id for each in sampled.versions} == {wanted.run_id}
+            numbers = [each.name for each in sampled.versions]
+            assert numbers == sorted(numbers) and numbers[0] >= wanted.name
+            assert asked.in_flight or sampled.versions == (wanted,)
 
     @invariant()
     def what_it_says_is_what_the_engine_is(self) -> None:
