@@ -310,7 +310,7 @@ class VllmEngine:
         self._model = model
         self._settings = settings
         config = _engine_config(args, fit=not settings.max_model_len)
-        self._engine = LLMEngine.from_vllm_config(config)
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         when_lost(self._engine, on_lost)
         self._on_workers(WeightsExtension.tandem_prepare, seed=secrets.randbits(63))
         self._cache = PrefixCache(self._engine)
