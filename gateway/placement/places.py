@@ -37,6 +37,8 @@ from tandem.errors import InvalidRequest, NoRoom
 from tandem.telemetry import get_log
 
 _POLL_SECONDS = 0.5
+_NAMED = 4
+"""Groups of which a refusal says what is in the way."""
 _RETIREMENT = 30.0
 """Seconds for which the end of engines that have nothing to do is waited for."""
 
@@ -299,13 +301,18 @@ class Places:
 
     def _why_not(self, sampler: str, ask: Ask) -> str:
         needs, has = self._room.open(ask), len(self._room.engines_of(sampler))
-        fit = 0
-        while fit < len(needs) and not isinstance(self._room.choose(needs[: fit + 1], ask), str):
+        room, fit = self._room.copy(), 0
+        while fit < len(needs) and not isinstance(found := room.choose([needs[fit]], ask), str):
+            room.add(*found)
             fit += 1
+        faults = room.faults(needs[fit]) if fit < len(needs) else [ask.why]
+        more = f"; and {len(faults) - _NAMED} more groups" if len(faults) > _NAMED else ""
+        what = "engine needs" if len(needs) == 1 else "engines need"
         return (
-            f"{len(needs)} more engines need a place, and there is room for {fit}: {ask.why}. "
-            f"Nothing has changed: {has} have one. Ask for {has + fit} at most, wait for others to "
-            "end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)"
+            f"{len(needs)} more {what} a place, and there is room for {fit}: "
+            f"{'; '.join(faults[:_NAMED])}{more}. Nothing has changed: {has} have one. Ask for "
+            f"{has + fit} at most, wait for others to end (`tandem top` shows them), or declare "
+            "more groups (TANDEM_GROUPS)"
         )
 
     def is_kept(self, sampler: str) -> bool:

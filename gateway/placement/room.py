@@ -275,6 +275,14 @@ class Room:
             and group.has_devices_for(need.ranks)
         ]
 
+    def faults(self, need: Need) -> list[str]:
+        """Say of each group for a worker why it has no place there now."""
+        return [
+            f"{group.name}: {fault}"
+            for group in self.groups_for(need)
+            if (fault := self._fault(need, group, there=self.on(group)))
+        ]
+
     def no_slot(self, group: DeviceGroup) -> str:
         """Say why no engine may start on a group now; "" if one may. On a leased group, only those
         start, and work, that have a lease; a pod has its own part of a machine."""

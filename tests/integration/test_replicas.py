@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import Future
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from tinker import SamplingClient, types
+from typer.testing import CliRunner
 
+from tandem.cli.main import app
 from tests.support.sdk import SOON, train
 from tests.support.stacks import TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
@@ -74,10 +77,11 @@ def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, t
 
 
 def scaled(stack: TestStack, session: str, replicas: int) -> dict:
-    with stack.stack.client() as client:
-        answer = client.put(f"samplers/{session}/replicas", json={"replicas": replicas})
-        answer.raise_for_status()
-        return answer.json()
+    directory = ["--data-dir", str(stack.data_dir)]
+    words = ["scale", session, "--replicas", str(replicas), "--json", *directory]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
 
 
 @pytest.mark.timeout(600)
@@ -96,4 +100,3 @@ def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(mo
         assert answers(asked) == undisturbed
         wait_until(lambda: len(engines(stack)) == 1, what="the other engine has ended")
         assert len([each for each in stack.status()["workers"] if each["kind"] == "sampler"]) == 1
-        assert answers(ask(sampler)) == undisturbed

@@ -1,0 +1,76 @@
+"""A sampler that is scaled over HTTP: on device groups, across gateways, and not by others."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.auth.keys import NewKey
+from tests.support.gateway.running import running_gateway
+from tests.support.waiting import wait_until
+
+GROUPS = [
+    {"name": "train", "devices": ["cpu:0"], "roles": ["trainer"]},
+    *(
+        {"name": f"s{n}", "devices": [f"cpu:{n}"], "roles": ["sampler"], "workers": 1}
+        for n in (1, 2)
+    ),
+]
+OWN = "/api/tandem/v1"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a gateway on the same directory as the one before."""
+    return lambda: running_gateway(tmp_path, groups=GROUPS, session_ttl=600)
+
+
+def scale(gate, target: str, replicas: int, *, key: str = ""):
+    client = gate.http(key) if key else gate.http()
+    return client.put(f"{OWN}/samplers/{target}/replicas", json={"replicas": replicas})
+
+
+def placed(gate) -> list[int]:
+    """How many engines have a place on each of the groups for them."""
+    groups = gate.http().get(f"{OWN}/groups").json()["groups"]
+    return [group["placed"] for group in groups if group["roles"] == ["sampler"]]
+
+
+def test_what_a_run_was_scaled_to_outlives_the_gateway_until_its_session_ends(start):
+    with start() as gate:
+        session = gate.session_id()
+        run = gate.run_id(session)
+        assert placed(gate) == [1, 0]
+        answer = scale(gate, run, 2).json()
+        assert (answer["replicas"], answer["leaving"], placed(gate)) == (2, 0, [1, 1])
+        wait_until(lambda: scale(gate, run, 2).json()["serving"] == 2)
+        refused = scale(gate, run, 3)
+        assert refused.status_code == 400 and refused.json()["type"] == "invalid_request"
+        assert "another engine of the same sampler is on group s1" in refused.json()["error"]
+        told = gate.http().get(f"{OWN}/runs/{run}/steps").json()["engines"]
+        assert told == {"replicas": 2, "serving": 2, "leaving": 0}
+    with start() as gate:
+        assert placed(gate) == [1, 1]
+        assert scale(gate, run, 1).json()["replicas"] == 1
+        wait_until(lambda: placed(gate) == [1, 0])
+    with start() as gate:
+        assert placed(gate) == [1, 0]
+        gate.http().post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
+        wait_until(lambda: placed(gate) == [0, 0])
+        assert not gate.gateway.places.scaled
+
+
+def test_others_have_the_room_or_none_and_may_not_scale_what_is_not_theirs(start):
+    with start() as gate:
+        first, second = (gate.session_id() for _ in range(2))
+        run = gate.run_id(first)
+        gate.run_id(second)
+        refused = scale(gate, run, 2).json()
+        assert refused["type"] == "no_room"
+        assert refused["error"].startswith(
+            "1 more engine needs a place, and there is room for 0: s1: another engine of the same "
+            "sampler is on group s1; s2: 1 workers are there (TANDEM_GROUPS workers). Nothing has "
+            "changed: 1 have one. Ask for 1 at most, wait for others to end"
+        )
+        key = gate.run(gate.gateway.keys.create(NewKey(owner="ben", role="member")))[1]
+        assert scale(gate, run, 1, key=key).status_code == 404
+        assert scale(gate, second, 2).json()["error"].startswith(f"session {second} has no sampler")
