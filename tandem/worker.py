@@ -95,21 +95,30 @@ class StateBytes:
 
 class Layout(BaseModel):
     """How the ranks of a trainer divide a model: there are so many `replicas` of it, each divided
-    into equal shards among ranks that follow each other. Every rank computes datums of its own.
+    among ranks that follow each other. Of these, `tensor_parallel` that follow each other divide
+    the matrices, and compute the same datums together; over the others, what they have is sharded.
 
-    Literal example: of 8 ranks, `Layout(replicas=2)` lets ranks 0 to 3 hold a quarter each, and
-    ranks 4 to 7 the same quarters.
+    Literal example: of 8 ranks, `Layout(replicas=2, tensor_parallel=2)` lets ranks 0 to 3 hold a
+    quarter each, and ranks 4 to 7 the same quarters; ranks 0 and 1 compute the same datums.
     """
 
     model_config = ConfigDict(frozen=True)
 
     replicas: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
 
     def shards(self, ranks: int) -> int:
-        """How many of the trainer's `ranks` hold one replica. Raises `ValueError`."""
-        if ranks % self.replicas:
-            raise ValueError(f"{ranks} ranks cannot hold {self.replicas} replicas in equal shards")
-        return ranks // self.replicas
+        """Among how many of the trainer's `ranks` FSDP shards a replica. Raises `ValueError`."""
+        if ranks % (self.replicas * self.tensor_parallel):
+            raise ValueError(
+                f"{ranks} ranks cannot be divided into {self.replicas} replicas, and those among "
+                f"{self.tensor_parallel} ranks that compute together"
+            )
+        return ranks // (self.replicas * self.tensor_parallel)
+
+    def shares(self, ranks: int) -> int:
+        """How many shares of a batch there are: one for all ranks that compute together."""
+        return ranks // self.tensor_parallel
 
 
 class TrainingSpec(BaseModel):
@@ -131,6 +140,18 @@ class TrainingSpec(BaseModel):
     def rank(self) -> int:
         """The rank of its adapters; 0 when it trains all parameters."""
         return self.lora.rank if self.lora is not None else 0
+
+    @property
+    def undivided(self) -> str:
+        """What of it cannot be where ranks divide matrices (`layout.tensor_parallel`); "" if all
+        can."""
+        if self.lora is not None:
+            return "adapters"
+        if self.optimizer != "adamw":
+            return f"steps by {self.optimizer}"
+        if self.states != "float32":
+            return f"states in {self.states} (tandem.states)"
+        return f"moments on the {self.moments} (tandem.moments)" if self.moments == "host" else ""
 
     @property
     def state_bytes(self) -> StateBytes:

@@ -27,6 +27,7 @@ _SIZE = "a number of bytes, such as 17179869184 or 16GiB"
 _ALLOWED: Mapping[str, str] = {
     "ranks": "a whole number from 1 to 1024",
     "shards": "a whole number from 1 to 1024",
+    "tensor_parallel": "a whole number from 1 to 64",
     "dtype": "auto, float32 or bfloat16",
     "states": "float32 or bfloat16",
     "moments": "device or host",
@@ -61,7 +62,8 @@ class Asks(BaseModel):
 
     `sampler` False: the run only trains. `replicas` is how many engines serve the session, each
     with `sampler_ranks` devices of its own. `shards` is how many of the `ranks` hold one copy of
-    the model; None, until it is settled, means those of a node. `share` says when a run that trains
+    the model; None, until it is settled, means those of a node. Of these, `tensor_parallel` divide
+    the matrices and compute the same datums. `share` says when a run that trains
     adapters shares the trainer of others, and their engine. Without a group, any will do. The sizes
     are bytes on each device and on the host; 0 is unknown, and not counted.
     """
@@ -70,6 +72,7 @@ class Asks(BaseModel):
 
     ranks: int = Field(1, ge=1, le=1024)
     shards: int | None = Field(None, ge=1, le=1024)
+    tensor_parallel: int = Field(1, ge=1, le=64)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     states: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["device", "host"] = "device"
@@ -111,7 +114,10 @@ class Asks(BaseModel):
             update={
                 "states": self.states,
                 "moments": self.moments,
-                "layout": Layout(replicas=self.ranks // (self.shards or self.ranks)),
+                "layout": Layout(
+                    replicas=self.ranks // (self.shards or self.ranks),
+                    tensor_parallel=self.tensor_parallel,
+                ),
             }
         )
 
@@ -165,6 +171,11 @@ def asks_of(
         )
     if trains:
         asks = asks.model_copy(update={"shards": _shards_of(asks, trainers)})
+        if (asks.shards or 1) % asks.tensor_parallel:
+            raise InvalidRequest(
+                f"{_PREFIX}tensor_parallel is {asks.tensor_parallel}, and the {asks.shards} ranks "
+                f"that hold a copy of the model ({_PREFIX}shards) are not a multiple of it"
+            )
     if asks.sampler:
         samplers = _named(groups, "sampler", asks.sampler_group, "sampler_group")
         if not any(group.has_devices_for(asks.sampler_ranks) for group in samplers):
@@ -222,6 +233,7 @@ def settled_asks(
     )
     if training is not None:
         asks = _with_states_of(asks, training, run)
+        _check_divided(asks, asks.training(training))
     return with_pod_memory(
         asks,
         model_path=model_path,
@@ -248,6 +260,18 @@ def _with_states_of(asks: Asks, training: TrainingSpec, run: Mapping[str, object
                 f"trains {trained}: its states are in float32 on the device"
             )
     return plain
+
+
+def _check_divided(asks: Asks, training: TrainingSpec) -> None:
+    """Raise `InvalidRequest` for what ranks that divide matrices cannot do."""
+    undivided = training.undivided
+    if asks.compile != "off":
+        undivided = undivided or f"compiled blocks ({_PREFIX}compile is {asks.compile})"
+    if undivided and asks.tensor_parallel > 1:
+        raise InvalidRequest(
+            f"{_PREFIX}tensor_parallel is {asks.tensor_parallel}, and there are no {undivided} for "
+            f"ranks that divide matrices: leave them out, or shard alone ({_PREFIX}shards)"
+        )
 
 
 def with_pod_memory(

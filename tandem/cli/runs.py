@@ -93,7 +93,13 @@ def show(
     kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
     say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
     if (ranks := cast(int, about["ranks"])) > 1:
-        say(_layout(ranks, replicas=cast(int, about["replicas"])))
+        say(
+            _layout(
+                ranks,
+                replicas=cast(int, about["replicas"]),
+                together=cast(int, about["tensor_parallel"]),
+            )
+        )
     ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
@@ -165,10 +171,13 @@ def export(
     sys.stdout.flush()
 
 
-def _layout(ranks: int, *, replicas: int) -> str:
-    """Literal example: "8 ranks: 2 copies of the model, each on 4 ranks"."""
+def _layout(ranks: int, *, replicas: int, together: int) -> str:
+    """Literal example: "8 ranks: 2 copies of the model, each on 4 ranks, 2 of which compute the
+    same datums"."""
     copies = f"{replicas} copies of the model, each" if replicas > 1 else "one copy of the model"
-    return f"{ranks} ranks: {copies} on {ranks // replicas} rank{'s'[: ranks // replicas - 1]}"
+    of_copy = ranks // replicas
+    same = f", {together} of which compute the same datums" if together > 1 else ""
+    return f"{ranks} ranks: {copies} on {of_copy} rank{'s'[: of_copy - 1]}{same}"
 
 
 def _memory(plan: Row) -> str:

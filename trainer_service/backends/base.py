@@ -60,6 +60,8 @@ class Capability(enum.StrEnum):
     REPLICAS = "keep more than one copy of a model"
     """`training.layout.replicas` of them; without it, a run with more than one is refused before
     the start."""
+    TENSOR_PARALLEL = "divide matrices among ranks that compute the same datums"
+    """`training.layout.tensor_parallel` of them, alike."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainer_service.backends.base import Export
 from trainer_service.backends.sharding import ShardGroups
@@ -70,9 +71,9 @@ class WholeWeights:
                 yield name, buffer.detach()
         for group in self._groups.gathered():
             for unit, names in self._units_of(group).items():
+                whole = {name: self._merged(name) for name in names}
                 if unit not in units:
                     continue
-                whole = {name: self._merged(name) for name in names}
                 for name, tensor in self._file_layout(whole).items():
                     yield name, tensor.to(self._dtype)
 
@@ -94,6 +95,8 @@ class WholeWeights:
     def _merged(self, name: str) -> Tensor:
         """A parameter, with its adapter merged in. Its group must be gathered."""
         parameter = self._model.get_parameter(name).detach()
+        if isinstance(parameter, DTensor):  # ranks that compute together have a part each
+            parameter = parameter.full_tensor()
         module, _, kind = name.rpartition(".")
         if kind != "weight" or (adapter := self._adapters.get(module)) is None:
             return parameter

@@ -79,6 +79,7 @@ from trainer_service.models.logprobs import (
     return_logits,
 )
 from trainer_service.models.packing import can_pack, pack, row_inputs
+from trainer_service.models.tensor_parallel import divide_matrices, divide_stand_in
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ class Fsdp2Backend(TrainerBackend):
             self._prepare(model, settings, checkpointed=checkpointed)
             if self._mesh is not None:
                 compute = torch_dtype(self.dtype) if self._casts else None
-                self._groups.shard(self._mesh.mesh, dtype=compute)
+                if self._mesh.tensor is not None:
+                    divide_matrices(model, self._mesh.tensor)
+                self._groups.shard(self._mesh.data, dtype=compute)
 
         load_model(model_path, prepare=prepare)
         self._model.to(self._device)  # buffers, and what is not sharded
@@ -235,6 +238,8 @@ class Fsdp2Backend(TrainerBackend):
         other.packs = packs
         if packs:
             pack(model)
+        if (parts := self.training.layout.tensor_parallel) > 1:
+            divide_stand_in(model, parts)
         other._divide(settings, apart=has_body(model))
         other._choose_trainable(self.training)
         other.activate()
@@ -303,7 +308,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         if self._mesh is not None and self._world.size > 1:
-            self._mesh.sum_over_shards(value)
+            self._mesh.sum_over_replica(value)
 
     # --- Computing -------------------------------------------------------------------------
 

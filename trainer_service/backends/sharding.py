@@ -21,27 +21,39 @@ if TYPE_CHECKING:
 
 
 class RankMesh:
-    """The ranks of a trainer, [replicas, shards] or, of a single replica, [shards]. A collective of
-    some of them fails after `timeout`, as one of all does."""
+    """The ranks of a trainer: `data`, over which FSDP shards, is [replicas, shards] or, of a single
+    replica, [shards]; `tensor`, over which matrices are divided, [ranks that compute together], or
+    None. A collective of some of them fails after `timeout`, as one of all does."""
 
     def __init__(self, world: World, layout: Layout, *, timeout: timedelta) -> None:
-        self._of_shards: dist.ProcessGroup | None = None
-        if layout.replicas == 1:
-            self.mesh = init_device_mesh(world.device, (world.size,))
+        self.tensor: DeviceMesh | None = None
+        sizes = {
+            "replicas": layout.replicas,
+            "shards": layout.shards(world.size),
+            "tensor": layout.tensor_parallel,
+        }
+        if sizes["shards"] == world.size:
+            self.data = init_device_mesh(world.device, (world.size,), mesh_dim_names=("shards",))
             return
-        ranks = torch.arange(world.size).view(layout.replicas, -1)
+        names = [name for name, size in sizes.items() if size > 1 or name == "shards"]
+        ranks = torch.arange(world.size).view([sizes[name] for name in names])
         groups = [
-            dist.new_subgroups_by_enumeration(alike.tolist(), timeout=timeout)[0]
-            for alike in (ranks.t(), ranks)
+            dist.new_subgroups_by_enumeration(
+                ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist(), timeout=timeout
+            )[0]
+            for dim in range(len(names))
         ]
-        self._of_shards = groups[-1]
-        self.mesh = DeviceMesh.from_group(
-            groups, world.device, mesh=ranks, mesh_dim_names=("replicas", "shards")
-        )
+        mesh = DeviceMesh.from_group(groups, world.device, mesh=ranks, mesh_dim_names=tuple(names))
+        self.data = mesh
+        if layout.tensor_parallel > 1:
+            self.tensor = mesh["tensor"]
+            self.data = mesh[tuple(names[:-1])]
 
-    def sum_over_shards(self, value: Tensor) -> None:
+    def sum_over_replica(self, value: Tensor) -> None:
         """Adds up a tensor in place over the ranks that hold one replica."""
-        dist.all_reduce(value, group=self._of_shards)
+        dist.all_reduce(value, group=self.data.get_group("shards"))
+        if self.tensor is not None:
+            dist.all_reduce(value, group=self.tensor.get_group())
 
 
 class ShardGroups:

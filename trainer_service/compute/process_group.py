@@ -35,6 +35,7 @@ from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.compiled_blocks import check_compiler, compiles
 from trainer_service.models.huggingface import empty_model
+from trainer_service.models.tensor_parallel import check_divisible
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other and load the model. A launcher gives up sooner."""
@@ -101,9 +102,13 @@ def bring_up(
         raise WorkerStartFailed(str(error)) from error
     if compiles(settings.compile, device):
         check_compiler(device)
+    # Otherwise every rank would find out, and the first to die would be reported instead.
     if training.lora:
-        # Otherwise every rank would find out, and the first to die would be reported instead.
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
+    if (count := training.layout.tensor_parallel) > 1:
+        if compiles(settings.compile, device):
+            raise WorkerStartFailed("there are no compiled blocks for ranks that divide matrices")
+        check_divisible(empty_model(Path(spec.model_path)), count)
     store: dist.Store = dist.HashStore()
     points: Sequence[MeetingPoint] = [MeetingPoint(0, "lo")]
     if size > 1:
@@ -152,6 +157,13 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
         raise backend.cannot(Capability.ADAPTERS)
     if training.layout.replicas > 1 and Capability.REPLICAS not in backend.capabilities:
         raise backend.cannot(Capability.REPLICAS)
+    if training.layout.tensor_parallel > 1:
+        if Capability.TENSOR_PARALLEL not in backend.capabilities:
+            raise backend.cannot(Capability.TENSOR_PARALLEL)
+        if training.undivided:
+            raise WorkerStartFailed(
+                f"there are no {training.undivided} for ranks that divide matrices"
+            )
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "

@@ -321,15 +321,24 @@ class RankTrainer:
     def _plan(self, batch: Batch, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
         return plan_batch(
             batch.lengths.tolist(),
-            ranks=self._parallel.count if self._parallel else self.control.size,
+            ranks=self._parallel.count if self._parallel else self._shares,
             micro_batch_tokens=micro_batch_tokens,
             group=batch.loss.group,
             packed=self.backend.packs,
         )
 
+    @property
+    def _shares(self) -> int:
+        """How many shares of a batch there are: ranks that compute together have one."""
+        return self.backend.training.layout.shares(self.control.size)
+
+    @property
+    def _my_share(self) -> int:
+        return self.control.rank * self._shares // self.control.size
+
     def _attempt(self, batch: Batch, micro_batch_tokens: int) -> Computed | None:
         plan = self._plan(batch, micro_batch_tokens)
-        mine = plan if self._parallel else [plan[self.control.rank]]
+        mine = plan if self._parallel else [plan[self._my_share]]
         self.progress.expect(
             tokens=int(batch.lengths.sum()),
             share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
@@ -368,17 +377,21 @@ class RankTrainer:
         self.backend.optimizer.drop_gradients()
 
     def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
-        """Computes this rank's share. Rank 0 gets those of all ranks, in order."""
-        mine = self.backend.forward_backward(batch, plan[self.control.rank], done=self.progress.add)
+        """Computes this rank's share. Rank 0 gets all shares, in order, each from the first of the
+        ranks that computed it."""
+        mine = self.backend.forward_backward(batch, plan[self._my_share], done=self.progress.add)
         numbers = np.concatenate([mine.sums, mine.maxima])
         width = numbers.nbytes
         counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
+        together = self.control.size // len(plan)
+        sizes = [0] * self.control.size
+        sizes[::together] = [width + 4 * count for count in counts]
+        payload = numbers.tobytes() + mine.logprobs.tobytes()
         received = self.control.gather_known(
-            numbers.tobytes() + mine.logprobs.tobytes(),
-            sizes=[width + 4 * count for count in counts],
+            payload if sizes[self.control.rank] else b"", sizes=sizes
         )
         results = []
-        for part in received:
+        for part in received[::together]:
             theirs = np.frombuffer(part, np.float64, count=len(numbers))
             results.append(
                 ShareResult(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tandem.errors import GradientsNotFinite, OptimizerSetting
 from tandem.v1 import trainer_pb2
@@ -137,8 +137,9 @@ def clip(
 
     Raises `GradientsNotFinite` on all ranks alike; the caller then drops the gradients.
     """
-    gradients = [local(each.grad) for each in parameters if each.grad is not None]
-    norm = _global_norm(gradients, sum_over_ranks)
+    found = [each.grad for each in parameters if each.grad is not None]
+    gradients = [local(each) for each in found]
+    norm = _global_norm([local(each) for each in found if _counts(each)], sum_over_ranks)
     if not math.isfinite(norm):
         raise GradientsNotFinite(
             f"the norm of the gradients is {norm}; they were dropped and the weights are "
@@ -152,6 +153,17 @@ def clip(
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _counts(gradient: Tensor) -> bool:
+    """Whether this rank's part is to be added to that of the others of its replica: ranks that
+    compute together have some gradients all alike."""
+    if not isinstance(gradient, DTensor):
+        return True
+    mesh = gradient.device_mesh
+    if "tensor" not in (mesh.mesh_dim_names or ()):
+        return True
+    return not isinstance(gradient.placements[-1], Replicate) or mesh.get_local_rank("tensor") == 0
 
 
 def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None]) -> float:

@@ -41,8 +41,8 @@ class StepInfo(Answer):
 
 
 class RunSummary(Answer):
-    """`replicas` is how many copies of the model its trainer's `ranks` hold; `last_step` is null
-    until the run has made a step."""
+    """`replicas` is how many copies of the model its trainer's `ranks` hold, `tensor_parallel` how
+    many ranks compute the same datums; `last_step` is null until the run has made a step."""
 
     id: str
     session_id: str
@@ -52,6 +52,7 @@ class RunSummary(Answer):
     lora_rank: int | None
     ranks: int
     replicas: int
+    tensor_parallel: int
     state: str
     reason: str
     created_at: Time
@@ -171,6 +172,7 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
         run,
         lora_rank=lora.rank if lora is not None else None,
         replicas=run.training.layout.replicas,
+        tensor_parallel=run.training.layout.tensor_parallel,
         last_step=StepInfo.of(last) if last is not None else None,
     )
 

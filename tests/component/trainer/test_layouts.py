@@ -1,4 +1,5 @@
-"""Trainers whose ranks hold several replicas of a model, as those of several nodes do."""
+"""Ranks that hold several replicas of a model, as those of several nodes do, and ranks that divide
+its matrices."""
 
 from __future__ import annotations
 
@@ -12,20 +13,22 @@ from safetensors.numpy import load_file
 
 from tandem.weights import open_version
 from tandem.worker import Layout, TrainingSpec
+from tests.support.architectures import write_model
 from tests.support.losses.batches import mixed_data
+from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, logprobs_of, request, trainer_process
 
 SETTINGS = {"shard_group_parameters": 1, "micro_batch_tokens": 40}
-REPLICAS = TrainingSpec(layout=Layout(replicas=2))
 Weights = dict[str, np.ndarray]
 
 
 def train(client: TrainerClient, *numbers: int, snapshot: str = "") -> list[np.ndarray]:
-    """A step on each batch, with clipping. Returns its log probabilities."""
+    """A step on each batch, with clipping, and an epsilon by which gradients that are close to zero
+    do not turn their last bits into steps. Returns its log probabilities."""
     found = []
     for number in numbers:
         found += logprobs_of(client.output(request(mixed_data(seed=number))))
-        reply = client.optim_step(clip=0.5, snapshot=snapshot)
+        reply = client.optim_step(lr=1e-2, eps=1e-2, clip=0.5, snapshot=snapshot)
         assert not reply.HasField("failure"), reply.failure
     return found
 
@@ -42,7 +45,12 @@ def weights(client: TrainerClient, folder: Path, *, files: int) -> Weights:
 def assert_close(found: Weights, expected: Weights) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +61,32 @@ def alone(model, tmp_path_factory) -> tuple[list[np.ndarray], Weights]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "less_memory"),
-    [(2, {}), (4, {"unreduced_gradients_bytes": 1})],
-    ids=["each whole on a rank", "each in two shards, gradients reduced at once"],
+    ("ranks", "layout", "less_memory"),
+    [
+        pytest.param(2, Layout(replicas=2), {}, marks=pytest.mark.nightly),
+        (4, Layout(replicas=2), {"unreduced_gradients_bytes": 1}),
+        pytest.param(
+            2,
+            Layout(tensor_parallel=2),
+            {"logits_bytes": 4 * VOCABULARY * 7},
+            marks=pytest.mark.nightly,
+        ),
+        (4, Layout(tensor_parallel=2), {"checkpointing": "on", "unreduced_gradients_bytes": 1}),
+    ],
+    ids=[
+        "copies that are whole on a rank",
+        "copies in two shards, gradients reduced at once",
+        "divided matrices, logits in chunks",
+        "divided matrices in two shards, checkpointed blocks, gradients reduced at once",
+    ],
 )
-def test_replicas_compute_what_one_rank_computes_and_go_on_from_a_snapshot_after_a_kill(
-    model, tmp_path, alone, ranks, less_memory
+def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_after_a_kill(
+    model, tmp_path, alone, ranks, layout, less_memory
 ) -> None:
     logprobs, expected = alone
     snapshot = tmp_path / "snapshots" / "s2"
-    settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": REPLICAS}
+    training = TrainingSpec(layout=layout)
+    settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training}
     with trainer_process(model, tmp_path, lease=1, **settings) as client:
         found = train(client, 1)
         found += train(client, 2, snapshot=str(snapshot))
@@ -72,10 +96,10 @@ def test_replicas_compute_what_one_rank_computes_and_go_on_from_a_snapshot_after
         client.hold(3)
         client.wake()
         found += train(client, 3)
-        after = weights(client, tmp_path / "replicas", files=ranks)
+        after = weights(client, tmp_path / "after", files=ranks)
         os.killpg(client.process.pid, signal.SIGKILL)
     for one, other in zip(logprobs, found, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5)
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
     assert_close(after, expected)
     with trainer_process(model, tmp_path, **settings) as client:
         client.restore(str(snapshot), seq_id=4)

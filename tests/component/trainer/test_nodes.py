@@ -25,7 +25,7 @@ from tandem.certificate import Certificate
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.weights import open_version
-from tandem.worker import WorkerReport, WorkerSpec
+from tandem.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
 from tests.support.hosts import Host, two_hosts
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
@@ -34,6 +34,8 @@ from tests.support.worker_process import CALL_SECONDS, RUN, SECRET, SESSION, wor
 from trainer_service.service.rendezvous import Hello, Peer, join
 
 PORT = 29500
+COPY_ON_EACH = TrainingSpec(layout=Layout(replicas=2))
+"""As gateways ask for it: between nodes there are gradients alone."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,7 @@ def specification(
         model_path=str(model),
         session_id=SESSION,
         run_id=RUN,
+        training=COPY_ON_EACH,
         nodes=2,
         rendezvous=f"{host.address}:{PORT}",
         host=host.from_test,
@@ -195,7 +198,7 @@ def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
             wait_until(lambda: not group_members(member.pid))
         for connection in silent:
             connection.close()
-    with trainer_process(model, tmp_path, **settings) as one_host:
+    with trainer_process(model, tmp_path, training=COPY_ON_EACH, **settings) as one_host:
         train(one_host, steps=range(4))
         alone = published(one_host, tmp_path / "one")
     assert alone.keys() == final.keys()

@@ -51,7 +51,8 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     asks = asked(
         {
             "tandem.ranks": "2",
-            "tandem.shards": "1",
+            "tandem.shards": "2",
+            "tandem.tensor_parallel": "2",
             "tandem.dtype": "bfloat16",
             "tandem.states": "bfloat16",
             "tandem.moments": "host",
@@ -81,7 +82,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert (asks.share, asks.delta) == ("always", "off")
     training = asks.training(TrainingSpec())
     assert (training.states, training.moments) == ("bfloat16", "host")
-    assert training.layout == Layout(replicas=2)
+    assert training.layout == Layout(replicas=1, tensor_parallel=2)
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
 
@@ -151,6 +152,23 @@ def test_a_copy_of_the_model_is_on_the_ranks_of_one_node_unless_the_run_says_oth
     assert layout({"tandem.ranks": "16", "tandem.backend": "other"}, nodes(2, 8)) == 1
     with pytest.raises(InvalidRequest, match=r"shards is 3, and 8 ranks .* one of 1, 2, 4, 8$"):
         layout({"tandem.ranks": "8", "tandem.shards": "3"}, nodes(2, 8))
+
+
+def test_what_ranks_that_divide_matrices_cannot_do_is_refused_when_a_run_is_created():
+    def divided(run=None, training=None):
+        return settled({"tandem.ranks": "2", "tandem.tensor_parallel": "2", **(run or {})}, None,
+                       training or TrainingSpec())  # fmt: skip
+
+    assert divided().shards == 2
+    for run, training, reason in (
+        ({"tandem.shards": "1"}, None, r"the 1 ranks .*shards\) are not a multiple of it"),
+        ({"tandem.states": "bfloat16"}, None, "no states in bfloat16"),
+        ({"tandem.compile": "auto"}, None, r"no compiled blocks \(tandem.compile is auto\)"),
+        (None, OTHERS["adapters"], "no adapters"),
+        (None, OTHERS["by dimuon"], "no steps by dimuon"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"tensor_parallel is 2, .*{reason}"):
+            divided(run, training)
 
 
 def test_a_group_must_be_there_for_the_role():

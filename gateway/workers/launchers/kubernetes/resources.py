@@ -287,17 +287,18 @@ class TrainerPod:
     @property
     def lasting(self) -> dict[str, int]:
         """Of each rank, by what it is for."""
-        parameters, lora = self.model.parameters, self.training.lora is not None
+        layout, lora = self.training.layout, self.training.lora is not None
+        parameters = self.model.parameters // layout.tensor_parallel
         trained = self.training.rank * self.model.adapter_width * self.runs if lora else parameters
         return lasting_bytes(
             Elements(
                 parameters=parameters,
                 trained=trained,
                 moments=2 * trained,
-                gathered=self._gathered,
+                gathered=self._gathered // layout.tensor_parallel,
             ),
             training=self.training,
-            shards=self.training.layout.shards(self.trainer.ranks),
+            shards=layout.shards(self.trainer.ranks),
             width=_width(self.trainer.dtype, gpu=self.gpu),
             threads=self._at_once,
             unreduced=unreduced_gradients(

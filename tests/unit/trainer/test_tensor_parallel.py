@@ -1,0 +1,95 @@
+"""Which models can be divided among ranks that compute the same datums, and why others cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.settings import TrainerSettings
+from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
+from tests.support.architectures import CONFIGURATIONS
+from trainer_service.backends.fsdp2 import Fsdp2Backend
+from trainer_service.compute.process_group import check_capabilities
+from trainer_service.models.tensor_parallel import check_divisible, divide_stand_in
+
+TOGETHER = TrainingSpec(layout=Layout(tensor_parallel=2))
+
+
+def empty(architecture: str, **changes: object) -> torch.nn.Module:
+    config = AutoConfig.for_model(architecture, **{**CONFIGURATIONS[architecture], **changes})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("gpt2", {}, "transformers has no plan for it"),
+        ("phi3", {}, "its plan has rowwise_split_input, of model.layers.0.self_attn.o_proj"),
+        ("qwen3_moe", {}, "experts.gate_up_proj is of several experts"),
+        ("gpt_oss", {}, "self_attn.sinks is in no layer of its own"),
+        ("qwen3", {"num_key_value_heads": 1}, "its 1 heads of keys and values are not a multiple"),
+        ("llama", {"intermediate_size": 129}, "gate_proj.weight has 129 rows"),
+        ("gpt_neox", {"tie_word_embeddings": True}, "and other layers have it, too"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_by_what_cannot(
+    architecture, changes, reason
+) -> None:
+    with pytest.raises(WorkerStartFailed, match=f"among 2 ranks .tandem.tensor_para.*{reason}"):
+        check_divisible(empty(architecture, **changes), 2)
+
+
+def test_a_stand_in_has_the_parameters_of_one_rank() -> None:
+    whole, part = empty("qwen3"), empty("qwen3")
+    check_divisible(part, 2)
+    divide_stand_in(part, 2)
+    assert part.lm_head.weight is part.model.embed_tokens.weight, "a tied weight stays one"
+    norms = sum(each.numel() for each in whole.parameters() if each.ndim == 1)
+    matrices = sum(each.numel() for each in whole.parameters() if each.ndim > 1)
+    assert sum(each.numel() for each in part.parameters()) == norms + matrices // 2
+    logits = part(input_ids=torch.zeros(1, 3, dtype=torch.int64, device="meta")).logits
+    assert logits.shape == (1, 3, whole.config.vocab_size)
+
+
+def check(training: TrainingSpec) -> None:
+    spec = WorkerSpec(
+        worker_id="w",
+        kind="trainer",
+        secret="",
+        model_name="m",
+        model_path="m",
+        session_id="s",
+        training=training,
+        trainer=TrainerSettings(ranks=2),
+    )
+    check_capabilities(spec, "fsdp2")
+
+
+def test_what_is_not_for_ranks_that_divide_matrices_is_refused_before_the_start() -> None:
+    check(TOGETHER)
+    for changes, reason in (
+        ({"lora": LoraSpec()}, "no adapters"),
+        ({"optimizer": "dimuon"}, "no steps by dimuon"),
+        ({"states": "bfloat16"}, r"no states in bfloat16 \(tandem.states\)"),
+        ({"moments": "host"}, r"no moments on the host \(tandem.moments\)"),
+    ):
+        with pytest.raises(WorkerStartFailed, match=f"there are {reason} for ranks that divide"):
+            check(TOGETHER.model_copy(update=changes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (Layout(replicas=2), "keep more than one copy of a model"),
+        (Layout(tensor_parallel=2), "divide matrices among ranks"),
+    ],
+)
+def test_a_backend_that_does_not_know_a_layout_is_refused_before_the_start(
+    monkeypatch, layout, what
+) -> None:
+    monkeypatch.setattr(Fsdp2Backend, "capabilities", frozenset())
+    with pytest.raises(UnsupportedByBackend, match=f"Fsdp2Backend cannot {what}"):
+        check(TrainingSpec(layout=layout))
