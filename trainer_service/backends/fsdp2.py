@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES
@@ -79,11 +79,16 @@ from trainer_service.models.logprobs import (
     return_logits,
 )
 from trainer_service.models.packing import can_pack, pack, row_inputs
-from trainer_service.models.tensor_parallel import divide_matrices, divide_stand_in
+from trainer_service.models.tensor_parallel import (
+    compare_divided,
+    divide_matrices,
+    divide_stand_in,
+)
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -135,6 +140,9 @@ class Fsdp2Backend(TrainerBackend):
 
         timeout = timedelta(seconds=settings.collective_timeout)
         self._mesh = RankMesh(world, training.layout, timeout=timeout) if self._sharded else None
+
+        if self._mesh is not None and self._mesh.tensor is not None:
+            self._try_dividing(model_path, self._mesh.tensor)
 
         def prepare(model: nn.Module) -> None:
             """While the parameters have no memory yet."""
@@ -274,6 +282,14 @@ class Fsdp2Backend(TrainerBackend):
             mask_windows(self._model)
         self._divide(settings, apart=comes_apart(model))
         self._groups.reshard()
+
+    def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
+        if (small := small_model(path, times=mesh.size())) is None:
+            raise WorkerStartFailed(
+                f"whether {path.name} computes the same where its matrices are divided among ranks "
+                "(tandem.tensor_parallel) cannot be found out: its configuration makes no small one"
+            )
+        compare_divided(small, mesh)
 
     def _divide(self, settings: TrainerSettings, *, apart: bool) -> None:
         """Makes what takes log probabilities of what the model returns: its hidden states, if it

@@ -188,18 +188,19 @@ UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, V
 """What libraries raise for a configuration that they cannot build or compute with."""
 
 
-def small_model(path: Path) -> nn.Module | None:
+def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
     """Build a model of the same code, with few and narrow layers and weights drawn at random: what
     the code can do is found out with it, where the weights are spread over ranks. None if the
-    configuration does not allow it."""
+    configuration does not allow it. It has `times` as many heads and columns as it needs to."""
     from transformers import AutoModelForCausalLM
 
     config = _config(path)
     try:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
-            _make_small(config.get_text_config())
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            _make_small(config.get_text_config(), times=times)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.eval()
             for parameter in model.parameters():
                 if parameter.ndim > 1:  # larger than transformers draws them: differences show
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -210,7 +211,7 @@ def small_model(path: Path) -> nn.Module | None:
     return model
 
 
-def _make_small(config: PreTrainedConfig) -> None:
+def _make_small(config: PreTrainedConfig, *, times: int) -> None:
     """As many query heads as share a key head, and as many layers as show each kind."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
@@ -222,13 +223,17 @@ def _make_small(config: PreTrainedConfig) -> None:
         if isinstance(value, list) and len(value) == layers
     }
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    small |= {"num_hidden_layers": few, "num_attention_heads": shared, "vocab_size": 64}
-    small["hidden_size"] = width * shared
+    small |= {
+        "num_hidden_layers": few,
+        "num_attention_heads": shared * times,
+        "vocab_size": 64 * times,
+        "hidden_size": width * shared * times,
+    }
     if getattr(config, "num_key_value_heads", None):
-        small["num_key_value_heads"] = 1
+        small["num_key_value_heads"] = times
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if getattr(config, name, None):
-            small[name] = 16
+            small[name] = 16 * times
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         small[name] = None  # the vocabulary may not have them
     for name, value in small.items():

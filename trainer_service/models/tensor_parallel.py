@@ -10,6 +10,7 @@ as a plain tensor; what they add up or gather is one of three operations, `_copy
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ COLUMNS, ROWS, GATHERED, TABLE, OF_HEADS = (
 """Transformers' names of what a layer does: of a linear layer, each rank has some outputs, or some
 inputs, or some outputs that are then gathered; of an embedding some tokens. The last one is whole,
 and computes with the heads of one rank alone, as norms of queries and keys do."""
+_TOLERANCE = 1e-4
 _LAYERS: Mapping[str, type[nn.Module]] = {
     COLUMNS: nn.Linear,
     ROWS: nn.Linear,
@@ -107,6 +109,33 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     _divide(model, ranks, part)
+
+
+def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Raise `WorkerStartFailed` unless a small model, divided, computes what it computes whole, and
+    gives its parameters the same gradients: a plan may not name all that computes with some heads.
+    """
+    whole = whole.to(mesh.device_type)
+    divided = copy.deepcopy(whole)
+    divide_matrices(divided, mesh)
+    tokens = torch.arange(1, 8, device=mesh.device_type)[None]
+    found: list[dict[str, Tensor]] = []
+    for model in (whole, divided):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        (logits * torch.linspace(-1, 1, logits.shape[-1], device=logits.device)).sum().backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits.detach(), **named})
+    for name, wanted in found[0].items():
+        other = found[1][name]
+        if isinstance(other, DTensor):
+            other = other.full_tensor()
+        tolerance = _TOLERANCE * max(1.0, float(wanted.abs().max()))
+        if float((other - wanted).abs().max()) > tolerance:
+            what = "its logits" if name == "logits" else f"the gradient of {name}"
+            raise WorkerStartFailed(
+                f"{type(whole).__name__} cannot be divided among {mesh.size()} ranks "
+                f"(tandem.tensor_parallel): {what} would differ from those of the whole model"
+            )
 
 
 def divide_stand_in(model: PreTrainedModel, count: int) -> None:

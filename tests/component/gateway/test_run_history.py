@@ -83,6 +83,7 @@ def test_a_run_is_listed_with_its_last_step_and_one_without_steps_too(gate, trai
         rows = {run["id"]: run for run in client.get(f"{OWN}/runs?limit=1000").json()["runs"]}
     assert rows[trained]["last_step"]["step"] == 3 and rows[trained]["base_model"] == "tiny"
     assert rows[empty]["last_step"] is None and rows[empty]["lora_rank"] is None
+    assert [rows[empty][name] for name in ("ranks", "replicas", "tensor_parallel")] == [1, 1, 1]
     assert rows[trained]["state"] == rows[empty]["state"] == "active"
 
 

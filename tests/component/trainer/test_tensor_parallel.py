@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import Layout, TrainingSpec
 from tests.support.architectures import write_model
@@ -18,6 +20,8 @@ from tests.support.tiny_model import VOCABULARY
 from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.models.huggingface import small_model
+from trainer_service.models.tensor_parallel import compare_divided
 from trainer_service.optimizers import AdamWSettings
 
 ARCHITECTURES = (
@@ -69,6 +73,11 @@ def run_rank(rank: int, folder: str) -> None:
         together = TrainingSpec(layout=Layout(tensor_parallel=2))
         world = World(rank=rank, size=2, device="cpu")
         found = {name: train(Path(folder) / name, world, together) for name in ARCHITECTURES}
+        # A plan that forgets what computes with some of the heads.
+        wrong = small_model(Path(folder) / "gemma3_text", times=2)
+        wrong.tp_plan = {n: s for n, s in wrong.tp_plan.items() if not n.endswith("_norm")}
+        with pytest.raises(WorkerStartFailed, match=r"the gradient of .*_norm.weight would differ"):
+            compare_divided(wrong, init_device_mesh("cpu", (2,)))
         if rank == 0:
             torch.save(found, f"{folder}/found.pt")
     finally:
