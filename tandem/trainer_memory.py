@@ -25,12 +25,14 @@ _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 @dataclass(frozen=True, kw_only=True)
 class Elements:
     """How many numbers there are: `parameters` of the whole model, those that are `trained`, all
-    `moments` of these, and what a rank has `gathered` at once of what is sharded."""
+    `moments` of these, what a rank has `gathered` at once of what is sharded, and those of which it
+    has copies (`weights_copied`)."""
 
     parameters: int
     trained: int
     moments: int
     gathered: int = 0
+    copied: int = 0
 
 
 def lasting_bytes(
@@ -57,12 +59,27 @@ def lasting_bytes(
         "weights": frozen + states.weight * trained,
         # Each of several threads adds up gradients of its own.
         "gradients": states.gradient * trained * (1 + (threads if threads > 1 else 0)),
+        "copies": width * elements.copied,
         "gathered": width * elements.gathered,
         "unreduced gradients": unreduced,
         "moments": moments,
         "snapshot": states.weight * trained + moments,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def weights_copied(training: TrainingSpec, *, ranks: int, width: int) -> bool:
+    """Whether a rank computes with copies, of `width` bytes a number, of the float32 weights that
+    it trains, which are made after each step. A rank alone does, if there is memory for them."""
+    kept = training.state_bytes.weight
+    return ranks == 1 and training.lora is None and kept == 4 and width < kept
+
+
+def weights_sharded(training: TrainingSpec, *, ranks: int, width: int, copied: bool) -> bool:
+    """Whether FSDP holds the weights, and gathers them in the type of the computation: those of
+    several ranks; and of one that keeps them in another type, and has no copies of them."""
+    kept = width if training.lora is not None else training.state_bytes.weight
+    return ranks > 1 or (kept != width and not copied)
 
 
 def gathered(groups: Sequence[int], *, root: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.settings import TrainerSettings
@@ -197,8 +198,13 @@ class TrainerBackend(ABC):
     def warm_up(self) -> None:
         """Called on all ranks before a trainer is ready, and before the first batch of each run
         that came later, on a thread that computes: the backend can compile what it will compute
-        with. Collectives of all ranks may take `WARM_UP_TIMEOUT` meanwhile."""
+        with. Collectives, also of `groups`, may take `WARM_UP_TIMEOUT` meanwhile."""
         return
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Of its collectives, besides that of all ranks."""
+        return []
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of this rank's `loss` to those held."""
@@ -207,6 +213,11 @@ class TrainerBackend(ABC):
     def sum_gradients(self) -> None:
         """Called before each step. The gradients held are sums over ranks afterwards; backends
         whose `backward` sums them have nothing to do."""
+        return
+
+    def weights_changed(self) -> None:
+        """Called after each step, and after a load into `parameters`: what the backend computes
+        with may be made of them."""
         return
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:

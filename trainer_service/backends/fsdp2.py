@@ -19,7 +19,7 @@ from torch import nn
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.trainer_memory import LOGITS_BYTES
+from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import (
     Capability,
@@ -32,6 +32,7 @@ from trainer_service.backends.base import (
     World,
     add_gradients,
 )
+from trainer_service.backends.copies import CopiedWeights
 from trainer_service.backends.exporting import WholeWeights
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
@@ -78,6 +79,7 @@ from trainer_service.models.logprobs import (
     has_body,
     return_logits,
 )
+from trainer_service.models.memory_plan import MemoryPlan, wanted_tokens
 from trainer_service.models.packing import can_pack, pack, row_inputs
 from trainer_service.models.tensor_parallel import (
     compare_divided,
@@ -103,8 +105,11 @@ class Fsdp2Backend(TrainerBackend):
     are float32 and lie whole on every rank, which sums their gradients itself, once for each step:
     they come and go, while what is sharded cannot change.
 
-    A single rank that computes in float32 has nothing to shard or cast: its model stays a plain
-    module, which for a small model is 2 to 5 % faster than a group of one rank.
+    A single rank has nothing to shard: its model stays a plain module, which for a small model is
+    2 to 5 % faster than a group of one rank. What it computes with in bfloat16 are copies of its
+    float32 weights, made after each step, unless they do not fit into its memory: then FSDP casts a
+    group at a time, to the same bits, as it does for states in bfloat16 that are computed with in
+    float32.
     """
 
     capabilities = frozenset(Capability)
@@ -123,19 +128,17 @@ class Fsdp2Backend(TrainerBackend):
         self._device = torch.device(world.device)
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
-        if self._sharded or world.device != "cpu":
+        # Several threads would add up gradients in bfloat16.
+        if world.size > 1 or world.device != "cpu" or self._casts:
             self.capabilities -= {Capability.THREADS}
+        self._copied = weights_copied(
+            self.training, ranks=world.size, width=torch_dtype(self.dtype).itemsize
+        )
         self._compiled = compiles(settings.compile, world.device)
         self._warm: set[str] = set()  # of all runs that share the model
         training = self.training
         check_trainable(model_path)
-        self.plan = plan_memory(
-            functools.partial(self._stand_in, model_path, settings),
-            settings=settings,
-            world=world,
-            training=training,
-            at_once=at_once(self, settings, threads=torch.get_num_threads()),
-        )
+        self.plan = self._plan(model_path, settings)
         checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
 
         timeout = timedelta(seconds=settings.collective_timeout)
@@ -163,6 +166,37 @@ class Fsdp2Backend(TrainerBackend):
         self._begin(training)
         self.activate()
 
+    def _plan(self, path: Path, settings: TrainerSettings) -> MemoryPlan | None:
+        """Does without copies of weights where a micro-batch would otherwise be smaller, or have to
+        be checkpointed."""
+        found: dict[bool, MemoryPlan] = {}
+        wanted = wanted_tokens(settings.micro_batch_tokens, device=self.device)
+        for copied in (True, False) if self._copied else (False,):
+            self._copied = copied
+            try:
+                plan = self._planned(path, settings)
+            except WorkerStartFailed as error:
+                refused = error
+                continue
+            if plan is None or (plan.micro_batch_tokens == wanted and not plan.checkpointing):
+                return plan
+            found[copied] = plan
+        if not found:
+            raise refused
+        self._copied = max(
+            found, key=lambda each: (found[each].micro_batch_tokens, not found[each].checkpointing)
+        )
+        return found[self._copied]
+
+    def _planned(self, path: Path, settings: TrainerSettings) -> MemoryPlan | None:
+        return plan_memory(
+            functools.partial(self._stand_in, path, settings),
+            settings=settings,
+            world=self._world,
+            training=self.training,
+            at_once=at_once(self, settings, threads=torch.get_num_threads()),
+        )
+
     # --- The run ---------------------------------------------------------------------------
 
     def _begin(self, training: TrainingSpec) -> None:
@@ -182,7 +216,12 @@ class Fsdp2Backend(TrainerBackend):
     def _choose_trainable(self, training: TrainingSpec) -> None:
         self._adapters: dict[str, Adapter] = {}
         self._model.requires_grad_(training.lora is None)
-        self._trainable = dict(self._model.named_parameters())
+        self._copies = None
+        if self._copied:
+            self._copies = CopiedWeights(self._model, dtype=torch_dtype(self.dtype))
+        self._trainable = (
+            self._copies.masters if self._copies else dict(self._model.named_parameters())
+        )
         self._outer = outer_parameters(self._model)
         if training.lora is not None:
             self._adapt(training.lora)
@@ -256,13 +295,19 @@ class Fsdp2Backend(TrainerBackend):
             model=model,
             trainable=other._trainable,
             groups=other._groups.parameters() if self._sharded else [],
+            copied=self._copied,
             dtype=torch_dtype(self.dtype),
             outer=other._outer,
         )
 
     @property
     def _sharded(self) -> bool:
-        return self._world.size > 1 or self._casts
+        return weights_sharded(
+            self.training,
+            ranks=self._world.size,
+            width=torch_dtype(self.dtype).itemsize,
+            copied=self._copied,
+        )
 
     @property
     def _casts(self) -> bool:
@@ -270,9 +315,8 @@ class Fsdp2Backend(TrainerBackend):
 
     def _try_out(self, path: Path, settings: TrainerSettings) -> None:
         """Finds out whether the model is causal, whether it packs, and whether it can end at its
-        hidden states. Where it is sharded, a small one is tried out, since a forward pass gathers
-        what ranks share."""
-        small = small_model(path) if self._sharded else None
+        hidden states. Where ranks share it, or it is not in float32, a small one is tried out."""
+        small = small_model(path) if self._world.size > 1 or self._casts else None
         model = self._model if small is None else small
         check_causal(model)
         self.packs = settings.packing == "on" and can_pack(model)
@@ -327,6 +371,10 @@ class Fsdp2Backend(TrainerBackend):
             self._mesh.sum_over_replica(value)
 
     # --- Computing -------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        return [] if self._mesh is None else self._mesh.groups()
 
     @property
     def warm(self) -> bool:
@@ -443,6 +491,10 @@ class Fsdp2Backend(TrainerBackend):
         *sums, ranks = flat.split([*(part.numel() for part in parts), len(parts)])
         for parameter, total, held_by in zip(parameters, sums, ranks.tolist(), strict=True):
             parameter.grad = total.view_as(parameter) if held_by else None
+
+    def weights_changed(self) -> None:
+        if self._copies is not None:
+            self._copies.refresh()
 
     def mark(self) -> Mark:
         return [

@@ -48,7 +48,8 @@ KEPT_BELOW = 32 * 2**20
 class StandIn:
     """`backend` computes on `meta`. `groups` are the parameters that FSDP gathers at once, the root
     last; there are none where nothing is sharded. `dtype` is that of the computation. `outer` names
-    the trainable parameters that dimuon leaves to AdamW."""
+    the trainable parameters that dimuon leaves to AdamW. `copied`: the model's own parameters are
+    copies of those that are trained."""
 
     backend: TrainerBackend
     model: nn.Module
@@ -56,6 +57,7 @@ class StandIn:
     groups: Sequence[Group]
     dtype: torch.dtype
     outer: frozenset[str]
+    copied: bool = False
 
 
 class MakeStandIn(Protocol):
@@ -149,11 +151,13 @@ def lasting(
 ) -> Needs:
     """What a rank needs between and during all operations."""
     groups = [sum(each.numel() for each in group) for group in stand_in.groups]
+    parameters = sum(each.numel() for each in stand_in.model.parameters())
     elements = Elements(
-        parameters=sum(each.numel() for each in stand_in.model.parameters()),
+        parameters=parameters,
         trained=sum(each.numel() for each in stand_in.trainable.values()),
         moments=_moments(stand_in, training),
         gathered=gathered(groups[:-1], root=groups[-1]) if groups else 0,
+        copied=parameters if stand_in.copied else 0,
     )
     parts = lasting_bytes(
         elements,

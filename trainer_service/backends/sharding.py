@@ -49,6 +49,11 @@ class RankMesh:
             self.tensor = mesh["tensor"]
             self.data = mesh[tuple(names[:-1])]
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of its collectives."""
+        meshes = [self.data] if self.tensor is None else [self.data, self.tensor]
+        return [group for mesh in meshes for group in mesh.get_all_groups()]
+
     def sum_over_replica(self, value: Tensor) -> None:
         """Adds up a tensor in place over the ranks that hold one replica."""
         dist.all_reduce(value, group=self.data.get_group("shards"))

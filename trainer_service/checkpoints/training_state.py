@@ -311,6 +311,7 @@ def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
             process_group=control.group,
             no_dist=control.size == 1,
         )
+    backend.weights_changed()
     trainer.step = record.step
 
 

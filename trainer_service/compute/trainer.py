@@ -124,13 +124,15 @@ class ControlGroup:
         return Op(op), run, payload.numpy().tobytes()
 
     @contextmanager
-    def patient(self, timeout: timedelta) -> Iterator[None]:
-        """Let collectives take so long, if that is more, while the block runs, which ends on all
-        ranks together. Nothing of it is left after an error, which ends the process."""
+    def patient(
+        self, timeout: timedelta, others: Sequence[dist.ProcessGroup] = ()
+    ) -> Iterator[None]:
+        """Let collectives, also of the `others`, take so long, if that is more, while the block
+        runs, which ends on all ranks together. An error in it ends the process."""
         if self.group is None:
             yield
             return
-        groups = [dist.group.WORLD, self.group]
+        groups = [dist.group.WORLD, self.group, *others]
         for group in groups:
             group.set_timeout(max(timeout, self.timeout))
         yield
@@ -269,7 +271,7 @@ class RankTrainer:
         backend = self.backend
         if backend.warm:
             return
-        with self.progress.compiling(), self.control.patient(WARM_UP_TIMEOUT):
+        with self.progress.compiling(), self.control.patient(WARM_UP_TIMEOUT, backend.groups):
             if self._parallel:
                 self._parallel.warm_up(backend)
             else:
@@ -370,6 +372,7 @@ class RankTrainer:
         """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""
         self.backend.sum_gradients()
         metrics = self.backend.optimizer.step(settings)
+        self.backend.weights_changed()
         self.step += 1
         return metrics
 

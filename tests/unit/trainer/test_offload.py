@@ -130,9 +130,16 @@ def test_all_state_leaves_the_device_and_comes_back_bit_by_bit(
     assert all(a is b for a, b in zip(live(operations), objects, strict=True))
 
 
-@pytest.mark.parametrize(("architecture", "lora", "optimizer"), KINDS)
-def test_a_trainer_that_slept_goes_on_as_one_that_did_not(models, architecture, lora, optimizer):
-    undisturbed, other = (make(models[architecture], lora, optimizer=optimizer) for _ in range(2))
+@pytest.mark.parametrize(
+    ("architecture", "lora", "optimizer", "dtype"),
+    [*((*kind.values, "float32") for kind in KINDS), ("qwen3", None, "adamw", "bfloat16")],
+)
+def test_a_trainer_that_slept_goes_on_as_one_that_did_not(
+    models, architecture, lora, optimizer, dtype
+):
+    undisturbed, other = (
+        make(models[architecture], lora, optimizer=optimizer, dtype=dtype) for _ in range(2)
+    )
     offload = offload_of(other)
     for number in range(3):
         for operations in (undisturbed, other):

@@ -14,6 +14,7 @@ from tandem.errors import OutOfMemory
 from tandem.settings import TrainerSettings
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import TrainingSpec
 from tests.support.local_trainer import compute, data_of, gradients, load, save, step
 from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
@@ -23,7 +24,7 @@ from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.service.operations import Operations
 
-WAYS = ("plain", "parallel", "sharded")
+WAYS = ("plain", "parallel", "copied", "sharded")
 PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
 
 
@@ -35,10 +36,11 @@ def make(
         model_path=path,
         settings=TrainerSettings(
             device="cpu",
-            dtype="bfloat16" if way == "sharded" else "float32",
+            dtype="bfloat16" if way == "copied" else "float32",
             shard_group_parameters=1,
         ),
         world=World(rank=0, size=1, device="cpu"),
+        training=TrainingSpec(states="bfloat16" if way == "sharded" else "float32"),
         most=most,
         where=where,
     )
@@ -100,7 +102,7 @@ def test_gradients_of_earlier_batches_stay_as_they_were(model, group, way, where
 
 
 @pytest.mark.parametrize("where", ["backward", "block"])
-@pytest.mark.parametrize("way", ["plain", "sharded"])
+@pytest.mark.parametrize("way", ["plain", "copied", "sharded"])
 def test_a_rank_ends_that_has_added_to_gradients_of_earlier_batches(model, group, way, where):
     small = make(model, way, most=20, where=where)
     compute(small, request(sequences(4, 5)))

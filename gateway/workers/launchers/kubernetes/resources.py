@@ -45,6 +45,8 @@ from tandem.trainer_memory import (
     gathered,
     lasting_bytes,
     unreduced_gradients,
+    weights_copied,
+    weights_sharded,
 )
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
 
@@ -273,7 +275,7 @@ class TrainerPod:
         if self.training.moments == "host":
             on_host.add("moments")
         if self.sleeps:
-            on_host |= {"weights", "gradients", "moments"}
+            on_host |= {"weights", "copies", "gradients", "moments"}
         return sum(size for name, size in self.lasting.items() if name in on_host)
 
     @property
@@ -296,10 +298,11 @@ class TrainerPod:
                 trained=trained,
                 moments=2 * trained,
                 gathered=self._gathered // layout.tensor_parallel,
+                copied=parameters if self._copied else 0,
             ),
             training=self.training,
             shards=layout.shards(self.trainer.ranks),
-            width=_width(self.trainer.dtype, gpu=self.gpu),
+            width=self._number,
             threads=self._at_once,
             unreduced=unreduced_gradients(
                 parameters,
@@ -315,9 +318,19 @@ class TrainerPod:
         return self.ranks * self.nodes
 
     @property
+    def _number(self) -> int:
+        """The bytes of one in the type of the computation."""
+        return _width(self.trainer.dtype, gpu=self.gpu)
+
+    @property
+    def _copied(self) -> bool:
+        return weights_copied(self.training, ranks=self._size, width=self._number)
+
+    @property
     def _sharded(self) -> bool:
-        wide = (_width(self.trainer.dtype, gpu=self.gpu), self.training.states) == (4, "float32")
-        return self._size > 1 or not wide
+        return weights_sharded(
+            self.training, ranks=self._size, width=self._number, copied=self._copied
+        )
 
     @property
     def _gathered(self) -> int:
@@ -334,7 +347,9 @@ class TrainerPod:
     @property
     def _at_once(self) -> int:
         """How many micro-batches: a CPU rank alone computes several."""
-        return 1 if self.gpu or self._sharded else self.trainer.parallel_micro_batches or 2
+        wide = (self._number, self.training.states) == (4, "float32")
+        several = self._size == 1 and wide and not self.gpu
+        return self.trainer.parallel_micro_batches or 2 if several else 1
 
     @property
     def _activations(self) -> int:
