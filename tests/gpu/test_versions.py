@@ -9,6 +9,7 @@ import torch
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tests.support.losses.batches import mixed_data
+from tests.support.sampler_in_flight import carried_over, scored_by_its_versions
 from tests.support.sampler_worker import PROMPT, same, sampler_process
 from tests.support.trainer_worker import request, trainer_process
 
@@ -20,8 +21,8 @@ pytestmark = [
 
 
 def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
-    """Two versions, in turn and after a sleep that dropped the weights. That the trainer's logprobs
-    are those of the engine is the canary of each load."""
+    """Two versions: in turn, in the middle of an answer, and after a sleep that dropped the
+    weights. That the trainer's logprobs are those of the engine is the canary of each load."""
     model = tmp_path / "model"
     write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
     versions = []
@@ -56,6 +57,9 @@ def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
             loaded = engine.load(version)
             assert not loaded.HasField("failure"), loaded.failure
             assert same(sampled(version), answer)
+        engine.load(versions[0])
+        answer, _ = carried_over(engine, versions)
+        assert scored_by_its_versions(engine, versions, answer) < 0.25
         engine.sleep(2)
         assert engine.wake(versions[0]).version.name == versions[0].name
         assert same(sampled(versions[0]), expected[0])

@@ -4,20 +4,24 @@ that it names gives, for the tokens before it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tandem.v1 import common_pb2, sampler_pb2
 from tests.support.adapter_files import write_adapter_files, write_merged
+from tests.support.sampler_in_flight import (
+    LONG,
+    Weights,
+    assert_each_token_is_of_its_version,
+    carried_over,
+    scored_by_its_versions,
+)
 from tests.support.sampler_streams import gather, open_stream
 from tests.support.sampler_worker import (
     PROMPT,
-    Sampled,
     SamplerClient,
     assert_computed_by,
     decoded,
@@ -27,48 +31,8 @@ from tests.support.sampler_worker import (
     text,
 )
 
-LONG = 400
-"""Tokens, of which some are drawn before the newer version is there, and most after it."""
 NUMBERS = count(1000)
 """Of versions: what is in flight never goes back to one of an earlier test."""
-Weights = dict[str, Path]
-
-
-def assert_each_token_is_of_its_version(answer: Sampled, weights: Weights) -> None:
-    for sample, sequence in zip(answer.samples, answer.message.sequences, strict=True):
-        start, runs = 0, sequence.tandem_versions
-        assert sum(run.tokens for run in runs) == len(sample.tokens)
-        for run in runs:
-            all_of_it = plain_logprobs(weights[run.version], [*PROMPT, *sample.tokens])
-            part = slice(start, start := start + run.tokens)
-            expected = all_of_it[len(PROMPT) - 1 :][part]
-            assert np.abs(expected - sample.logprobs[part]).max() < 1e-4
-
-
-def carried_over(
-    client: SamplerClient,
-    versions: Sequence[common_pb2.WeightVersion],
-    others: Sequence[sampler_pb2.SampleRequest] = (),
-    **arguments: Any,
-) -> tuple[Sampled, list[Sampled]]:
-    """Sample from the first version while the second is loaded, which both are in flight. Return
-    that, and the answers of `others`, which begin with it."""
-    settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
-    request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
-    events = open_stream(client, request)
-    calls = [client.send(other) for other in others]
-    first = next(events)
-    reply = client.load(versions[1], in_flight=True)
-    assert not reply.HasField("failure"), reply.failure
-    assert reply.version.name == versions[1].name
-    streamed = gather(chain([first], events))
-    assert streamed.adds_up()
-    for index, sequence in enumerate(streamed.answer.message.sequences):
-        runs = [(run.version, run.step, run.tokens) for run in sequence.tandem_versions]
-        assert [run[:2] for run in runs] == [(each.name, each.step) for each in versions]
-        told = [name for name, _, tokens in runs for _ in range(tokens)]
-        assert streamed.samples[index].versions == told
-    return streamed.answer, [decoded(call.result()) for call in calls]
 
 
 @pytest.fixture
@@ -101,6 +65,7 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     assert answer.version == new.name
     assert answer.prompt_logprobs is not None
     assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(model, PROMPT)).max() < 1e-4
+    assert len(regex.message.sequences[0].tandem_versions) == 2
     assert re.fullmatch("([0-9]{3}-){60}", text(regex.samples[0].tokens))
     assert sampler.metric("tandem_sampler_carried_over_total") >= 1
     sampler.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
@@ -159,6 +124,7 @@ def test_requests_go_on_with_the_next_adapter_while_others_keep_theirs(
         tied_adapters, published, others, n=2, max_tokens=250, prompt_logprobs=False
     )
     assert_each_token_is_of_its_version(answer, weights)
+    assert scored_by_its_versions(tied_adapters, published, answer) < 1e-4
     assert fixed.version == old.name
     assert_computed_by(weights[old.name], PROMPT, fixed)
     assert_computed_by(model, PROMPT, base)

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.v1 import sampler_pb2
 from tests.component.sampler.test_lora import published
+from tests.support.sampler_in_flight import assert_each_token_is_of_its_version, carried_over
 from tests.support.sampler_worker import (
     PROMPT,
     SamplerClient,
@@ -73,6 +74,22 @@ def test_an_adapter_is_served_beside_the_base(split: SamplerClient, model: Path,
     adapter = published(model, directory, seed=9)
     split.assert_serves(adapter.version, adapter.merged)
     split.assert_serves(split.base, model)
+
+
+@pytest.mark.timeout(900)
+def test_what_is_in_flight_goes_on_with_other_weights_and_another_adapter_in_both_processes(
+    split: SamplerClient, model: Path, changed: Path, directory: Path
+):
+    full = [publish(each, directory, number=n) for n, each in ((501, model), (502, changed))]
+    adapters = [published(model, directory, seed=seed) for seed in (11, 12)]
+    for versions, weights in (
+        (full, [model, changed]),
+        ([each.version for each in adapters], [each.merged for each in adapters]),
+    ):
+        split.load(versions[0])
+        answer, _ = carried_over(split, versions, max_tokens=200)
+        named = {version.name: at for version, at in zip(versions, weights, strict=True)}
+        assert_each_token_is_of_its_version(answer, named)
 
 
 @pytest.mark.timeout(900)
