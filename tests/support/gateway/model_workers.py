@@ -34,7 +34,7 @@ from tandem.errors import (
 )
 from tandem.host import Host
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
-from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
+from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, open_version
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.crashing_loop import as_process
 
@@ -175,7 +175,9 @@ class ModelSampler(ModelWorker):
         assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"
         if version.name in (self.version.name, *self.adapters):
             return
-        assert (Path(version.path) / "manifest.json").is_file()
+        manifest = open_version(Path(version.path), name=version.name)
+        if manifest.delta_of:
+            open_base(Path(version.path), manifest.delta_of, checksums=True)
         if drain and not version.adapter:
             await self._idle.wait()
         self.state = sampler_pb2.SAMPLER_STATE_LOADING
@@ -250,6 +252,7 @@ class ModelTrainer(ModelWorker):
                 parameters=7,
                 trainable_parameters=7,
                 ranks=1,
+                dtype="bfloat16",
                 run_ids=self.runs,
             )
             self.runs[request.run_id].describe(about)
@@ -432,7 +435,12 @@ class ModelRun:
             partial.discard()  # left by a trainer that died while writing it
             partial.create()
             await self._misfortune.delay(1.0)
-            (partial.path / "model.safetensors").write_text(state.weights)
+            file = partial.path / "model.safetensors"
+            if request.delta_of:
+                open_base(path, request.delta_of, checksums=True)
+                file = partial.path / "model.safetensors.patch"
+            file.write_text(state.weights)
+            written = checksum_file(file)
             await self._misfortune.delay(1.0)
             manifest = Manifest(
                 version=version.name,
@@ -442,13 +450,20 @@ class ModelRun:
                 dtype="float32",
                 tensors=1,
                 created="2026-01-01T00:00:00+00:00",
-                files=[checksum_file(partial.path / "model.safetensors")],
+                files=[written.model_copy(update={"name": "model.safetensors"})],
+                delta_of=request.delta_of,
+                patches=[written] if request.delta_of else [],
             )
             partial.commit(manifest)
-        elif open_version(path).operation != operation:
+        elif (manifest := open_version(path)).operation != operation:
             return trainer_pb2.PublishReply(failure=PublishFailed("it exists").to_failure())
         state.published = version.name
-        return trainer_pb2.PublishReply(version=version, bytes=12)
+        return trainer_pb2.PublishReply(
+            version=version,
+            bytes=12,
+            delta_of=manifest.delta_of,
+            written_bytes=2 if manifest.delta_of else 12,
+        )
 
     async def SaveCheckpoint(self, request):
         return await self._in_order(request, self._save)

@@ -56,6 +56,10 @@ SCRIPTS: Mapping[str, Script] = {
         *(load("none"), refused(), batch(3), missing(), late(step()), alone(batch(4)), step()),
         *(batch(5), step(), forward()),
     ],
+    "deltas": [
+        *(publish(0), batch(1), step(), publish(1), save_for_sampler("b"), batch(2), step()),
+        *(publish(2), batch(3), step(), publish(3), export("c"), publish(4)),
+    ],
     "a save after a refusal": [
         *(batch(1), step(), refused("forward_backward"), save("a"), batch(2), step(), batch(3)),
         *(step(), forward()),
