@@ -38,34 +38,46 @@ _WORD = np.dtype("<u2")
 _GOES_ON = 255
 
 
-def encode(old: Bytes, new: Bytes, *, start: int) -> list[bytes | memoryview]:
+def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
     """Return the change that makes `new` out of `old`, two pieces that begin at `start`, as parts
     to be written one after the other; nothing if they are equal. It has never more bytes than `new`
     and a header."""
     assert old.size == new.size <= PIECE_BYTES
     if new.size % _WORD.itemsize == 0:
         words = new.view(_WORD)
-        positions = np.flatnonzero(old.view(_WORD) != words)
-        if not positions.size:
+        different = old.view(_WORD) != words
+        count = int(np.count_nonzero(different))
+        if not count:
             return []
-        if positions.size * (1 + _WORD.itemsize) < new.size:
-            gaps = _gaps(positions)
-            values = words[positions]
-            if gaps.size + values.nbytes < new.size:
-                header = _HEADER.pack(start, gaps.size, values.nbytes)
-                return [header, gaps.data, values.view(np.uint8).data]
+        if count * (1 + _WORD.itemsize) < new.size:
+            positions = _positions(different)
+            gaps, values = _gaps(positions), words[positions].view(np.uint8)
+            if gaps.size + values.size < new.size:
+                header = _HEADER.pack(start, gaps.size, values.size)
+                return [memoryview(header), gaps.data, values.data]
     elif np.array_equal(old, new):
         return []
-    return [_HEADER.pack(start, 0, new.size), new.data]
+    return [memoryview(_HEADER.pack(start, 0, new.size)), new.data]
+
+
+def _positions(different: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """As `np.flatnonzero`, in half of the time where few are: of eight at a time first."""
+    if different.size % 8:
+        return np.flatnonzero(different)
+    eights = different.view(np.uint64)
+    found = np.flatnonzero(eights != 0)
+    within = np.flatnonzero(eights[found].view(np.bool_))
+    positions: npt.NDArray[np.int64] = (found << 3)[within >> 3] + (within & 7)
+    return positions
 
 
 def _gaps(positions: npt.NDArray[np.int64]) -> Bytes:
     """Literal example: positions 0, 1 and 257 are the gaps 0, 0, 255, 0."""
     gaps = np.diff(positions, prepend=-1) - 1
-    longer = gaps // _GOES_ON
-    encoded = np.full(gaps.size + int(longer.sum()), _GOES_ON, np.uint8)
-    encoded[np.cumsum(longer + 1) - 1] = gaps % _GOES_ON
-    return encoded
+    longer = np.flatnonzero(gaps >= _GOES_ON)
+    times = gaps[longer] // _GOES_ON
+    gaps[longer] -= times * _GOES_ON
+    return np.insert(gaps.astype(np.uint8), np.repeat(longer, times), _GOES_ON)
 
 
 @dataclass(frozen=True)
