@@ -36,12 +36,8 @@ def logprobs(sampler: SamplingClient) -> list[list[float]]:
     return [each.tolist() for each in found]
 
 
-def kill(stack: TestStack, kind: str, run: TrainingClient) -> None:
-    os.killpg(stack.worker(kind, session_id=session_of(run))["pid"], signal.SIGKILL)
-
-
 @pytest.mark.timeout(600)
-def test_deltas_outlive_their_engine_and_trainer_and_what_they_are_deltas_of_goes_after_them(
+def test_a_delta_outlives_its_engine_and_what_it_is_a_delta_of_goes_after_it(
     tmp_path: Path,
 ):
     model = write_qwen(tmp_path / "model", seed=3)
@@ -61,10 +57,9 @@ def test_deltas_outlive_their_engine_and_trainer_and_what_they_are_deltas_of_goe
         assert delta.written_bytes < delta.bytes == whole.bytes
         served = logprobs(sampler)
         assert served != before
-        kill(stack, "sampler", run)
+        os.killpg(stack.worker("sampler", session_id=session_of(run))["pid"], signal.SIGKILL)
         assert logprobs(sampler) == served, "by an engine that was started again"
 
-        kill(stack, "trainer", run)
         train(run, seed=2, steps=1, rate=1e-5)
         sampler = saved(run)
         assert manifest(stack, run).delta_of == whole.version

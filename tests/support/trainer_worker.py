@@ -202,7 +202,7 @@ class TrainerClient(WorkerClient):
         )
 
     def publish(
-        self, data_dir: Path, number: int = 1, *, merged: bool = False
+        self, data_dir: Path, number: int = 1, *, merged: bool = False, delta_of: str = ""
     ) -> tuple[trainer_pb2.PublishReply, Path]:
         name = f"{self.run_id}/v{number:06d}-{os.urandom(4).hex()}"
         path = version_path(data_dir, name)
@@ -211,6 +211,7 @@ class TrainerClient(WorkerClient):
                 header=self.header(),
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
                 merged=merged,
+                delta_of=delta_of,
             ),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
