@@ -143,8 +143,8 @@ async def sampling(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure how new weights come from a trainer to an engine on the same device, and how far
-    apart their logprobs are."""
+    """Measure how new weights come from a trainer to an engine on the same device, whole and as a
+    delta in turn, and how far apart their logprobs are."""
     bench.say(f"{size}: an engine serves what a trainer publishes")
     weights = 2 * parameters_of(size)
     settings = SamplerSettings(
@@ -154,7 +154,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         gpu_memory_bytes=weights + 8 * 2**30 if bench.gpu is not None else 0,
     )
     sequences = sequences_of(size, count=4, length=128)
-    published, loaded, both = [], [], []
+    published, loaded, both, of_delta = [], [], [], []
     async with (
         worker(bench, engine_spec(bench, size, model, settings)) as engine,
         worker(bench, trainer_spec(bench, size, model)) as trainer,
@@ -170,6 +170,12 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             published.append(written - began)
             loaded.append(ended - written)
             both.append(ended - began)
+            await forward_backward(trainer, sequences)
+            await optim_step(trainer)
+            began = time.perf_counter()
+            version = await publish(bench, trainer, 1000 + number, delta_of=version.name)
+            await engine.call("Load", sampler_pb2.LoadRequest(version=version))
+            of_delta.append(time.perf_counter() - began)
         prompts = [each[:8].tolist() for each in sequences_of(size, count=16, length=64)]
         sampled = await sample(engine, prompts, version=version, samples=1, max_tokens=64, seed=1)
         of_trainer, again = [], []
@@ -184,6 +190,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         "publish_seconds": round(statistics.median(published[1:]), 3),
         "load_seconds": round(statistics.median(loaded[1:]), 3),
         "published_to_served_seconds": round(statistics.median(both[1:]), 3),
+        "delta_to_served_seconds": round(statistics.median(of_delta[1:]), 3),
         "logprob_gap": _gap(of_trainer, of_engine),
         "logprob_gap_of_the_engine_alone": _gap(again, of_engine),
     }

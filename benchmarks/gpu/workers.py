@@ -237,16 +237,18 @@ async def step(trainer: Caller, size: str) -> None:
     await optim_step(trainer)
 
 
-async def publish(bench: Bench, trainer: Caller, number: int) -> common_pb2.WeightVersion:
-    """Publish whole weights, those of adapters added in."""
+async def publish(
+    bench: Bench, trainer: Caller, number: int, *, delta_of: str = ""
+) -> common_pb2.WeightVersion:
+    """Publish all weights, those of adapters added in, or what of them has changed."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
     request = trainer_pb2.PublishRequest(
-        header=trainer.header(), version=version, merged=trainer.lora
+        header=trainer.header(), version=version, merged=trainer.lora, delta_of=delta_of
     )
     reply = await trainer.call("Publish", request)
-    bench.say(f"published {reply.bytes / 1e9:.1f} GB in {reply.seconds:.1f} s")
+    bench.say(f"published {reply.written_bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
     return version
 
 
