@@ -18,6 +18,7 @@ from typing import Literal
 
 from gateway.storage.database import Database
 from gateway.storage.tables import usage
+from gateway.usage.sampled_versions import RememberedVersions
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 
 UsageKind = Literal[
@@ -43,7 +44,7 @@ HOUR = 3600
 
 _MAX_UNWRITTEN = 4096
 """Sums that are kept in memory; when there are more, they are written at once."""
-REMEMBERED_SAMPLES = 50_000
+_REMEMBERED_SAMPLES = 50_000
 _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
 
 
@@ -113,20 +114,10 @@ class UsageMeter:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRun:
-    """So many tokens, one after the other, from one weight version of an optimizer step."""
-
-    version: str
-    step: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class SampleSpan:
     """One request at its engine. `started_at` is in seconds since 1970; `error` is the type of
     the error, empty for one that succeeded. `weight_version` is what it was sampled from, or
-    ended with if it was in flight: then `samples` says for each sample which versions its tokens
-    came from."""
+    ended with if it was `in_flight`."""
 
     request_id: str
     session_id: str
@@ -137,15 +128,16 @@ class SampleSpan:
     cached_tokens: int
     sampled_tokens: int
     error: str
-    samples: tuple[tuple[VersionRun, ...], ...] = ()
+    in_flight: bool = False
 
 
 class SampleMeter:
-    """Meters samples, and remembers the last `REMEMBERED_SAMPLES` requests of all sessions, since
+    """Meters samples, and remembers the last `_REMEMBERED_SAMPLES` requests of all sessions, since
     they are not in the journal of any run."""
 
     def __init__(self, *, usage: UsageMeter) -> None:
         self._usage = usage
+        self.versions = RememberedVersions()
         self._spans: OrderedDict[str, SampleSpan] = OrderedDict()
 
     def find(self, request_id: str) -> SampleSpan | None:
@@ -186,12 +178,11 @@ class SampleMeter:
                 cached_tokens=reply.cached_tokens,
                 sampled_tokens=reply.sampled_tokens,
                 error=reply.failure.type,
-                samples=tuple(
-                    tuple(VersionRun(run.version, run.step, run.tokens) for run in sample.runs)
-                    for sample in reply.samples
-                ),
+                in_flight=request.in_flight,
             )
             self._remember(span)
+            if reply.samples:
+                self.versions.remember(span.request_id, reply.samples)
             if not span.error:
                 self._usage.record(
                     "sample",
@@ -211,7 +202,7 @@ class SampleMeter:
     def _remember(self, span: SampleSpan) -> None:
         self._spans.pop(span.request_id, None)
         self._spans[span.request_id] = span
-        if len(self._spans) > REMEMBERED_SAMPLES:
+        if len(self._spans) > _REMEMBERED_SAMPLES:
             self._spans.popitem(last=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
-from gateway.usage.meter import REMEMBERED_SAMPLES
 from tandem.errors import UnknownRequest
 
 router = Router("/api/tandem/v1", tag="Tandem")
@@ -33,16 +32,17 @@ class SampledVersions(Answer):
 async def sampled_versions(request_id: PathText, access: AccessDep) -> SampledVersions:
     """Return which weight versions a request was sampled from, once it has ended. Its id is what
     the `sequence_id` of each of its samples begins with: `ID:0`, `ID:1` and so on. It is forgotten
-    with the gateway, and when 50,000 others have ended since."""
+    with the gateway, or when 50,000 others, or four million pieces of samples, have come since."""
     await access.request(request_id)
-    span = access.gateway.samples.find(request_id)
-    if span is None or span.error:
+    samples = access.gateway.samples
+    span, found = samples.find(request_id), samples.versions.find(request_id)
+    if span is None or span.error or (span.in_flight and found is None):
         raise UnknownRequest(
-            f"request {request_id} has not been answered with samples, or before the gateway was "
-            f"started or {REMEMBERED_SAMPLES:,} others ended"
+            f"request {request_id} has no samples yet, or was forgotten: many others came since, "
+            "or the gateway was started again"
         )
     return SampledVersions(
         request_id=request_id,
         weight_version=span.weight_version,
-        samples=[[VersionRunInfo.of(run) for run in sample] for sample in span.samples],
+        samples=[[VersionRunInfo.of(run) for run in sample] for sample in found or ()],
     )
