@@ -211,6 +211,9 @@ def test_a_long_operation_says_how_many_tokens_are_done(run, monkeypatch):
 
     found = wait_until(lambda: (now := operation()) and now["tokens"] and now)
     answer = run.client.post("/api/v1/retrieve_future", json={"request_id": f"{run.id}:1"})
+    run.trainer.progress = trainer_pb2.ProgressReply(seq_id=2, seconds=5.0, compiling=True)
+    compiling = "optim_step 1: the trainer is at work on it (compiling, 5 s)"
+    wait_until(lambda: (now := operation()) and now["says"] == compiling)
     run.release()
     run.outcome(1)
     assert (found["kind"], found["seq_id"]) == ("optim_step", 1)
