@@ -168,7 +168,7 @@ def measure_training(
     if backend.plan is None:
         return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
     needs, threads = backend.plan.needs.device, chosen.parallel_micro_batches
-    added = needs["activations"] + needs.get("gathered", 0)
+    added = sum(needs.get(name, 0) for name in ("activations", "gathered", "unreduced gradients"))
     if threads > 1:  # beside the gradients that are held, each thread's own
         added += needs["gradients"] * threads // (1 + threads)
     return {"peak": peak.bytes, "seconds": time.perf_counter() - began, "planned": added}
@@ -214,7 +214,7 @@ def measure_loading(model: Path, rank: int, ranks: int, store: Path) -> dict[str
 
 def child(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(arguments)]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 

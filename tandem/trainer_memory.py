@@ -86,7 +86,7 @@ def gathered(groups: Sequence[int], *, root: int) -> int:
     """Return how many numbers a rank has gathered at once, at most: those of the `root`, with the
     embeddings and the head, and of two of FSDP's other `groups`, one of which comes while the other
     is computed."""
-    return root + 2 * max(groups, default=0)
+    return root + sum(sorted(groups)[-2:])
 
 
 def unreduced_gradients(

@@ -4,7 +4,7 @@ does unless a backend has a way of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,4 +116,5 @@ def _compute(
         return logprobs, objective(logprobs)
     logprobs, result = backend.loss_of(micro_batch, objective, by_entry=loss.by_entry(settings))
     keep(result.loss)
-    return logprobs, result
+    # Without the graph, whose many small pieces would divide the memory of the next micro-batch.
+    return logprobs.detach(), replace(result, loss=result.loss.detach())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from tandem.worker import TrainingSpec
 from trainer_service.backends.base import Capability, TrainerBackend, World
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.losses.base import LossResult
+from trainer_service.models.heap import most_living, most_taken
 from trainer_service.models.huggingface import UNFIT
 from trainer_service.models.memory_plan import (
     Available,
@@ -37,11 +38,9 @@ from trainer_service.models.memory_plan import (
     wanted_tokens,
 )
 from trainer_service.models.packing import bounds_of
-from trainer_service.models.rehearsal import most_held
+from trainer_service.models.rehearsal import trace_of
 
 Group = Sequence[nn.Parameter]
-KEPT_BELOW = 32 * 2**20
-"""On a CPU, the C library maps what is larger, and gives it back; what is smaller it keeps."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +82,32 @@ def plan_memory(
     does not compute without memory. Raises `WorkerStartFailed`."""
     of, packs = cache(stand_in), settings.packing == "on"
 
-    on_cpu, threads = world.device == "cpu", at_once > 1
-
-    def activations(tokens: int, checkpointed: bool) -> int:
-        try:
-            model = of(checkpointed=checkpointed, packs=packs)
-            size = _of_micro_batch(model, tokens, threads=threads, on_cpu=on_cpu)
-        except NotImplementedError:  # what packed attention says of some models
-            model = of(checkpointed=checkpointed, packs=False)
-            size = _of_micro_batch(model, tokens, threads=threads, on_cpu=on_cpu)
-        return at_once * size
-
     try:
         about = of(checkpointed=settings.checkpointing == "on", packs=packs)
+        unreduced = unreduced_gradients(
+            about.model, settings=settings, world=world, training=training
+        )
+        of_micro_batch = partial(
+            _of_micro_batch,
+            threads=at_once > 1,
+            on_cpu=world.device == "cpu",
+            ranks=world.size,
+            unreduced=unreduced > 0,
+        )
+
+        def activations(tokens: int, checkpointed: bool) -> int:
+            try:
+                model = of(checkpointed=checkpointed, packs=packs)
+                return at_once * of_micro_batch(model, tokens)
+            except NotImplementedError:  # what packed attention says of some models
+                model = of(checkpointed=checkpointed, packs=False)
+                return at_once * of_micro_batch(model, tokens)
+
         plan = choose(
             wanted=wanted_tokens(settings.micro_batch_tokens, device=world.device),
             checkpointing=settings.checkpointing,
             lasting=lasting(
-                about,
-                training=training,
-                world=world,
-                at_once=at_once,
-                unreduced=unreduced_gradients(
-                    about.model, settings=settings, world=world, training=training
-                ),
+                about, training=training, world=world, at_once=at_once, unreduced=unreduced
             ),
             activations=activations,
             available=_available(settings, world),
@@ -193,14 +194,21 @@ def _is_hidden(name: str, parameter: nn.Parameter, stand_in: StandIn) -> bool:
 
 
 def _of_micro_batch(
-    stand_in: StandIn, tokens: int, *, threads: bool = False, on_cpu: bool = True
+    stand_in: StandIn,
+    tokens: int,
+    *,
+    threads: bool = False,
+    on_cpu: bool = True,
+    ranks: int = 1,
+    unreduced: bool = False,
 ) -> int:
-    """The most bytes that one micro-batch has on the device at once."""
+    """The most bytes that one micro-batch has on the device at once. `unreduced`: beside the
+    gradients of the whole model, which it adds to."""
     backend, trainable = stand_in.backend, list(stand_in.trainable.values())
     micro_batch = _micro_batch(backend, tokens)
-    sharded = {id(each) for group in stand_in.groups for each in group if each.requires_grad}
+    reduced = {id(each) for group in stand_in.groups for each in group if not unreduced}
     for parameter in trainable:
-        parameter.grad = None if id(parameter) in sharded else torch.empty_like(parameter)
+        parameter.grad = None if id(parameter) in reduced else torch.empty_like(parameter)
 
     def compute() -> None:
         _, result = backend.loss_of(
@@ -212,16 +220,16 @@ def _of_micro_batch(
             backend.backward(result.loss)
 
     held = [each.grad for each in trainable if each.grad is not None]
-    hooks = _reduce(stand_in.groups)
+    hooks = _reduce(stand_in.groups, in_copies=on_cpu and ranks > 1)
     try:
-        return most_held(
+        trace = trace_of(
             compute,
             besides=[*stand_in.model.parameters(), *stand_in.model.buffers(), *trainable, *held],
-            kept_below=KEPT_BELOW if on_cpu else 0,
         )
     finally:
         for hook in hooks:
             hook.remove()
+    return most_taken(trace) if on_cpu else most_living(trace)
 
 
 def _micro_batch(backend: TrainerBackend, tokens: int) -> MicroBatch:
@@ -241,9 +249,10 @@ def _micro_batch(backend: TrainerBackend, tokens: int) -> MicroBatch:
     )
 
 
-def _reduce(groups: Sequence[Group]) -> list[torch.utils.hooks.RemovableHandle]:
+def _reduce(groups: Sequence[Group], *, in_copies: bool) -> list[torch.utils.hooks.RemovableHandle]:
     """Do to gradients what FSDP2 does: those of a group live until all are there, are copied into
-    one buffer in float32 that is reduced, and this lives until the next one."""
+    one buffer in float32 that is reduced, and this lives until the next one. gloo reduces in a copy
+    of that (`in_copies`)."""
     buffers: list[torch.Tensor] = []
     hooks = []
     for group in groups:
@@ -257,6 +266,8 @@ def _reduce(groups: Sequence[Group]) -> list[torch.utils.hooks.RemovableHandle]:
             if not waiting:
                 size = sum(each.numel() for each in members)
                 buffers[:] = [torch.empty(size, dtype=torch.float32, device="meta")]
+                if in_copies:
+                    buffers[0].clone()
                 for each in members:
                     each.grad = None
                 waiting.update(id(each) for each in members)

@@ -1,5 +1,5 @@
 """What a computation would hold in memory, found out without any: it runs on torch's `meta` device,
-where tensors have shapes and nothing else, while what lives is counted.
+where tensors have shapes and nothing else, while it is noted what comes and goes.
 
 So everything is counted as the code has it: what autograd keeps, blocks that are computed again,
 logits in chunks, gradients, what each operation makes on the way. Three things are put right, since
@@ -20,31 +20,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer_service.models.heap import Trace
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ATEN = torch.ops.aten
 
 
-def most_held(
-    compute: Callable[[], object], *, besides: Iterable[Tensor], kept_below: int = 0
-) -> int:
-    """The most bytes that live at once while `compute` runs on `meta`, without those of the
-    tensors `besides`. What was smaller than `kept_below` is not given back when it ends, but used
-    again by what is as small."""
-    living = _Living(besides, kept_below=kept_below)
+def trace_of(compute: Callable[[], object], *, besides: Iterable[Tensor]) -> Trace:
+    """What comes and goes while `compute` runs on `meta`, without the tensors `besides`."""
+    living = _Living(besides)
     with _FlashAttention(), living:
         compute()
-    return living.most
+    return tuple(living.trace)
 
 
 class _Living(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
-    """Counts the bytes of storages from the operation that makes them to their end."""
+    """Traces storages from the operation that makes them to their end."""
 
-    def __init__(self, besides: Iterable[Tensor], *, kept_below: int) -> None:
+    def __init__(self, besides: Iterable[Tensor]) -> None:
         super().__init__()
-        self.most = self._large = self._small = self._most_small = 0
-        self._kept_below = kept_below
+        self.trace: list[tuple[int, int]] = []
         self._besides = [tensor.untyped_storage() for tensor in besides]
         self._known = {storage._cdata for storage in self._besides}
         self._results: dict[object, list[_Shape]] = {}
@@ -64,20 +61,13 @@ class _Living(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
         if (key := storage._cdata) in self._known:
             return
         self._known.add(key)
-        self._add(storage.nbytes())
-        weakref.finalize(storage, self._end, key, storage.nbytes())
+        which, size = len(self.trace), storage.nbytes()
+        self.trace.append((which, size))
+        weakref.finalize(storage, self._end, key, which, size)
 
-    def _add(self, size: int) -> None:
-        if abs(size) < self._kept_below:
-            self._small += size
-            self._most_small = max(self._most_small, self._small)
-        else:
-            self._large += size
-        self.most = max(self.most, self._large + self._most_small)
-
-    def _end(self, key: int, size: int) -> None:
+    def _end(self, key: int, which: int, size: int) -> None:
         self._known.discard(key)
-        self._add(-size)
+        self.trace.append((which, -size))
 
     def _result_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> object:
         """What an operation makes: torch takes long to find its shape, which is the same in every

@@ -93,14 +93,15 @@ def test_a_checkpoint_of_either_is_one_of_the_other(model, tmp_path, monkeypatch
 
 
 def test_copies_for_which_there_is_no_memory_are_not_made(model):
-    groups = {"shard_group_parameters": 1}
-    roomy = alone(model, None, **groups).trainer.backend.plan
-    settings = {**groups, "memory_bytes": sum(roomy.needs.device.values()) - 2000}
-    tight = make(model, None, dtype="bfloat16", micro_batch_tokens=24, **settings)
+    settings = {"dtype": "bfloat16", "shard_group_parameters": 1, "micro_batch_tokens": 60}
+    large = make(model, None, **settings)
+    roomy = large.trainer.backend.plan
+    memory = sum(roomy.needs.device.values()) - 2000
+    tight = make(model, None, memory_bytes=memory, **settings)
     assert "copies" in roomy.needs.device
     assert "copies" not in tight.trainer.backend.plan.needs.device
     assert not tight.trainer.backend.plan.checkpointing
-    assert train(tight, 1) == train(alone(model, None), 1)
+    assert train(tight, 1) == train(large, 1)
     both = make(model, None, dtype="bfloat16", micro_batch_tokens=24, checkpointing="on")
     assert "copies" in both.trainer.backend.plan.needs.device
 

@@ -21,8 +21,9 @@ from trainer_service.backends.planning import (
     lasting,
     unreduced_gradients,
 )
+from trainer_service.models.heap import MAPPED_FROM, most_living, most_taken
 from trainer_service.models.memory_plan import Available, Needs, choose
-from trainer_service.models.rehearsal import most_held
+from trainer_service.models.rehearsal import trace_of
 
 GIB = 2**30
 
@@ -107,7 +108,8 @@ def needs(
     trainable = dict(model.named_parameters())
     if training.get("lora"):
         trainable = {"a": nn.Parameter(torch.empty(4, 10))}
-    groups = [[model.blocks[0].weight, model.blocks[1].weight], [*model.parameters()][:1]]
+    blocks = [block.weight for block in model.blocks]
+    groups = [blocks[:2], blocks[2:], [model.embedding.weight]]
     stand_in = StandIn(
         backend=None,
         model=model,
@@ -142,7 +144,7 @@ def test_ranks_share_the_states_and_gather_the_root_and_two_groups():
         {
             "weights": 800,
             "gradients": 800,
-            "gathered": 4 * (500 + 2 * 200),
+            "gathered": 4 * (500 + 200 + 100),
             "moments": 1600,
             "snapshot": 2400,
         }
@@ -157,7 +159,7 @@ def test_several_ranks_hold_the_gradients_of_the_whole_model_if_these_may_wait()
 
 
 def test_a_snapshot_of_a_gpu_is_on_its_host_and_moments_where_the_run_wants_them():
-    parts = {"weights": 1600, "gradients": 1600, "gathered": 2 * (500 + 2 * 200)}
+    parts = {"weights": 1600, "gradients": 1600, "gathered": 2 * (500 + 200 + 100)}
     assert needs(ranks=2, device="cuda") == Needs({**parts, "moments": 3200}, {"snapshot": 4800})
     assert needs(ranks=2, device="cuda", moments="host") == Needs(
         parts, {"moments": 3200, "snapshot": 4800}
@@ -208,8 +210,24 @@ def test_without_memory_a_micro_batch_takes_what_it_takes_with_it(
         dtype=torch.float32,
         outer=frozenset(),
     )
-    planned = backend.plan.needs.device["activations"]
-    assert planned == _of_micro_batch(real, 60) > 0
+    stand_in = backend._stand_in(
+        models[architecture],
+        TrainerSettings(device="cpu"),
+        checkpointed=checkpointing == "on",
+        packs=backend.packs,
+    )
+    planned = _of_micro_batch(stand_in, 60, on_cpu=False)
+    assert planned == _of_micro_batch(real, 60, on_cpu=False) > 0
+    assert planned <= backend.plan.needs.device["activations"] < 1.5 * planned
+
+
+def test_ranks_on_a_cpu_reduce_in_a_copy_of_a_group_s_gradients(model, group):
+    backend = make_rank(model, states="bfloat16").backend
+    settings = TrainerSettings(device="cpu")
+    stand_in = backend._stand_in(model, settings, checkpointed=False, packs=backend.packs)
+    size = 4 * sum(each.numel() for each in stand_in.groups[-1])
+    alone, several = (_of_micro_batch(stand_in, 8, ranks=ranks) for ranks in (1, 2))
+    assert alone < several <= alone + size + 4096
 
 
 def test_attention_keeps_nothing_that_grows_with_the_square_of_a_sequence(models):
@@ -225,16 +243,33 @@ def test_what_has_ended_is_not_counted():
         for _ in range(3):
             torch.empty(100, device="meta").add(1).mul(2)
 
-    assert most_held(compute_in_turn, besides=[]) == 2 * 400
+    assert most_living(trace_of(compute_in_turn, besides=[])) == 2 * 400
 
 
-def test_small_memory_is_kept_for_what_is_as_small():
-    def compute_in_turn() -> None:
-        torch.empty(20, device="meta")
-        torch.empty(100, device="meta")
+def test_a_heap_keeps_its_extent_and_what_is_large_is_given_back():
+    small, large = MAPPED_FROM // 2, MAPPED_FROM
+    in_turn = [(0, small), (0, -small), (1, large), (1, -large)]
+    assert most_living(in_turn) == large
+    assert small + large <= most_taken(in_turn) < small + large + 100
 
-    assert most_held(compute_in_turn, besides=[]) == 400
-    assert most_held(compute_in_turn, besides=[], kept_below=100) == 400 + 80
+
+def test_what_does_not_fit_between_others_makes_a_heap_longer():
+    four = [(which, 2**20) for which in range(4)]
+    into_a_gap = [*four, (1, -(2**20)), (4, 2**19), (5, 2**18)]
+    beside_it = [*four, (1, -(2**20)), (4, 2**20 + 4096)]
+    assert most_taken([*into_a_gap, *_ended(into_a_gap)]) < 4.01 * 2**20
+    assert most_taken([*beside_it, *_ended(beside_it)]) > 5 * 2**20
+
+
+def test_gaps_that_are_neighbours_are_one():
+    four = [(which, 2**20) for which in range(4)]
+    both = [*four, (1, -(2**20)), (2, -(2**20)), (4, 2 * 2**20 - 4096)]
+    assert most_taken([*both, *_ended(both)]) < 4.01 * 2**20
+
+
+def _ended(trace: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    gone = {which for which, size in trace if size < 0}
+    return [(which, -size) for which, size in trace if size > 0 and which not in gone]
 
 
 def test_a_trainer_takes_the_checkpointing_that_its_plan_chose_and_computes_the_same_bits(model):
@@ -252,7 +287,7 @@ def test_a_model_that_does_not_compute_without_memory_is_trained_without_a_plan(
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("the value is not known")
 
-    monkeypatch.setattr("trainer_service.backends.planning.most_held", fail)
+    monkeypatch.setattr("trainer_service.backends.planning.trace_of", fail)
     trainer = make_rank(model)
     assert trainer.backend.plan is None and trainer.micro_batch_tokens == 2048
 
