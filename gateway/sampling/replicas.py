@@ -23,7 +23,6 @@ from tandem.telemetry import get_log
 
 _PATIENCE = 300.0
 """Seconds for which an engine that leaves may be at what it was sent."""
-_asks = count()
 
 
 @dataclass(eq=False)
@@ -53,6 +52,7 @@ class Replicas:
         self.engines = [self.first]
         self._leaving: dict[int, _Leaving] = {}
         self._preparing: dict[SamplerEngine, asyncio.Task[None]] = {}
+        self._asks = count()
         self._ask: Ask | None = None
         self._placing: asyncio.Task[None] | None = None
         self.first.on_change = partial(self._on_change, self.first)
@@ -131,9 +131,11 @@ class Replicas:
         except TimeoutError:
             self.take_back(engine, True)
         leaving.ending = True
-        await engine.stop(WorkerStartFailed("its sampler was scaled down"))
-        engine.places.drop(engine.key)
-        del self._leaving[engine.replica]
+        try:
+            await engine.stop(WorkerStartFailed("its sampler was scaled down"))
+            engine.places.drop(engine.key)
+        finally:
+            del self._leaving[engine.replica]
         self._log.info("engine_left", engine=engine.key)
 
     # --- Starts -------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ class Replicas:
         """Take the places of engines that have none, and start them."""
         first, patience = self.first, self.first.settings.operation_timeout
         ask = self._ask = Ask.of_engines(
-            f"{first.key}#all-{next(_asks)}",
+            f"{first.key}#all-{next(self._asks)}",
             owner=first.owner,
             session_id=first.session_id,
             engines={engine.key: engine.asked for engine in self.engines},

@@ -48,6 +48,7 @@ from gateway.storage.tables import (
     operations,
     places,
     runs,
+    scaled_samplers,
     snapshots,
     training_steps,
     workers,
@@ -207,11 +208,19 @@ def random_script(rng: random.Random) -> Script:
 
 
 class Client:
-    """What the client of a run remembers, which no crash of a gateway takes from it."""
+    """What the client of a run remembers, which no crash of a gateway takes from it. While the
+    script goes on, its sampler is scaled to each of the numbers `scales`."""
 
-    def __init__(self, script: Script, rng: random.Random, training: TrainingSpec) -> None:
+    def __init__(
+        self,
+        script: Script,
+        rng: random.Random,
+        training: TrainingSpec,
+        scales: Sequence[int] = (),
+    ) -> None:
         self.script = script
         self.training = training
+        self.scales = [*scales]
         self.session_id = ""
         self.ended = False
         self.outcomes: dict[int, str] = {}
@@ -237,10 +246,40 @@ class Client:
         if 0 not in self.outcomes:
             await self._create(gateway)
             await self._ask(gateway, 0)
+        if self.scales:
+            await self._scale(gateway)
         for together in self._groups:
             left = [seq_id for seq_id in together if seq_id not in self.outcomes]
             self._rng.shuffle(left)
             await asyncio.gather(*(self._carry_out(gateway, seq_id) for seq_id in left))
+
+    async def _scale(self, gateway: Gateway) -> None:
+        """Scale the sampler to one number after the other, the last one again and again. Return
+        when so many engines serve, and no other has a place."""
+        run = gateway.runs.get(self.run_id)
+        assert run is not None
+        sampler = gateway.samplers.ensure(
+            session_id=self.session_id, model=run.model, rank=0, all_weights=True, kept=run.sampler
+        )
+        while True:
+            await asyncio.sleep(self._rng.random() * 5)
+            await gateway.samplers.scale(sampler, self.scales[0], wait=0)
+            if len(self.scales) == 1:
+                break
+            self.scales.pop(0)
+        sampler.start()
+        for _ in range(1000):  # seconds, each of which would be a thousand steps of `until`
+            serve = all(engine.serves for engine in sampler.engines)
+            if serve and not sampler.replicas.leaving:
+                break
+            await asyncio.sleep(1)
+        else:
+            raise AssertionError(f"they do not all serve: {sampler.explain()}")
+        assert len(sampler.engines) == self.scales[0]
+        await gateway.database.flush()
+        key = str(sampler.key)
+        rows = await gateway.database.read(select(places).where(places.c.key.startswith(key)))
+        assert len(rows) == self.scales[0]
 
     async def ask_again(self, gateway: Gateway) -> None:
         """Ask for all results once more."""
@@ -366,6 +405,7 @@ class Scenario:
     lives: Sequence[Life] = ()
     trouble: bool = False
     beside: Sequence[Script] = ()
+    scales: Sequence[int] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -386,7 +426,7 @@ class Scenario:
         )
         scripts = [self.script, *self.beside]
         training = TrainingSpec(lora=LoraSpec()) if self.beside else TrainingSpec()
-        self._clients = [Client(script, self._rng, training) for script in scripts]
+        self._clients = [Client(script, self._rng, training, self.scales) for script in scripts]
         self._loop = CrashingLoop(self._clock, self._rng)
         self._host = ModelHost(self._misfortune)
         self._connections: list[DBAPIConnection] = []
@@ -525,6 +565,7 @@ class Scenario:
             "active runs": select(runs).where(runs.c.state != "ended"),
             "active workers": select(workers).where(workers.c.state != "ended"),
             "places": select(places),
+            "scaled samplers": select(scaled_samplers),
         }.items():
             rows = await database.read(query)
             assert not rows, f"{what} are left: {[tuple(row.values())[:5] for row in rows]}"

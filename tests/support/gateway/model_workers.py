@@ -632,7 +632,7 @@ class ModelLauncher:
         return [worker.handle for worker in self._host.workers.values()]
 
     async def describe_host(self) -> Host:
-        return Host("host", cores=(0, 1), memory_bytes=48 * 2**30)
+        return Host("host", cores=tuple(range(5)), memory_bytes=48 * 2**30)
 
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails()

@@ -182,6 +182,43 @@ def test_runs_come_and_go_beside_one_that_is_at_long_operations(steps, tmp_path)
     assert len([each for each in started if each.startswith("trainer-")]) == 1
 
 
+SCALED = [batch(1), step(), publish(0), forward()]
+GROUPS = [
+    {"name": "t", "devices": ["cpu:0"], "roles": ["trainer"]},
+    *(
+        {"name": f"s{core}", "devices": [f"cpu:{core}"], "roles": ["sampler"], "workers": 1}
+        for core in range(1, 5)
+    ),
+]
+
+
+def scaled_while_gateways_die(seed: int, folder: Path) -> None:
+    rng = random.Random(seed)
+    scenario = Scenario(
+        SCALED,
+        folder / "data",
+        seed=seed,
+        scales=[rng.randint(1, 4) for _ in range(rng.randint(1, 4))],
+        lives=[
+            Life(rng.randrange(60, 800), planned=rng.random() < 0.2, outlived=rng.random() < 0.7)
+            for _ in range(rng.randrange(1, 6))
+        ],
+        settings={"groups": GROUPS if rng.random() < 0.8 else []},
+    )
+    scenario.run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_engines_are_as_many_as_were_asked_for_last_whenever_gateways_die(seed, tmp_path):
+    scaled_while_gateways_die(seed, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20, 1000))
+def test_engines_are_so_thousands_of_times(seed, tmp_path):
+    scaled_while_gateways_die(seed, tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_so_may_they_where_runs_share_a_trainer(seed, tmp_path):
     die_again_and_again(seed, tmp_path, sharing=2 + seed % 3)
