@@ -29,6 +29,7 @@ from gateway.workers.fleet import Fleet
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
+from tandem.weights import Manifest
 from tandem.worker import WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.leased_workers import not_leased
@@ -128,10 +129,18 @@ class World:
 
     def version(self, name: str) -> common_pb2.WeightVersion:
         """A version that is on the disk."""
-        folder = self.folder / name
+        folder, run_id = self.folder / name, "s-1:train:0"
         folder.mkdir(exist_ok=True)
-        (folder / "manifest.json").touch()
-        run_id = "s-1:train:0"
+        manifest = Manifest(
+            version=f"{run_id}/{name}",
+            run_id=run_id,
+            step=1,
+            dtype="float32",
+            tensors=0,
+            created="2026-01-01T00:00:00+00:00",
+            files=[],
+        )
+        (folder / "manifest.json").write_text(manifest.model_dump_json())
         return common_pb2.WeightVersion(name=f"{run_id}/{name}", path=str(folder), run_id=run_id)
 
     def left(
