@@ -3,15 +3,17 @@
 A delta is always one of the newest whole version, so that a reader needs two folders and no more.
 The longer ago that was, the more has changed. A new whole one is due when a delta has come to be
 larger than what a version took on average since then, the whole one included: from then on that
-average would only grow. And it is due when a delta has half the bytes of a whole version or more,
-since it is read beside that one. Where they all have, as with large learning rates, deltas are
-tried less and less often.
+average would only grow. And it is due when a delta has a quarter of the bytes of a whole version:
+from there on, to find and to put in what changed takes longer than a volume takes for all of it,
+unless it is slow. Where they all have, as with large learning rates, deltas are tried less and less
+often.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+_PAYS = 0.25
 _MOST_PAUSES = 32
 """Whole versions between two deltas of which none pays."""
 
@@ -47,7 +49,7 @@ class DeltaBase:
             return self.forget()
         self._written += written
         self._versions += 1
-        if 2 * written >= whole:
+        if written >= _PAYS * whole:
             self._failed += 1
             self._pause = min(2 ** (self._failed - 1), _MOST_PAUSES)
             self._whole = ""

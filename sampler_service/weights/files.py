@@ -34,6 +34,8 @@ class WeightsFile:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and values of its tensors in the order of the file. Raises `OSError`, or
         `LoadFailed` for a patch that does not fit the file."""
+        import torch
+
         with safe_open(self.path, framework="pt", device="cpu") as file:
             if self.patch is None:
                 for name in file.offset_keys():
@@ -46,10 +48,12 @@ class WeightsFile:
                     tensor = file.get_tensor(name)
                     size = tensor.nbytes
                     if changes := patch.within(place, size):
-                        tensor = tensor.clone()
-                        content = bytes_of(tensor).numpy()
+                        # Torch's threads would wait for one another at each tensor, and on busy
+                        # cores long.
+                        content = bytes_of(tensor).numpy().copy()
                         for change in changes:
                             change.apply(content, start=place)
+                        tensor = torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
                     yield name, tensor
                     place += size
             except ValueError as error:

@@ -21,8 +21,9 @@ pytestmark = [
 
 
 def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
-    """Two versions: in turn, in the middle of an answer, and after a sleep that dropped the
-    weights. That the trainer's logprobs are those of the engine is the canary of each load."""
+    """Two versions, the second a delta of the first: in turn, in the middle of an answer, and after
+    a sleep that dropped the weights. That the trainer's logprobs are those of the engine is the
+    canary of each load."""
     model = tmp_path / "model"
     write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
     versions = []
@@ -32,8 +33,9 @@ def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
         for number in (1, 2):
             trainer.output(request(mixed_data()))
             assert not trainer.optim_step(lr=1e-2).HasField("failure")
-            reply, _ = trainer.publish(tmp_path, number)
-            assert not reply.HasField("failure"), reply.failure
+            of = versions[0].name if versions else ""
+            reply, _ = trainer.publish(tmp_path, number, delta_of=of)
+            assert not reply.HasField("failure") and reply.delta_of == of, reply
             versions.append(reply.version)
     with sampler_process(
         model,
