@@ -272,7 +272,7 @@ class ModelRun:
         self._replies: dict[int, asyncio.Task[Any]] = {}
         self._snapshots: dict[str, asyncio.Task[trainer_pb2.AwaitSnapshotReply]] = {}
         self._turn = asyncio.Condition()
-        self._done = 0
+        self._queued = self._done = 0
 
     async def _in_order(self, request, apply: Callable[[Any], Any]):
         """The reply of an operation, which is applied now if it was not before."""
@@ -285,16 +285,16 @@ class ModelRun:
     async def _apply(self, request, apply: Callable[[Any], Any]):
         header = request.header
         async with self._turn:
-            await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
-        async with self._trainer.engine:
+            await self._turn.wait_for(lambda: self._queued >= header.previous_seq_id)
+            self._queued = max(self._queued, header.seq_id)
+            self._turn.notify_all()
+        async with self._trainer.engine:  # in the order in which operations came, of all runs
             await self._misfortune.delay(2.0)
             assert self._done == header.previous_seq_id or header.seq_id > self._done
             self.state.refused = header.gradients_incomplete or self.state.refused
             reply = await apply(request)
         self.state.applied.append(header.seq_id - 1)
-        async with self._turn:
-            self._done = header.seq_id
-            self._turn.notify_all()
+        self._done = header.seq_id
         return reply
 
     @property
@@ -419,7 +419,7 @@ class ModelRun:
                 self.state = Held(found.weights, found.step, changed=request.seq_id)
             self.state.published = request.weight_version
         async with self._turn:
-            self._done = max(self._done, request.seq_id)
+            self._queued = self._done = max(self._done, request.seq_id)
             self._turn.notify_all()
         return trainer_pb2.RestoreReply(step=self.state.step)
 
