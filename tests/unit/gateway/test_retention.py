@@ -212,6 +212,8 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE lease_spans",
         "DROP TABLE places",
         "DROP TABLE drained_groups",
+        "DROP TABLE scaled_samplers",
+        "ALTER TABLE weight_versions DROP COLUMN delta_of",
         *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
         *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
         "UPDATE alembic_version SET version_num = '0001'",

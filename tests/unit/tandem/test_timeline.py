@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tandem.cli import groups, timeline
 from tandem.cli.main import app
-from tandem.cli.timeline import Span, draw, to_svg, write_png
+from tandem.cli.timeline import Span, draw, to_svg
 from tandem.errors import UserError
 
 BEGAN = 1_795_000_000.0
@@ -98,12 +98,6 @@ def test_the_picture_is_valid_svg_whatever_sessions_are_called():
     texts = [each.text for each in root.iter(f"{SVG}text")]
     assert "<ann> & 'co'  s-1  50.0 s" in texts
     assert any("<&>" in each.text for each in root.iter(f"{SVG}title"))
-
-
-def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_png(drawn(span(0, 50), another_owners(60, 80)), tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- The commands -----------------------------------------------------------------------------
