@@ -50,7 +50,7 @@ def test_a_delta_outlives_its_engine_and_what_it_is_a_delta_of_goes_after_it(
         whole, base = manifest(stack, run), stack.newest_version(run)
         assert not whole.delta_of
 
-        train(run, seed=1, steps=1, rate=1e-5)
+        train(run, seed=1, steps=1, rate=1e-6)
         sampler = saved(run)
         delta = manifest(stack, run)
         assert delta.delta_of == whole.version
@@ -60,7 +60,7 @@ def test_a_delta_outlives_its_engine_and_what_it_is_a_delta_of_goes_after_it(
         os.killpg(stack.worker("sampler", session_id=session_of(run))["pid"], signal.SIGKILL)
         assert logprobs(sampler) == served, "by an engine that was started again"
 
-        train(run, seed=2, steps=1, rate=1e-5)
+        train(run, seed=2, steps=1, rate=1e-6)
         sampler = saved(run)
         assert manifest(stack, run).delta_of == whole.version
         logprobs(sampler)
@@ -69,7 +69,7 @@ def test_a_delta_outlives_its_engine_and_what_it_is_a_delta_of_goes_after_it(
         run.save_weights_for_sampler("named").result(timeout=SOON)
         named = manifest(stack, run)
         assert not named.delta_of, "what has a name is whole"
-        train(run, seed=3, steps=1, rate=1e-5)
+        train(run, seed=3, steps=1, rate=1e-6)
         sampler = saved(run)
         assert manifest(stack, run).delta_of == named.version
         wait_until(lambda: not base.exists(), what="nothing is a delta of it any more")
