@@ -39,6 +39,7 @@ from trainer_service.models.memory_plan import (
 )
 from trainer_service.models.packing import bounds_of
 from trainer_service.models.rehearsal import trace_of
+from trainer_service.optimizers.staged import staging_bytes
 
 Group = Sequence[nn.Parameter]
 
@@ -95,13 +96,18 @@ def plan_memory(
             unreduced=unreduced > 0,
         )
 
+        trained = sum(each.numel() for each in about.trainable.values())
+        shards = training.layout.shards(world.size) if about.groups else 1
+        of_step = staging_bytes(-(-trained // shards), training, device=world.device)
+
         def activations(tokens: int, checkpointed: bool) -> int:
             try:
                 model = of(checkpointed=checkpointed, packs=packs)
-                return at_once * of_micro_batch(model, tokens)
+                size = of_micro_batch(model, tokens)
             except NotImplementedError:  # what packed attention says of some models
                 model = of(checkpointed=checkpointed, packs=False)
-                return at_once * of_micro_batch(model, tokens)
+                size = of_micro_batch(model, tokens)
+            return max(at_once * size, of_step)  # a step comes after them
 
         plan = choose(
             wanted=wanted_tokens(settings.micro_batch_tokens, device=world.device),

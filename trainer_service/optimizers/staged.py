@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from tandem.errors import OutOfMemory
+from tandem.worker import TrainingSpec
 from trainer_service.optimizers.base import AdamWSettings, local
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PIECE = 2**22
 """Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and twice as
 much for random bits."""
+_OF_RANDOM_BITS = 8 + 4
+"""Bytes of each while they are made: a position, and what becomes of it."""
 
 
 @dataclass
@@ -129,6 +132,18 @@ class StagedMoments:
         if zeros.device != mine.device:
             _pin(zeros)
         return zeros
+
+
+def staging_bytes(elements: int, training: TrainingSpec, *, device: str) -> int:
+    """The bytes that a step of so many elements of this rank has on the device besides their
+    states, at most: copies of a piece in float32, and random bits for one of its tensors."""
+    if training.lora is not None or training.optimizer != "adamw":
+        return 0
+    piece = min(PIECE, elements)
+    if training.states == "bfloat16":
+        return piece * (4 * 4 + _OF_RANDOM_BITS)
+    on_host = training.moments == "host" and device != "cpu"
+    return piece * 2 * 4 if on_host else 0
 
 
 def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:

@@ -24,6 +24,8 @@ from trainer_service.backends.planning import (
 from trainer_service.models.heap import MAPPED_FROM, most_living, most_taken
 from trainer_service.models.memory_plan import Available, Needs, choose
 from trainer_service.models.rehearsal import trace_of
+from trainer_service.optimizers import AdamWSettings
+from trainer_service.optimizers.staged import StagedMoments, staging_bytes
 
 GIB = 2**30
 
@@ -228,6 +230,19 @@ def test_ranks_on_a_cpu_reduce_in_a_copy_of_a_group_s_gradients(model, group):
     size = 4 * sum(each.numel() for each in stand_in.groups[-1])
     alone, several = (_of_micro_batch(stand_in, 8, ranks=ranks) for ranks in (1, 2))
     assert alone < several <= alone + size + 4096
+
+
+def test_a_step_that_is_staged_has_what_is_planned_for_it():
+    parameter = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    moments = StagedMoments({"weight": parameter}, on_host=False)
+    state = moments.state(create=True).values()
+    settings = AdamWSettings(
+        learning_rate=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0
+    )
+    trace = trace_of(lambda: moments.step(settings), besides=[parameter, parameter.grad, *state])
+    planned = staging_bytes(1000, TrainingSpec(states="bfloat16"), device="cpu")
+    assert 0.9 * planned < most_living(trace) <= planned + 100
 
 
 def test_attention_keeps_nothing_that_grows_with_the_square_of_a_sequence(models):
