@@ -557,9 +557,10 @@ class GatewaySettings(BaseSettings):
     )
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="With less free, publishing fails.")
     delta_versions: Literal["auto", "on", "off"] = Field(
-        "auto",
+        "off",
         description="Whether weights for a run's own sampler are written as what changed since "
-        "earlier ones, for runs that do not say it. auto: where they are in bfloat16.",
+        "earlier ones, for runs that do not say it: fewer bytes, which pays on a shared volume. "
+        "auto: where they are in bfloat16.",
     )
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)

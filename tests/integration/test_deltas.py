@@ -18,6 +18,7 @@ TOKENS = sequences(2, seed=5)
 SETTINGS = {
     "trainer_dtype": "bfloat16",
     "sampler_dtype": "bfloat16",
+    "delta_versions": "auto",
     "sampler_newest_kept": "1",
     "sampler_superseded_ttl": "1",
 }
