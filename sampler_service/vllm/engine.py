@@ -25,18 +25,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import vllm
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -56,6 +53,7 @@ from sampler_service.engine import (
     StepOutput,
     WeightsTouched,
 )
+from sampler_service.vllm.configuration import choose_device, engine_args, engine_config
 from sampler_service.vllm.grammars import (
     PRECOMPILED,
     GrammarParameters,
@@ -72,7 +70,7 @@ from sampler_service.vllm.internals import (
     use_tokenizer,
     when_lost,
 )
-from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper, memory_share
+from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper
 from sampler_service.vllm.packed_weights import note_packed_weights
 from sampler_service.vllm.prefix_cache import (
     CACHE_LIMIT_ARGUMENT,
@@ -90,10 +88,9 @@ from tandem.errors import (
     StructuredOutputInvalid,
     TandemError,
     UnsupportedInput,
-    WorkerStartFailed,
     without_paths,
 )
-from tandem.model_config import end_tokens, has_experts, model_length
+from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
 
 Arguments = ParamSpec("Arguments")
@@ -101,105 +98,8 @@ Answer = TypeVar("Answer")
 
 _STOPPED, _FAILED = "stop", "error"
 """vLLM's finish reasons."""
-_DEFAULT_LENGTH = 8192
-"""Of a model whose configuration names none."""
-_BATCH_TOKENS = 8192
-_CPU_BLOCK = 32
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximum ranks that vLLM can be started with."""
-_HELD_PER_COMPUTED = 4
-"""How many adapters the engine holds for each one that a batch can use."""
 _LARGEST_CHECKED_TEMPERATURE = 2.0
 """vLLM's constructor refuses a larger temperature, which its sampler computes like any other."""
-
-
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
-    """Return "cuda" or "cpu". Raises `WorkerStartFailed` if the wanted device is absent."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise WorkerStartFailed("the sampler is set to run on CUDA, but there is no CUDA device")
-    if wanted == "cpu" and available:
-        raise WorkerStartFailed("the sampler is set to run on the CPU, but vLLM's build is CUDA's")
-    return "cuda" if available else "cpu"
-
-
-def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> EngineArgs:
-    """Return vLLM's arguments for a model directory and our settings. `sleeps`: the engine is to
-    sleep, for which a GPU needs another allocator."""
-    device = choose_device(settings.device)
-    length = settings.max_model_len or model_length(model) or _DEFAULT_LENGTH
-    dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
-    args = EngineArgs(
-        model=str(model),
-        dtype=dtype,
-        seed=0,
-        max_model_len=length,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=_BATCH_TOKENS,
-        tensor_parallel_size=settings.ranks,
-        # A single worker is this process; several are processes that this one starts and ends.
-        distributed_executor_backend="uni" if settings.ranks == 1 else "mp",
-        load_format="safetensors",  # never a pickled .bin
-        trust_remote_code=False,  # never code from the model's folder
-        disable_log_stats=True,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        logprobs_mode="processed_logprobs",
-        max_logprobs=-1,
-        use_tqdm_on_load=False,
-        async_scheduling=False,
-        worker_extension_cls="sampler_service.vllm.worker_extension.WeightsExtension",
-    )
-    if device == "cpu":
-        args.enforce_eager = True
-        args.enable_chunked_prefill = False
-        args.max_num_batched_tokens = max(_BATCH_TOKENS, length)
-        args.block_size = _CPU_BLOCK
-        args.kv_cache_memory_bytes = settings.kv_cache_bytes
-        if settings.max_lora_rank and has_experts(model):
-            raise WorkerStartFailed(
-                "vLLM computes a mixture of experts with adapters on a GPU alone: train all "
-                "parameters, or sample on a GPU"
-            )
-    else:
-        args.enable_sleep_mode = sleeps
-        args.gpu_memory_utilization = settings.gpu_memory_utilization
-        if settings.gpu_memory_bytes:
-            free, total = torch.cuda.mem_get_info()
-            args.gpu_memory_utilization = memory_share(
-                settings.gpu_memory_bytes, free=free, total=total
-            )
-    if settings.max_lora_rank:
-        args.enable_lora = True
-        args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
-        args.max_loras = settings.max_adapters
-        args.max_cpu_loras = settings.max_adapters * _HELD_PER_COMPUTED
-    return args
-
-
-def _engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
-    """Return the configuration of an engine; with `fit`, its longest sequence is what the KV cache
-    holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
-    takes the model's length from other sources than we do."""
-    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if fit:
-        about = config.model_config
-        about.original_max_model_len = -1
-        # It first makes tables of `max_num_seqs` sequences of that length: 640 MiB with 131,072.
-        about.max_model_len = min(about.max_model_len, _most_tokens(config))
-    return config
-
-
-def _most_tokens(config: VllmConfig) -> int:
-    """Return a length that the KV cache does not hold; the model's own where that is not plain."""
-    about, budget = config.model_config, config.cache_config.kv_cache_memory_bytes
-    windowed = getattr(about.hf_text_config, "sliding_window", None)
-    if budget is None or windowed or about.use_mla or about.is_hybrid:
-        return int(about.max_model_len)
-    layers = about.get_num_layers(config.parallel_config)
-    heads = about.get_num_kv_heads(config.parallel_config)
-    numbers = 2 * layers * heads * about.get_head_size()
-    return int(budget // (numbers * about.dtype.itemsize)) + 1
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -309,7 +209,7 @@ class VllmEngine:
             note_packed_weights(getattr(torch, args.dtype))
         self._model = model
         self._settings = settings
-        config = _engine_config(args, fit=not settings.max_model_len)
+        config = engine_config(args, fit=not settings.max_model_len)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         when_lost(self._engine, on_lost)
         self._on_workers(WeightsExtension.tandem_prepare, seed=secrets.randbits(63))
