@@ -174,6 +174,7 @@ async def test_a_gateway_learns_that_its_workers_ended_with_the_agent_and_uses_t
             handle = await launcher.start(spec())
             watch = launcher.watch()
             await launcher.wait_ready(handle.worker_id)
+            await until(lambda: launcher.reports)
         exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == handle.worker_id
         assert exit_.reason == "the trainer ended with the agent that had started it"
