@@ -18,7 +18,7 @@ from tests.support.stacks import TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
 PROMPTS = [[5 + number, 6, 7, 8] for number in range(24)]
-TOKENS = 120
+TOKENS = 240
 
 
 @pytest.fixture(scope="module")
