@@ -255,6 +255,7 @@ def _seeds() -> Mapping[str, object]:
             "model_seq_id": 3,
             "ttl_seconds": 3600,
         },
+        "scale_sampler": {"replicas": 2, "wait": 0.1},
         "add_model": {"name": "other", "path": MODEL_FOLDER},
         "create_key": {"owner": "ann", "role": "reader", "name": "a", "expires_in": 60},
         "openai_completions": {
