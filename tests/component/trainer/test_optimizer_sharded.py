@@ -106,6 +106,7 @@ def run_rank(
             found[name] = each.full_tensor() if isinstance(each, DTensor) else each
         if rank == 0:
             torch.save((found, norms), f"{folder}/found.pt")
+        dist.barrier()  # gloo may abort a rank that still reads what the other has sent
     finally:
         dist.destroy_process_group()
 
