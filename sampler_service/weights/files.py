@@ -18,7 +18,7 @@ from tandem.errors import LoadFailed
 from tandem.weights import Checksum, Manifest, open_base
 from tandem.weights.delta import Patch
 from tandem.weights.manifest import MANIFEST_NAME, PATCH_SUFFIX
-from tandem.weights.store import read_again
+from tandem.weights.store import check_own_file, read_again
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def header_of(file: Path) -> bytes:
 
 def weights_files(directory: Path) -> list[WeightsFile]:
     """Return the safetensors files that make up a model's directory. Raises `LoadFailed` for a
-    delta without the version that it is a delta of."""
+    delta without the version that it is a delta of, `OSError` without one of that one's files."""
     manifest = _manifest_of(directory)
     if manifest is None or not manifest.delta_of:
         return [WeightsFile(path) for path in sorted(directory.glob("*.safetensors"))]
@@ -86,7 +86,7 @@ def weights_files(directory: Path) -> list[WeightsFile]:
     patches = {entry.name for entry in manifest.patches}
     names = [e.name for e in manifest.files if e.name.endswith(".safetensors")]
     return [
-        WeightsFile(base / name, directory / patch)
+        WeightsFile(check_own_file(base, name), directory / patch)
         if (patch := name + PATCH_SUFFIX) in patches
         else WeightsFile(directory / name)
         for name in sorted(names)

@@ -33,7 +33,8 @@ from tandem.settings import GatewaySettings
 from tandem.v1 import agent_pb2, common_pb2, trainer_pb2
 from tandem.worker import TrainingSpec, WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
-from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelTrainer
+from tests.support.gateway.model_workers import ModelHost, ModelLauncher, ModelTrainer
+from tests.support.gateway.sampler_world import AtOnce, NoDatabase
 from tests.support.virtual_time import run_in_virtual_time
 
 PATIENCE = 50.0
@@ -59,22 +60,6 @@ def in_virtual_time(scenario):
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class NoDatabase:
-    async def read(self, _query):
-        return []
-
-    async def write(self, *_statement): ...
-
-    def write_soon(self, *_statement): ...
-
-
-class AtOnce(Misfortune):
-    """Nothing goes wrong, and nothing takes time."""
-
-    async def delay(self, most: float) -> None:
-        await asyncio.sleep(0)
 
 
 class FreezingAgent(ModelLauncher):
