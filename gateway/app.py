@@ -49,7 +49,7 @@ from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
-from gateway.storage.database import is_postgresql
+from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import Lease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher

@@ -45,7 +45,8 @@ from gateway.identifiers import make_checkpoint_path
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.storage.data_directory import locked_data_directory, write_private
-from gateway.storage.database import Database, is_postgresql
+from gateway.storage.database import Database
+from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import Lease
 from gateway.storage.migrations import newest_revision
 from gateway.storage.tables import (

@@ -22,7 +22,8 @@ from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
-from gateway.storage.database import Database, is_postgresql
+from gateway.storage.database import Database
+from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import Lease
 from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import GatewaySettings

@@ -25,7 +25,8 @@ from gateway.identifiers import operation_blob, result_blob, run_folder_name, sp
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import ReplayLog
-from gateway.storage.database import Database, typed
+from gateway.storage.database import Database
+from gateway.storage.drivers import typed
 from gateway.storage.frequent_statement import FrequentStatement
 from gateway.storage.tables import operations, runs
 from tandem.errors import (

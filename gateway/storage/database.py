@@ -16,15 +16,11 @@ in their order, and tried again until they are committed.
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
-import os
-import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,38 +28,28 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from sqlalchemy import (
     Column,
     Connection,
-    Engine,
     Executable,
     Insert,
     RowMapping,
     Select,
     Table,
-    create_engine,
-    event,
-    make_url,
     text,
     tuple_,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import (
-    ArgumentError,
-    DataError,
-    DBAPIError,
-    NotSupportedError,
-    OperationalError,
-    ProgrammingError,
-)
+from sqlalchemy.exc import DBAPIError
 
 from gateway.fair_queue import FairQueue
-from gateway.storage.frequent_statement import FrequentStatement, Row
+from gateway.storage.commits import FileWork, Statement, Write, errors_of, write_batch
+from gateway.storage.drivers import cause_of, make_engine, typed
+from gateway.storage.frequent_statement import Row
+from gateway.storage.log_sync import LogSync
 from gateway.storage.migrations import upgrade
 from gateway.storage.work_thread import WorkThread
-from tandem.errors import InvalidRequest, StorageFailed, StorageFull
+from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
 if TYPE_CHECKING:
-    import psycopg
     from _typeshed import DataclassInstance
 
 _READERS = 4
@@ -79,50 +65,14 @@ _MAX_KEPT_BYTES = 256 * 2**20
 
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
-_TRANSACTION = text("SELECT CAST(pg_current_xact_id() AS text)")
-_TRANSACTION_UNDER_LEASE = text(
-    "SELECT CAST(pg_current_xact_id() AS text), epoch FROM gateway_lease FOR SHARE"
-)
-_OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
-_COMMIT_UNKNOWN = 20.0
-"""Seconds for which PostgreSQL is asked whether it committed what it was lost in."""
-_RETRY_COMMIT_UNKNOWN = 0.2
 _ROWS_AT_ONCE = 500
 """Of a statement or a query for many rows."""
-_TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
-"""Milliseconds. The latter is for a gateway that is frozen, and must not hold its lease's row."""
-_POSTGRESQL = {
-    "fallback_application_name": "tandem",
-    "client_encoding": "utf8",
-    "connect_timeout": 10,
-    "tcp_user_timeout": 20_000,  # of a server that no longer acknowledges what was sent
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-}
 _PAUSE = 4.0
 """How long it pauses after each batch, times what the batch took."""
 
-Statement = Executable | FrequentStatement
-FileWork = Callable[[], None]
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 Record = TypeVar("Record", bound="DataclassInstance")
-
-
-@dataclass(eq=False)
-class _Write:
-    """Statements that are committed together, each with the rows that it is executed for."""
-
-    statements: Sequence[tuple[Statement, Sequence[Row]]]
-    before: FileWork | None = None
-    undo: FileWork | None = None
-    after: FileWork | None = None
-    size: int = 0
-    durable: bool = False
-    done: asyncio.Future[None] | None = None
-    settled: Callable[[], object] | None = None
-    refused: Callable[[], object] | None = None
 
 
 class Database:
@@ -139,10 +89,10 @@ class Database:
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
         self._writer_thread = WorkThread("database-writer")
-        self._queue: deque[_Write] = deque()
-        self._owner_queues: FairQueue[_Write] = FairQueue()
-        self._postponed: list[_Write] = []
-        self._tried_again: set[_Write] = set()
+        self._queue: deque[Write] = deque()
+        self._owner_queues: FairQueue[Write] = FairQueue()
+        self._postponed: list[Write] = []
+        self._tried_again: set[Write] = set()
         # Of the writes without a caller that are not committed yet:
         self._kept = 0
         self._bytes_kept = 0
@@ -152,11 +102,7 @@ class Database:
         self.failure: StorageFailed | None = None
         """Why the last transaction failed; None when it was committed."""
         self._unreadable = False
-        self._sync_thread = WorkThread("database-sync")
-        self._to_sync: list[asyncio.Future[None]] = []
-        self._syncing: asyncio.Task[None] | None = None
-        self._log_in_doubt = False
-        self._log_fd = -1
+        self._log_sync = LogSync(self._engine)
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -172,10 +118,8 @@ class Database:
             await self._writer
             if self._postponed:
                 self._log.error("writes_lost", count=len(self._postponed))
-        for threads in (self._writer_thread, self._readers, self._sync_thread):
+        for threads in (self._writer_thread, self._readers, self._log_sync):
             threads.shutdown()
-        if self._log_fd >= 0:
-            os.close(self._log_fd)
         self._engine.dispose()
 
     async def write(
@@ -198,12 +142,12 @@ class Database:
         database. Raises `StorageFailed`, `StorageFull`, or the driver's own error for a row that
         it does not take.
         """
-        write = _Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
+        write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
 
     async def write_together(self, *statements: Executable, durable: bool = False) -> None:
         """As `write`, for several statements of which all are committed, or none."""
-        write = _Write([(statement, ()) for statement in statements], durable=durable)
+        write = Write([(statement, ()) for statement in statements], durable=durable)
         await self._committed(write)
 
     async def sync(self) -> None:
@@ -212,13 +156,8 @@ class Database:
         Calls share a sync, and the writer goes on meanwhile: with `durable` it would wait. Raises
         `StorageFailed`.
         """
-        if not self._is_sqlite:  # others sync at every commit
-            return
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_sync.append(done)
-        if self._syncing is None or self._syncing.done():
-            self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
-        await done
+        if self._is_sqlite:  # others sync at every commit
+            await self._log_sync.sync()
 
     def write_soon(
         self,
@@ -235,7 +174,7 @@ class Database:
         or dropped, `refused` whenever the storage fails before, and `after` is file work that is
         done only when it is committed. Ask `has_room` before a write that holds many bytes
         (`size`)."""
-        write = _Write(
+        write = Write(
             [(statement, rows)],
             before=before,
             after=after,
@@ -283,7 +222,7 @@ class Database:
     async def flush(self) -> bool:
         """Return when everything queued before is committed, except writes in an owner's queue,
         whose callers wait for them. False: the storage refused some, which are tried again."""
-        await self._committed(_Write([]))
+        await self._committed(Write([]))
         return not self._postponed and not self._tried_again
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
@@ -336,7 +275,7 @@ class Database:
             result = await loop.run_in_executor(self._readers, with_connection)
         except StorageFailed as failure:
             if not self._unreadable:
-                self._log.error("reads_fail", type=failure.type, reason=_cause_of(failure))
+                self._log.error("reads_fail", type=failure.type, reason=cause_of(failure))
             self._unreadable = True
             raise
         if self._unreadable:
@@ -344,42 +283,12 @@ class Database:
         self._unreadable = False
         return result
 
-    async def _sync_all(self) -> None:
-        while self._to_sync:
-            batch, self._to_sync = self._to_sync, []
-            failed: Exception | None = None
-            try:
-                await self._sync_thread.run(self._sync_log)
-            except (OSError, DBAPIError) as error:
-                failed = typed(error)
-                self._log.error("sync_failed", reason=str(error))
-            self._log_in_doubt = failed is not None
-            for done in batch:
-                if done.done():  # its caller is gone
-                    continue
-                if failed is not None:
-                    done.set_exception(failed)
-                else:
-                    done.set_result(None)
-
-    def _sync_log(self) -> None:
-        """Sync SQLite's log. A disk that could not write it may have dropped some of it, and say at
-        the next sync that all is well: what is in the log is written into the database then."""
-        if self._log_in_doubt:
-            with self._engine.connect() as connection:
-                busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
-                if busy:
-                    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        if self._log_fd < 0:  # it stays the same file as long as a connection is open
-            self._log_fd = os.open(f"{self._engine.url.database}-wal", os.O_RDONLY)
-        os.fsync(self._log_fd)
-
-    async def _committed(self, write: _Write, owner: str = "") -> None:
+    async def _committed(self, write: Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
         self._put(write, owner)
         await write.done
 
-    def _put(self, write: _Write, owner: str = "") -> None:
+    def _put(self, write: Write, owner: str = "") -> None:
         if owner:
             self._owner_queues.put(owner, write)
         else:
@@ -393,21 +302,21 @@ class Database:
             await self._work.wait()
             self._work.clear()
             while batch := self._take_batch():
-                errors = await in_thread(partial(_write, connection, batch, self._epoch))
+                errors = await in_thread(partial(write_batch, connection, batch, self._epoch))
                 self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)
                 if later := [write.after for write in done if write.after is not None]:
-                    for error in await in_thread(partial(_errors_of, later)):
+                    for error in await in_thread(partial(errors_of, later)):
                         if error is not None:  # what was committed stays; files may be left over
                             self._log.error("file_work_failed", error=str(error))
             if self._closing:
                 await in_thread(connection.close)
                 return
 
-    def _take_batch(self) -> list[_Write]:
+    def _take_batch(self) -> list[Write]:
         """Take writes without an owner first: they wait only for the commit itself."""
-        batch: list[_Write] = []
+        batch: list[Write] = []
         while self._queue and len(batch) < _MAX_BATCH:
             batch.append(self._queue.popleft())
         taken, size = 0, 0
@@ -416,18 +325,18 @@ class Database:
             taken, size = taken + 1, size + batch[-1].size
         return batch
 
-    def _note_failure(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
+    def _note_failure(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
         """Log when the storage begins to fail, and when it works again."""
         failure = next((error for error in errors if isinstance(error, StorageFailed)), None)
         if failure is not None and self.failure is None:
-            self._log.error("storage_failed", type=failure.type, reason=_cause_of(failure))
+            self._log.error("storage_failed", type=failure.type, reason=cause_of(failure))
         elif failure is None and not any(write.statements for write in batch):
             return
         elif failure is None and self.failure is not None:
             self._log.warning("storage_works_again")
         self.failure = failure
 
-    def _settle(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
+    def _settle(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
         """Tell the callers of the writes, or the log, what became of them. Writes without a caller
         that the storage refused are postponed, and those behind them too: their order stays."""
         refused = []
@@ -456,7 +365,7 @@ class Database:
         self._queue.extendleft(reversed(postponed))
         self._work.set()
 
-    def _forget(self, write: _Write) -> None:
+    def _forget(self, write: Write) -> None:
         """Note that a write without a caller waits no more."""
         self._tried_again.discard(write)
         self._kept -= 1
@@ -464,96 +373,10 @@ class Database:
         if write.settled is not None:
             write.settled()
 
-    def _drop(self, write: _Write, reason: str) -> None:
+    def _drop(self, write: Write, reason: str) -> None:
         self._forget(write)
         statements = [str(statement) for statement, _ in write.statements]
         self._log.error("write_failed", error=reason, statements=statements)
-
-
-def _write(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[Exception | None]:
-    """Do the file work that comes first, commit the writes, and undo the file work of those that
-    failed; return the error of each."""
-    errors = _errors_of([write.before for write in batch])
-    ready = [index for index, error in enumerate(errors) if error is None]
-    committed = _commit(connection, [batch[index] for index in ready], epoch)
-    for index, error in zip(ready, committed, strict=True):
-        errors[index] = error
-    failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
-    _errors_of([write.undo for write in failed])  # whatever becomes of it, the write's error counts
-    return errors
-
-
-def _sync_commits(connection: Connection, *, durable: bool) -> None:
-    """Let SQLite sync its log at each commit from now on, or not: a write by itself takes ten times
-    as long with it (1.3 to 7 ms instead of 0.13 ms)."""
-    is_sqlite = connection.dialect.name == "sqlite"  # others sync at every commit
-    if is_sqlite and connection.info.get("durable", False) != durable:
-        level = "FULL" if durable else "NORMAL"
-        with connection.begin():  # SQLite begins with the first change, and would refuse this after
-            connection.exec_driver_sql(f"PRAGMA synchronous={level}")
-        connection.info["durable"] = durable
-
-
-def _commit(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[Exception | None]:
-    """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
-    it commits, ask it afterwards whether it did."""
-    merged: list[tuple[Statement, list[dict[str, object]]]] = []
-    for statement, rows in (pair for write in batch for pair in write.statements):
-        parameters = list(map(dict, rows))
-        last, before = merged[-1] if merged else (None, [])
-        alike = before and parameters and before[0].keys() == parameters[0].keys()
-        if last is statement and alike:
-            before.extend(parameters)  # neighbours become one executemany
-        else:
-            merged.append((statement, parameters))
-    number = None
-    try:
-        _sync_commits(connection, durable=any(write.durable for write in batch))
-        with connection.begin():
-            for statement, parameters in merged:
-                if isinstance(statement, FrequentStatement):
-                    statement.execute(connection, parameters)
-                else:
-                    connection.execute(statement, parameters or None)
-            if merged and connection.dialect.name == "postgresql":
-                number = _end(connection, epoch)
-    except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
-        failure = typed(error)
-        if number is not None and _was_committed(connection, number):
-            return [None] * len(batch)
-        if len(batch) == 1 or isinstance(failure, StorageFailed):
-            return [failure if write.statements else None for write in batch]
-        # One bad row must neither fail the others nor end the writer: try each alone.
-        return [failure for write in batch for failure in _commit(connection, [write], epoch)]
-    return [None] * len(batch)
-
-
-def _end(connection: Connection, epoch: int) -> str:
-    """Return the number of PostgreSQL's transaction, which is about to be committed. Raise
-    `StorageFailed` if another gateway has taken the lease since `epoch`; none can before the
-    commit."""
-    if not epoch:
-        return str(connection.execute(_TRANSACTION).scalar_one())
-    number, newest = connection.execute(_TRANSACTION_UNDER_LEASE).one()
-    if newest != epoch:
-        raise StorageFailed("another gateway has taken over from this one; ask that one")
-    return str(number)
-
-
-def _was_committed(connection: Connection, number: str) -> bool:
-    """Return whether PostgreSQL committed a transaction whose connection was lost. Ask for some
-    seconds; a server that stays away that long is taken to have not."""
-    deadline = time.monotonic() + _COMMIT_UNKNOWN
-    while time.monotonic() < deadline:
-        try:
-            with connection.begin():
-                outcome = connection.execute(_OUTCOME, {"number": number}).scalar()
-            if outcome != "in progress":
-                return bool(outcome == "committed")
-        except DBAPIError:
-            pass  # it is still away
-        time.sleep(_RETRY_COMMIT_UNKNOWN)
-    return False
 
 
 def from_row(type_: type[Record], row: RowMapping | Row, **changes: object) -> Record:
@@ -561,122 +384,3 @@ def from_row(type_: type[Record], row: RowMapping | Row, **changes: object) -> R
     make: Callable[..., Record] = type_
     values = {field.name: row[field.name] for field in fields(type_) if field.name in row}
     return make(**values | changes)
-
-
-def _errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
-    """Do what file work there is; return the error of each."""
-
-    def error_of(call: FileWork | None) -> Exception | None:
-        try:
-            if call is not None:
-                call()
-        except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-            return typed(error)
-        return None
-
-    return [error_of(call) for call in work]
-
-
-_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
-_POSTGRESQL_FULL = "53100"  # disk_full
-_FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
-"""Classes of PostgreSQL's errors that a row or a statement brings about at any time. All others are
-those of its server or of the connection to it, which has no code."""
-
-
-def typed(error: Exception) -> Exception:
-    """Return what to raise for an error of the database or of a file: a sentence for clients,
-    without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
-    if isinstance(error, OSError):
-        full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
-    elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):
-        code: int = getattr(error.orig, "sqlite_errorcode", 0)
-        if code == sqlite3.SQLITE_ERROR:  # a statement that is wrong at any time
-            return error
-        full, why = code in _SQLITE_FULL, getattr(error.orig, "sqlite_errorname", None)
-    elif isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error):
-        state: str | None = getattr(error.orig, "sqlstate", None)
-        if state is None and isinstance(error, DataError | NotSupportedError | ProgrammingError):
-            return error  # the driver's own, before it asks the server
-        if state is not None and state.startswith(_FAULT_OF_THE_ROW):
-            return error
-        full, why = state == _POSTGRESQL_FULL, state or "no connection"
-    else:
-        return error
-    failure = StorageFailed(
-        f"the gateway's storage does not work now ({why or type(error).__name__}); try again, and "
-        "if it lasts, an operator finds the cause in the gateway's log"
-    )
-    if full:
-        failure = StorageFull(
-            "the disk or the database of the gateway is full; nothing was changed, and all goes on "
-            "when an operator has freed some space"
-        )
-    failure.__cause__ = error
-    return failure
-
-
-def _cause_of(failure: StorageFailed) -> str:
-    """Return what operators are told of it: the driver's own words."""
-    return str(getattr(failure.__cause__, "orig", failure.__cause__))
-
-
-def _to_json(value: object) -> str:
-    """PostgreSQL has no NaN in JSON, so SQLite gets none either."""
-    return json.dumps(value, allow_nan=False)
-
-
-def is_postgresql(url: str) -> bool:
-    return url.partition(":")[0].partition("+")[0] in ("postgresql", "postgres")
-
-
-def make_engine(url: str) -> Engine:
-    """Return the engine of `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
-    `InvalidRequest`."""
-    wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
-    try:
-        given = make_url(url)
-    except ArgumentError as error:
-        raise InvalidRequest(f"TANDEM_DATABASE_URL is not a URL; {wanted}") from error
-    match given.get_backend_name():
-        case "sqlite":
-            engine = create_engine(given, json_serializer=_to_json)
-            event.listen(engine, "connect", _prepare_sqlite)
-            return engine
-        case "postgresql" | "postgres":
-            given = given.set(drivername="postgresql+psycopg")
-            given = given.update_query_dict(
-                {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
-            )
-            try:
-                engine = create_engine(
-                    given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json
-                )
-                event.listen(engine, "connect", _check_postgresql, insert=True)
-                return engine
-            except ModuleNotFoundError as error:
-                raise InvalidRequest(
-                    "TANDEM_DATABASE_URL names PostgreSQL, whose driver is not installed; "
-                    "install it with `pip install 'tandem[postgres]'`"
-                ) from error
-        case other:
-            raise InvalidRequest(f"TANDEM_DATABASE_URL names a database {other!r}; {wanted}")
-
-
-def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
-    """Raise `InvalidRequest` for a database that cannot have all texts. Of SQL_ASCII the driver
-    gives bytes, so this comes before SQLAlchemy's own first queries."""
-    encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
-    if encoding != "UTF8":
-        connection.close()
-        raise InvalidRequest(
-            f"the database of TANDEM_DATABASE_URL has the encoding {encoding}, and must have UTF8: "
-            "name one that was made with `createdb --encoding=UTF8 --template=template0`"
-        )
-
-
-def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()

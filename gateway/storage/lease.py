@@ -29,7 +29,7 @@ from sqlalchemy import Connection, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 
-from gateway.storage.database import make_engine, typed
+from gateway.storage.drivers import make_engine, typed
 from gateway.storage.tables import gateway_lease
 from tandem.errors import StorageFailed
 from tandem.telemetry import get_log

@@ -10,7 +10,8 @@ from psycopg import errors
 from sqlalchemy import Table, insert, select, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from gateway.storage.database import Database, typed
+from gateway.storage.database import Database
+from gateway.storage.drivers import typed
 from gateway.storage.tables import audit, sessions, training_steps, usage
 from tandem.errors import InvalidRequest, StorageFailed, StorageFull
 from tests.support.gateway.requests import optim_step

@@ -460,8 +460,9 @@ class Scenario:
             for name, replacement in {
                 "gateway.core.locked_data_directory": lambda *_args, **_more: nullcontext(),
                 "gateway.storage.database._MAX_BATCH": self._rng.choice((1, 2, 512)),
-                "gateway.storage.database.create_engine": self._engine,
+                "gateway.storage.drivers.create_engine": self._engine,
                 "gateway.storage.database.WorkThread": ThreadOfLoop,
+                "gateway.storage.log_sync.WorkThread": ThreadOfLoop,
                 "gateway.runs.journal.write_file": self._write_file,
                 "os.fsync": lambda _fd: None,
                 "secrets.token_hex": lambda size=16: self._rng.randbytes(size).hex(),

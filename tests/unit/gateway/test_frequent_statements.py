@@ -7,7 +7,8 @@ from sqlalchemy import bindparam, insert, select, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import IntegrityError
 
-from gateway.storage.database import _commit, _Write, make_engine
+from gateway.storage.commits import Write, write_batch
+from gateway.storage.drivers import make_engine
 from gateway.storage.frequent_statement import FrequentStatement
 from gateway.storage.tables import metadata, operations, training_steps
 
@@ -100,10 +101,10 @@ def test_a_row_that_is_refused_raises_what_sqlalchemy_raises_and_says_no_values(
 def test_neighbours_with_other_names_are_written_with_all_that_they_have(connection):
     accept = FrequentStatement(insert(operations))
     batch = [
-        _Write([(accept, rows)])
+        Write([(accept, rows)])
         for rows in (accepted(1), accepted(2, payload=b"large"), accepted(3), accepted(4))
     ]
-    assert _commit(connection, batch, epoch=0) == [None] * len(batch)
+    assert write_batch(connection, batch, epoch=0) == [None] * len(batch)
     assert connection.execute(select(operations.c.payload)).scalars().all() == [
         None,
         b"large",

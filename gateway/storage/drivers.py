@@ -1,0 +1,139 @@
+"""SQLite and PostgreSQL: how each is connected to, and what its errors mean."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sqlite3
+from typing import TYPE_CHECKING, cast
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    NotSupportedError,
+    OperationalError,
+    ProgrammingError,
+)
+
+from tandem.errors import InvalidRequest, StorageFailed, StorageFull
+
+if TYPE_CHECKING:
+    import psycopg
+
+_TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
+"""Milliseconds. The latter is for a gateway that is frozen, and must not hold its lease's row."""
+_POSTGRESQL = {
+    "fallback_application_name": "tandem",
+    "client_encoding": "utf8",
+    "connect_timeout": 10,
+    "tcp_user_timeout": 20_000,  # of a server that no longer acknowledges what was sent
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
+_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_POSTGRESQL_FULL = "53100"  # disk_full
+_FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
+"""Classes of PostgreSQL's errors that a row or a statement brings about at any time. All others are
+those of its server or of the connection to it, which has no code."""
+
+
+def is_postgresql(url: str) -> bool:
+    return url.partition(":")[0].partition("+")[0] in ("postgresql", "postgres")
+
+
+def make_engine(url: str) -> Engine:
+    """Return the engine of `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
+    `InvalidRequest`."""
+    wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
+    try:
+        given = make_url(url)
+    except ArgumentError as error:
+        raise InvalidRequest(f"TANDEM_DATABASE_URL is not a URL; {wanted}") from error
+    match given.get_backend_name():
+        case "sqlite":
+            engine = create_engine(given, json_serializer=_to_json)
+            event.listen(engine, "connect", _prepare_sqlite)
+            return engine
+        case "postgresql" | "postgres":
+            given = given.set(drivername="postgresql+psycopg")
+            given = given.update_query_dict(
+                {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
+            )
+            try:
+                engine = create_engine(
+                    given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json
+                )
+                event.listen(engine, "connect", _check_postgresql, insert=True)
+                return engine
+            except ModuleNotFoundError as error:
+                raise InvalidRequest(
+                    "TANDEM_DATABASE_URL names PostgreSQL, whose driver is not installed; "
+                    "install it with `pip install 'tandem[postgres]'`"
+                ) from error
+        case other:
+            raise InvalidRequest(f"TANDEM_DATABASE_URL names a database {other!r}; {wanted}")
+
+
+def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
+    """Raise `InvalidRequest` for a database that cannot have all texts. Of SQL_ASCII the driver
+    gives bytes, so this comes before SQLAlchemy's own first queries."""
+    encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        connection.close()
+        raise InvalidRequest(
+            f"the database of TANDEM_DATABASE_URL has the encoding {encoding}, and must have UTF8: "
+            "name one that was made with `createdb --encoding=UTF8 --template=template0`"
+        )
+
+
+def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _to_json(value: object) -> str:
+    """PostgreSQL has no NaN in JSON, so SQLite gets none either."""
+    return json.dumps(value, allow_nan=False)
+
+
+def typed(error: Exception) -> Exception:
+    """Return what to raise for an error of the database or of a file: a sentence for clients,
+    without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
+    if isinstance(error, OSError):
+        full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
+    elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):
+        code: int = getattr(error.orig, "sqlite_errorcode", 0)
+        if code == sqlite3.SQLITE_ERROR:  # a statement that is wrong at any time
+            return error
+        full, why = code in _SQLITE_FULL, getattr(error.orig, "sqlite_errorname", None)
+    elif isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error):
+        state: str | None = getattr(error.orig, "sqlstate", None)
+        if state is None and isinstance(error, DataError | NotSupportedError | ProgrammingError):
+            return error  # the driver's own, before it asks the server
+        if state is not None and state.startswith(_FAULT_OF_THE_ROW):
+            return error
+        full, why = state == _POSTGRESQL_FULL, state or "no connection"
+    else:
+        return error
+    failure = StorageFailed(
+        f"the gateway's storage does not work now ({why or type(error).__name__}); try again, and "
+        "if it lasts, an operator finds the cause in the gateway's log"
+    )
+    if full:
+        failure = StorageFull(
+            "the disk or the database of the gateway is full; nothing was changed, and all goes on "
+            "when an operator has freed some space"
+        )
+    failure.__cause__ = error
+    return failure
+
+
+def cause_of(failure: StorageFailed) -> str:
+    """Return what operators are told of it: the driver's own words."""
+    return str(getattr(failure.__cause__, "orig", failure.__cause__))

@@ -1,0 +1,69 @@
+"""Syncing SQLite's log (its WAL) to the disk, beside the writer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DBAPIError
+
+from gateway.storage.drivers import typed
+from gateway.storage.work_thread import WorkThread
+from tandem.telemetry import get_log
+
+
+class LogSync:
+    """Of the database that the engine connects to; `shutdown` ends its thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = WorkThread("database-sync")
+        self._waiting: list[asyncio.Future[None]] = []
+        self._syncing: asyncio.Task[None] | None = None
+        self._in_doubt = False
+        self._fd = -1
+
+    async def sync(self) -> None:
+        """Return when what was committed before is on the disk. Raises `StorageFailed`."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(done)
+        if self._syncing is None or self._syncing.done():
+            self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
+        await done
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    async def _sync_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            failed: Exception | None = None
+            try:
+                await self._thread.run(self._sync_file)
+            except (OSError, DBAPIError) as error:
+                failed = typed(error)
+                get_log().error("sync_failed", reason=str(error))
+            self._in_doubt = failed is not None
+            for done in batch:
+                if done.done():  # its caller is gone
+                    continue
+                if failed is not None:
+                    done.set_exception(failed)
+                else:
+                    done.set_result(None)
+
+    def _sync_file(self) -> None:
+        """A disk that could not write the log may have dropped some of it, and say at the next sync
+        that all is well: what is in the log is written into the database then."""
+        if self._in_doubt:
+            with self._engine.connect() as connection:
+                busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
+                if busy:
+                    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        if self._fd < 0:  # it stays the same file as long as a connection is open
+            self._fd = os.open(f"{self._engine.url.database}-wal", os.O_RDONLY)
+        os.fsync(self._fd)
