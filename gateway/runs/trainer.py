@@ -33,13 +33,13 @@ from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.usage.meter import TrainerReply
+from gateway.workers.backoff import Backoff
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
     Method,
     TrainerClient,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Backoff
 from tandem.errors import (
     InternalError,
     OperationTimedOut,

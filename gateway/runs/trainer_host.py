@@ -23,7 +23,8 @@ from gateway.placement.places import Places
 from gateway.placement.room import Ask, Place
 from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
-from gateway.workers.fleet import Fleet, Worker
+from gateway.workers.fleet import Fleet
+from gateway.workers.worker import Worker
 from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log

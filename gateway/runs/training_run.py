@@ -13,7 +13,7 @@ from gateway.placement.asks import Asks
 from gateway.runs.deltas import DeltaBase
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 from tandem.errors import TandemError
 from tandem.settings import RecoverySettings
 from tandem.v1 import trainer_pb2

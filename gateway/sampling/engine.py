@@ -26,8 +26,10 @@ from gateway.placement.memory import SleepPlan, engine_settings
 from gateway.placement.places import EngineSlot, Places
 from gateway.placement.room import Place
 from gateway.usage.meter import TimeShares
+from gateway.workers.backoff import Backoff
 from gateway.workers.clients import EXIT_REPORT_PATIENCE, SamplerClient, WorkerUnavailable
-from gateway.workers.fleet import Backoff, Fleet, Worker
+from gateway.workers.fleet import Fleet
+from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.settings import SamplerSettings, SharingSettings
 from tandem.telemetry import get_log

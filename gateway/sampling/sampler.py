@@ -33,7 +33,7 @@ from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 from tandem.errors import InternalError, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 from tandem.errors import (
     InternalError,
     OperationTimedOut,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sqlalchemy import insert, select, update
 
 from gateway.checkpoints.base_models import BaseModelEntry
@@ -21,8 +18,9 @@ from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
 from gateway.workers.epoch import Epoch
+from gateway.workers.heartbeats import Heartbeats
 from gateway.workers.launchers.base import Launcher
-from tandem.channels import worker_channel
+from gateway.workers.worker import Worker, WorkerRecord
 from tandem.errors import (
     GatewaySuperseded,
     TandemError,
@@ -31,16 +29,10 @@ from tandem.errors import (
     WorkerMayRun,
     WorkerStartFailed,
 )
-from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
-    PROTOCOL,
-    PROTOCOL_METADATA_KEY,
-    SECRET_METADATA_KEY,
-    VERSION_METADATA_KEY,
     TrainingSpec,
-    WorkerDetails,
     WorkerExit,
     WorkerHandle,
     WorkerKind,
@@ -48,92 +40,8 @@ from tandem.worker import (
     own_version,
 )
 
-_FIRST_WAIT = 0.5
-_JITTER = 0.2
 _ASK_AGAIN = 5.0
 """Seconds until a launcher that could not say that a worker is gone is asked again."""
-
-
-@dataclass(eq=False)
-class Worker:
-    """A worker that serves. `identity` goes with every call, and so does the fencing token of its
-    lease, if it has one; `silent_since` is when it was asked for the heartbeat that it has not
-    answered, on the monotonic clock."""
-
-    handle: WorkerHandle
-    channel: grpc.aio.Channel
-    epoch: Epoch
-    identity: tuple[tuple[str, str], ...] = field(repr=False)
-    lease: int = 0
-    silent_since: float | None = None
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        if not self.lease:
-            return self.identity
-        return (*self.identity, (LEASE_METADATA_KEY, str(self.lease)))
-
-    @property
-    def worker_id(self) -> str:
-        return self.handle.worker_id
-
-    @property
-    def silent_for(self) -> float:
-        """Seconds for which it has not answered its heartbeat; 0 if it does."""
-        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
-
-    @property
-    def silence(self) -> str:
-        """Say that it does not answer its heartbeat; "" if it does."""
-        if self.silent_since is None:
-            return ""
-        return f"the {self.handle.kind} has not answered its heartbeat for {self.silent_for:.0f} s"
-
-
-@dataclass
-class WorkerRecord:
-    """What the gateway knows of a worker that starts or serves.
-
-    `state` is "starting", "ready" or, while it does not answer its heartbeat, "unresponsive";
-    `worker` and `details` are set when it is ready, and `version` when it has answered its first
-    heartbeat. `reason` says why it ended before that.
-    """
-
-    worker_id: str
-    kind: WorkerKind
-    session_id: str
-    run_id: str
-    on_exit: Callable[[str], None]
-    state: str = "starting"
-    started_at: float = field(default_factory=time.time)
-    reason: str = ""
-    worker: Worker | None = None
-    details: WorkerDetails = field(default_factory=WorkerDetails)
-    version: str = ""
-
-
-@dataclass
-class Backoff:
-    """How long to wait before a worker that failed is started again. Durations in seconds.
-
-    The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a fifth, so that workers
-    which failed together do not start together. After one that has done some work they begin anew:
-    what ended it then is not what kept those before from it.
-    """
-
-    cap: float = 30.0
-    uniform: Callable[[], float] = random.random
-    failures: int = 0
-
-    def worked(self) -> None:
-        """Note that the worker has done what it was started for."""
-        self.failures = 0
-
-    def failed(self) -> float:
-        """Note that the worker failed or could not be started; return how long to wait."""
-        wait = min(self.cap, _FIRST_WAIT * 2.0 ** min(self.failures, 32))
-        self.failures += 1
-        return wait * (1 - _JITTER * self.uniform())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -161,6 +69,9 @@ class Fleet:
         self._left_engines: list[WorkerHandle] = []
         self._starting: dict[str, str] = {}
         """By the key of its place, the worker that starts there."""
+        self._heartbeats = Heartbeats(
+            settings=self.settings, records=self._records, give_up=self.give_up
+        )
         self._log = get_log()
 
     async def open(self) -> None:
@@ -186,14 +97,14 @@ class Fleet:
         watch = self._note_exits(self.launcher.watch())
         self._watchers = [
             asyncio.create_task(watch, name="worker-watcher"),
-            asyncio.create_task(self._ask_for_heartbeats(), name="worker-heartbeats"),
+            asyncio.create_task(self._heartbeats.ask_all(), name="worker-heartbeats"),
         ]
 
     async def _claim(self, handle: WorkerHandle) -> None:
         """Let a worker hear of this gateway's epoch, so that it hears no earlier one any more."""
         with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
             async with self.reach(handle) as worker:
-                await self._check_health(worker)
+                await worker.check_health(timeout=2 * self.settings.worker_heartbeat)
 
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
@@ -222,7 +133,7 @@ class Fleet:
     @asynccontextmanager
     async def reach(self, handle: WorkerHandle) -> AsyncIterator[Worker]:
         """Reach a worker that was not adopted yet."""
-        worker = self._worker_of(handle)
+        worker = Worker.of(handle, self.epoch)
         try:
             yield worker
         finally:
@@ -242,7 +153,7 @@ class Fleet:
             return None
         if self._left.pop(run_id, None) is None:  # it was stopped meanwhile
             return None
-        return self._note_adopted(self._add_record(handle, on_exit), self._worker_of(handle))
+        return self._note_adopted(self._add_record(handle, on_exit), Worker.of(handle, self.epoch))
 
     def take_engines(self) -> list[WorkerHandle]:
         """Return the engines that an earlier gateway has left, once: whoever takes them adopts or
@@ -260,7 +171,7 @@ class Fleet:
         """Take over an engine that an earlier gateway has left, once it serves and `check` has
         found it to be of use. Raises why it is of none; then nothing of it is left. Whoever cancels
         it leaves the engine, or stops it."""
-        record, worker = self._add_record(handle, on_exit), self._worker_of(handle)
+        record, worker = self._add_record(handle, on_exit), Worker.of(handle, self.epoch)
         try:
             await self.launcher.wait_ready(handle.worker_id)
             await check(worker)
@@ -406,7 +317,7 @@ class Fleet:
         """The way back. Raises as `suspend`."""
         await self.launcher.resume(worker.worker_id, lease=worker.lease, timeout=timeout)
 
-    def give_up(self, worker: Worker, *, reason: str) -> None:
+    def give_up(self, worker: Worker, reason: str) -> None:
         """Kill a worker that does not answer, and report its end when nothing of it is left. Does
         nothing for one that has ended or was given up."""
         worker_id = worker.worker_id
@@ -497,7 +408,7 @@ class Fleet:
             run_id=spec.run_id,
             seconds=round(time.time() - record.started_at, 3),
         )
-        worker = self._worker_of(handle)
+        worker = Worker.of(handle, self.epoch)
         worker.lease = spec.lease
         return self._note_ready(record, worker)
 
@@ -511,14 +422,6 @@ class Fleet:
             .values(state="ready", pid=record.details.pid)
         )
         return worker
-
-    def _worker_of(self, handle: WorkerHandle) -> Worker:
-        return Worker(
-            handle=handle,
-            channel=worker_channel(handle),
-            epoch=self.epoch,
-            identity=((SECRET_METADATA_KEY, handle.secret), *self.epoch.metadata),
-        )
 
     async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
         async for exit_ in exits:
@@ -554,76 +457,6 @@ class Fleet:
                     await ended.wait()
             if reports and self.launcher.reports:
                 return
-
-    async def _ask_for_heartbeats(self) -> None:
-        """Ask the workers again and again, all at once. A worker that does not answer is shown, and
-        given up after a time."""
-        while True:
-            await asyncio.sleep(self.settings.worker_heartbeat)
-            ready = [(r, r.worker) for r in self._records.values() if r.worker is not None]
-            asked = (self._ask_for_heartbeat(record, worker) for record, worker in ready)
-            for fault in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(fault, Exception):  # its channel was closed: a cancellation
-                    self._log.error("heartbeat_failed", exc_info=fault)
-
-    async def _ask_for_heartbeat(self, record: WorkerRecord, worker: Worker) -> None:
-        asked_at, answers = time.monotonic(), True
-        try:
-            self._note_version(record, worker, await self._check_health(worker))
-        except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
-            answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-        if not answers and worker.silent_since is not None:
-            most = self.settings.worker_unresponsive_timeout
-            if time.monotonic() - worker.silent_since > most:
-                reason = f"the {record.kind} did not answer its heartbeat for {most:g} s"
-                self.give_up(worker, reason=reason)
-        if answers == (worker.silent_since is None):
-            return
-        worker.silent_since, record.state = (
-            (None, "ready") if answers else (asked_at, "unresponsive")
-        )
-        self._log.warning(
-            "worker_answers_again" if answers else "worker_unresponsive",
-            worker_id=worker.worker_id,
-            session_id=record.session_id,
-            run_id=record.run_id,
-        )
-
-    async def _check_health(self, worker: Worker) -> dict[str, str]:
-        """Return what a worker that answers says of itself."""
-        call = health_pb2_grpc.HealthStub(worker.channel).Check(
-            health_pb2.HealthCheckRequest(),
-            metadata=worker.metadata,
-            timeout=2 * self.settings.worker_heartbeat,
-        )
-        try:
-            await call
-        except grpc.aio.AioRpcError as error:
-            self.epoch.check(error)
-            raise
-        return {key: str(value) for key, value in await call.trailing_metadata() or ()}
-
-    def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
-        """Tell once of a worker of another version, such as that of the gateway before, and give up
-        one that speaks another protocol: it is replaced by one of today's image."""
-        if record.version or VERSION_METADATA_KEY not in about:
-            return
-        record.version = about[VERSION_METADATA_KEY]
-        protocol = about[PROTOCOL_METADATA_KEY]
-        if record.version != own_version():
-            self._log.warning(
-                "worker_of_another_version",
-                worker_id=record.worker_id,
-                version=record.version,
-                protocol=protocol,
-                own_version=own_version(),
-            )
-        if protocol != str(PROTOCOL):
-            self.give_up(
-                worker,
-                reason=f"the {record.kind} has Tandem {record.version}, whose protocol is "
-                f"{protocol}, and that of the gateway is {PROTOCOL}",
-            )
 
     def warnings(self) -> list[str]:
         """Return what an operator should know of the workers' versions, in sentences."""

@@ -22,7 +22,7 @@ from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router, file_response
 from gateway.runs.operations import Call, Progress
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 from tandem import __version__
 from tandem.errors import UnknownModel
 from tandem.settings import without_password

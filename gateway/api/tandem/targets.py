@@ -8,7 +8,7 @@ from __future__ import annotations
 from gateway.api.dependencies import GatewayDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 
 router = Router("/api/tandem/v1", tag="Tandem")
 

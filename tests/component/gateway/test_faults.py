@@ -86,10 +86,10 @@ def test_a_fault_of_ours_while_a_run_starts_is_told(gate, monkeypatch):
 
 
 def test_a_fault_of_ours_while_a_sampler_starts_is_told(gate, monkeypatch):
-    def odd(**_parts):
+    def odd(*_parts):
         raise RuntimeError("odd")
 
-    monkeypatch.setattr("gateway.workers.fleet.Worker", odd)
+    monkeypatch.setattr("gateway.workers.fleet.Worker.of", odd)
     with gate.service() as service:
         sampling = service.create_sampling_client(base_model="tiny").result()
         with pytest.raises(tinker.RequestFailedError, match="RuntimeError while the sampler"):

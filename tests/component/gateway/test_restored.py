@@ -12,7 +12,7 @@ import tinker
 from sqlalchemy import func, select
 
 from gateway.storage.tables import operations, usage
-from gateway.workers.fleet import Backoff
+from gateway.workers.backoff import Backoff
 from tandem.errors import GradientsNotFinite, StorageFull
 from tandem.v1 import trainer_pb2
 from tests.support.files import tree
@@ -381,7 +381,7 @@ def test_a_trainer_that_does_not_start_again_ends_the_run_with_its_reason(start,
 @pytest.fixture
 def no_wait(monkeypatch):
     """Trainers that cannot be started are tried again at once."""
-    monkeypatch.setattr("gateway.workers.fleet.Backoff.failed", lambda _: 0.0)
+    monkeypatch.setattr("gateway.workers.backoff.Backoff.failed", lambda _: 0.0)
 
 
 def test_a_trainer_that_has_worked_does_not_wait_longer_than_the_one_before(

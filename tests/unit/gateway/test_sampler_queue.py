@@ -16,7 +16,7 @@ from gateway.placement.asks import Asks
 from gateway.placement.places import Places
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
-from gateway.workers.fleet import Worker
+from gateway.workers.worker import Worker
 from tandem.errors import SessionFinished
 from tandem.settings import SamplerSettings, SharingSettings
 from tandem.v1 import sampler_pb2

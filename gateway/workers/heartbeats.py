@@ -1,0 +1,83 @@
+"""The heartbeats of the workers: whether each still answers, and which version it has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc.aio
+
+from gateway.workers.worker import Worker, WorkerRecord
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+from tandem.worker import PROTOCOL, PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY, own_version
+
+
+@dataclass(kw_only=True)
+class Heartbeats:
+    """Those of `records`, by the workers' ids, of which some come and go. `give_up` is called with
+    a worker that is of no use any more, and why."""
+
+    settings: GatewaySettings
+    records: Mapping[str, WorkerRecord]
+    give_up: Callable[[Worker, str], None]
+
+    async def ask_all(self) -> None:
+        """Ask the workers again and again, all at once. A worker that does not answer is shown, and
+        given up after a time."""
+        while True:
+            await asyncio.sleep(self.settings.worker_heartbeat)
+            ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]
+            asked = (self._ask(record, worker) for record, worker in ready)
+            for fault in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(fault, Exception):  # its channel was closed: a cancellation
+                    get_log().error("heartbeat_failed", exc_info=fault)
+
+    async def _ask(self, record: WorkerRecord, worker: Worker) -> None:
+        asked_at, answers = time.monotonic(), True
+        try:
+            about = await worker.check_health(timeout=2 * self.settings.worker_heartbeat)
+            self._note_version(record, worker, about)
+        except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
+            answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if not answers and worker.silent_since is not None:
+            most = self.settings.worker_unresponsive_timeout
+            if time.monotonic() - worker.silent_since > most:
+                self.give_up(
+                    worker, f"the {record.kind} did not answer its heartbeat for {most:g} s"
+                )
+        if answers == (worker.silent_since is None):
+            return
+        worker.silent_since, record.state = (
+            (None, "ready") if answers else (asked_at, "unresponsive")
+        )
+        get_log().warning(
+            "worker_answers_again" if answers else "worker_unresponsive",
+            worker_id=worker.worker_id,
+            session_id=record.session_id,
+            run_id=record.run_id,
+        )
+
+    def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
+        """Tell once of a worker of another version, such as that of the gateway before, and give up
+        one that speaks another protocol: it is replaced by one of today's image."""
+        if record.version or VERSION_METADATA_KEY not in about:
+            return
+        record.version = about[VERSION_METADATA_KEY]
+        protocol = about[PROTOCOL_METADATA_KEY]
+        if record.version != own_version():
+            get_log().warning(
+                "worker_of_another_version",
+                worker_id=record.worker_id,
+                version=record.version,
+                protocol=protocol,
+                own_version=own_version(),
+            )
+        if protocol != str(PROTOCOL):
+            self.give_up(
+                worker,
+                f"the {record.kind} has Tandem {record.version}, whose protocol is {protocol}, and "
+                f"that of the gateway is {PROTOCOL}",
+            )

@@ -1,0 +1,95 @@
+"""A worker as the gateway knows it: how it is called, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.workers.epoch import Epoch
+from tandem.channels import worker_channel
+from tandem.fencing import LEASE_METADATA_KEY
+from tandem.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHandle, WorkerKind
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker that serves. `identity` goes with every call, and so does the fencing token of its
+    lease, if it has one; `silent_since` is when it was asked for the heartbeat that it has not
+    answered, on the monotonic clock."""
+
+    handle: WorkerHandle
+    channel: grpc.aio.Channel
+    epoch: Epoch
+    identity: tuple[tuple[str, str], ...] = field(repr=False)
+    lease: int = 0
+    silent_since: float | None = None
+
+    @classmethod
+    def of(cls, handle: WorkerHandle, epoch: Epoch) -> Worker:
+        return cls(
+            handle=handle,
+            channel=worker_channel(handle),
+            epoch=epoch,
+            identity=((SECRET_METADATA_KEY, handle.secret), *epoch.metadata),
+        )
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        if not self.lease:
+            return self.identity
+        return (*self.identity, (LEASE_METADATA_KEY, str(self.lease)))
+
+    @property
+    def worker_id(self) -> str:
+        return self.handle.worker_id
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which it has not answered its heartbeat; 0 if it does."""
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
+
+    @property
+    def silence(self) -> str:
+        """Say that it does not answer its heartbeat; "" if it does."""
+        if self.silent_since is None:
+            return ""
+        return f"the {self.handle.kind} has not answered its heartbeat for {self.silent_for:.0f} s"
+
+    async def check_health(self, *, timeout: float) -> dict[str, str]:
+        """Return what a worker that answers says of itself. Raises `grpc.aio.AioRpcError`, and
+        `GatewaySuperseded`."""
+        call = health_pb2_grpc.HealthStub(self.channel).Check(
+            health_pb2.HealthCheckRequest(), metadata=self.metadata, timeout=timeout
+        )
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            self.epoch.check(error)
+            raise
+        return {key: str(value) for key, value in await call.trailing_metadata() or ()}
+
+
+@dataclass
+class WorkerRecord:
+    """What the gateway knows of a worker that starts or serves.
+
+    `state` is "starting", "ready" or, while it does not answer its heartbeat, "unresponsive";
+    `worker` and `details` are set when it is ready, and `version` when it has answered its first
+    heartbeat. `reason` says why it ended before that.
+    """
+
+    worker_id: str
+    kind: WorkerKind
+    session_id: str
+    run_id: str
+    on_exit: Callable[[str], None]
+    state: str = "starting"
+    started_at: float = field(default_factory=time.time)
+    reason: str = ""
+    worker: Worker | None = None
+    details: WorkerDetails = field(default_factory=WorkerDetails)
+    version: str = ""
