@@ -145,7 +145,8 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
 def applicants(places: Places) -> list[Applicant]:
     """Return who waits for places, the next one first."""
     return [
-        _applicant(ask, places, position) for position, ask in enumerate(places.waiting, start=1)
+        _applicant(ask, places, position)
+        for position, ask in enumerate(places.queue.waiting, start=1)
     ]
 
 
@@ -155,7 +156,7 @@ def _applicant(ask: Ask, places: Places, position: int) -> Applicant:
         worker=ask.key,
         owner=ask.owner,
         session_id=ask.session_id,
-        reason=places.explain(ask.key),
+        reason=places.queue.explain(ask.key),
     )
 
 

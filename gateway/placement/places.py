@@ -1,4 +1,4 @@
-"""Places: which worker may exist on which device group, and the queue of those that wait for one.
+"""Places: which worker may exist on which device group.
 
 A run takes the places of its trainer and of its session's engines at once, or waits for all, so
 that no two runs each hold half of what both need. It keeps them until it ends. The place of a
@@ -11,24 +11,19 @@ many engines it is to have is committed with them.
 
 An engine also needs a slot to run in. On groups that are not leased, where an engine with nothing
 to do costs as much as another one, `most_engines` run, of which `most_starting` start at once.
-
-Of those who wait, the next is who has been overtaken too often; else the highest priority; else the
-one whose owner has least; else the first. Whoever does not fit is overtaken by those who do.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from sqlalchemy import Executable, RowMapping, delete, insert, select
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.queue import EngineSlot, PlaceQueue
 from gateway.placement.room import Ask, Engine, Place, Room, engine_key
 from gateway.storage.database import Database
 from gateway.storage.tables import drained_groups, scaled_samplers
@@ -36,22 +31,8 @@ from gateway.storage.tables import places as table
 from tandem.errors import InvalidRequest, NoRoom
 from tandem.telemetry import get_log
 
-_POLL_SECONDS = 0.5
 _NAMED = 4
 """Groups of which a refusal says what is in the way."""
-_RETIREMENT = 30.0
-"""Seconds for which the end of engines that have nothing to do is waited for."""
-
-
-@dataclass(eq=False, kw_only=True)
-class EngineSlot:
-    """What an engine runs in, from its start to its end."""
-
-    engine: Engine
-    place: Place
-    since: float
-    starting: bool = True
-    retiring: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,12 +47,9 @@ class Places:
 
     def __post_init__(self) -> None:
         self._room = Room(most_engines=self.most_engines, most_starting=self.most_starting)
-        self._slots: dict[str, EngineSlot] = {}
-        self._queue: dict[str, Ask] = {}
+        self.queue = PlaceQueue(room=self._room, quantum=self.quantum, clock=self.clock)
         self.scaled: dict[str, int] = {}
         """How many engines those samplers are to have that were scaled."""
-        self._numbers = count()
-        self._polling: asyncio.TimerHandle | None = None
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
@@ -128,7 +106,7 @@ class Places:
             if place.role == "trainer" and place.key not in trainers:
                 self.release_trainer(place.key)
         for place in tuple(self._room.places.values()):
-            if place.role == "sampler" and place.key not in self._slots:
+            if place.role == "sampler" and place.key not in self.queue.slots:
                 self._end_engine(place.key)
 
     # --- Asking -------------------------------------------------------------------------------
@@ -156,7 +134,7 @@ class Places:
 
     async def _take(self, ask: Ask) -> None:
         try:
-            await self._granted(ask)
+            await self.queue.granted(ask)
             taken = ask.turn.result()
             for place in taken:
                 self.database.write_soon(insert(table), _row(place))
@@ -164,29 +142,15 @@ class Places:
                 await self.database.flush()
         except BaseException:
             if not ask.turn.done():
-                if ask.engine is not None and ask.key not in self._slots:
+                if ask.engine is not None and ask.key not in self.queue.slots:
                     self._end_engine(ask.key)  # it may have had one without a slot
             elif ask.engine is not None:
-                self.give_back(self._slots[ask.key])
+                self.give_back(self.queue.slots[ask.key])
             elif any(place.key == ask.key for place in ask.turn.result()):
                 self.release_trainer(ask.key)
             else:
                 self._undo(ask)
             raise
-
-    async def _granted(self, ask: Ask, *, within: float | None = None) -> None:
-        """Return once it has what it asks for, or `within` so many seconds without that; but if
-        engines that have nothing to do end for it, their end is waited for."""
-        ask.number, self._queue[ask.key] = next(self._numbers), ask
-        try:
-            self._assign()
-            if within is not None and any(slot.retiring for slot in self._slots.values()):
-                within = max(within, _RETIREMENT)
-            await asyncio.wait({ask.turn}, timeout=within)
-        finally:
-            if not ask.turn.done():
-                del self._queue[ask.key]
-                self._assign()
 
     def _undo(self, ask: Ask) -> None:
         """Give back what engines were given that have not begun to start."""
@@ -196,7 +160,7 @@ class Places:
     async def take_for_engine(self, engine: Engine, asks: Asks) -> EngineSlot:
         """Return the engine's slot once it may start."""
         await self.take(Ask.of_engine(engine, asks))
-        return self._slots[engine.key]
+        return self.queue.slots[engine.key]
 
     def adopt(self, engine: Engine) -> EngineSlot | None:
         """Return the slot of an engine that runs already, of which there may be more than
@@ -205,7 +169,7 @@ class Places:
         if place is None:
             return None
         slot = EngineSlot(engine=engine, place=place, since=self.clock())
-        self._slots[engine.key] = slot
+        self.queue.slots[engine.key] = slot
         self._room.engines.add(engine.key)
         self._room.starting.add(engine.key)
         return slot
@@ -226,6 +190,9 @@ class Places:
                 return place
         return None
 
+    def on(self, group: DeviceGroup) -> list[Place]:
+        return self._room.on(group)
+
     def get(self, key: str) -> Place | None:
         return self._room.places.get(key)
 
@@ -243,20 +210,20 @@ class Places:
         """Note that the engine serves, so that another one may start."""
         slot.starting, slot.since = False, self.clock()
         self._room.starting.discard(slot.place.key)
-        self._assign()
+        self.queue.assign()
 
     def give_back(self, slot: EngineSlot) -> None:
         """Note that nothing is left of an engine."""
-        del self._slots[slot.place.key]
+        del self.queue.slots[slot.place.key]
         self._end_engine(slot.place.key)
-        self._assign()
+        self.queue.assign()
 
     def drop(self, key: str) -> None:
         """Give back the place of an engine that its sampler is not to have any more, if it has one.
         Nothing is left of the engine."""
-        if key not in self._slots and self._room.places.pop(key, None) is not None:
+        if key not in self.queue.slots and self._room.places.pop(key, None) is not None:
             self._forget(key)
-            self._assign()
+            self.queue.assign()
 
     def release_trainer(self, key: str) -> None:
         """Give back the places of a trainer of which nothing is left, if it has any."""
@@ -265,9 +232,9 @@ class Places:
             return
         self._forget(key)
         for engine in self._room.engines_of(place.keeps) if place.keeps else ():
-            if engine not in self._slots:
+            if engine not in self.queue.slots:
                 self._end_engine(engine)
-        self._assign()
+        self.queue.assign()
 
     def _end_engine(self, key: str) -> None:
         if self._room.end_engine(key) is not None:
@@ -284,7 +251,7 @@ class Places:
         theirs until `drop`. Raises `NoRoom` and `StorageFailed`; then nothing has changed."""
         try:
             if ask is not None:
-                await self._granted(ask, within=wait)
+                await self.queue.granted(ask, within=wait)
                 if not ask.turn.done():
                     raise NoRoom(self._why_not(sampler, ask))
             changes: list[Executable] = [
@@ -346,191 +313,10 @@ class Places:
             named = drained_groups.c.name == group.name
             await self.database.write(delete(drained_groups).where(named))
             self._room.drained.discard(group.name)
-        self._assign()
+        self.queue.assign()
 
     def is_drained(self, group: DeviceGroup) -> bool:
         return group.name in self._room.drained
-
-    def _retire_drained(self) -> None:
-        for slot in self._slots.values():
-            leaves = self.is_drained(slot.place.group) and not self._room.is_kept(slot.place.key)
-            if leaves and slot.retiring is None and not slot.starting and slot.engine.idle:
-                self._retire(slot)
-
-    # --- The queue ----------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> list[Ask]:
-        """Those who wait, the next one first."""
-        return self._in_turn(self._room)
-
-    def on(self, group: DeviceGroup) -> list[Place]:
-        return self._room.on(group)
-
-    def explain(self, key: str) -> str:
-        """Say what a run, or an engine, that has no place yet waits for; "" if it does not wait.
-
-        Literal example: "2nd in the queue for a place on group train: 16 workers are there
-        (TANDEM_GROUPS workers)".
-        """
-        ask = self._queue.get(key)
-        if ask is None:
-            return ""
-        rivals = [each for each in self.waiting if each is ask or self._compete(each, ask)]
-        needs = [
-            " or ".join(dict.fromkeys(g.family for g in self._room.groups_for(n)))
-            for n in self._room.open(ask)
-        ]
-        where = " and ".join(f"a place on group {names}" for names in needs)
-        position = _ordinal(rivals.index(ask) + 1)
-        return f"{position} in the queue for {where or 'its start'}: {ask.why}"
-
-    def _in_turn(self, room: Room) -> list[Ask]:
-        places = Counter(place.owner for place in room.places.values())
-        engines = Counter(room.places[key].owner for key in room.engines)
-
-        def rank(ask: Ask) -> tuple[int, int, int, int]:
-            if ask.due:
-                return (0, 0, 0, ask.number)
-            has = places if ask.engine is None else engines
-            return (1, -ask.priority, has[ask.owner], ask.number)
-
-        return sorted(self._queue.values(), key=rank)
-
-    def _poll_later(self) -> None:
-        """Look again soon: an engine may have nothing to do any more, or its quantum may end."""
-        needed = self._queue or (self._room.drained and self._slots)
-        if needed and self._polling is None:
-            loop = asyncio.get_running_loop()
-            self._polling = loop.call_later(_POLL_SECONDS, self._poll)
-
-    def _poll(self) -> None:
-        self._polling = None
-        self._assign()
-
-    def _assign(self) -> None:
-        """Give those who wait what is free. If it is not enough, make idle engines retire."""
-        while self._grant():
-            pass
-        if self._queue and self._slots:
-            self._make_room()
-        self._retire_drained()
-        self._poll_later()
-
-    def _grant(self) -> bool:
-        """Serve the next of those who wait whose needs are free, if there is one."""
-        before: list[Ask] = []  # those that are due, and must not be overtaken any more
-        for ask in self._in_turn(self._room):
-            found = self._fit(self._room, ask)
-            if not isinstance(found, str) and any(self._blocks(each, ask) for each in before):
-                found = "others have waited for so long that they are next"
-            if isinstance(found, str):
-                ask.why = found
-                before += [ask] if ask.due else []
-                continue
-            del self._queue[ask.key]
-            for other in self._queue.values():
-                other.overtaken += other.number < ask.number and self._compete(other, ask)
-            self._room.add(*found)
-            if ask.engine is not None:
-                place = self._room.places[ask.key]
-                self._slots[ask.key] = EngineSlot(
-                    engine=ask.engine, place=place, since=self.clock()
-                )
-                self._room.engines.add(ask.key)
-                self._room.starting.add(ask.key)
-            ask.turn.set_result(found)
-            return True
-        return False
-
-    def _make_room(self) -> None:
-        """Let engines retire that have nothing to do, where that helps one who waits."""
-        room, idle = self._room.copy(), []
-        for slot in sorted(self._slots.values(), key=lambda slot: slot.engine.used_at):
-            if slot.retiring is not None:
-                room.end_engine(slot.place.key)
-            elif (
-                not slot.starting and slot.engine.idle and self.clock() - slot.since >= self.quantum
-            ):
-                idle.append(slot)
-        before: list[Ask] = []
-        for ask in self._in_turn(room) if idle else ():
-            if any(self._blocks(each, ask) for each in before):
-                continue
-            found, ended = self._fit(room, ask), []
-            for slot in [slot for slot in idle if self._would_help(slot, ask)]:
-                if not isinstance(found, str):
-                    break
-                room.end_engine(slot.place.key)
-                ended.append(slot)
-                found = self._fit(room, ask)
-            if isinstance(found, str):
-                before += [ask] if ask.due else []
-                for slot in ended:  # in vain
-                    room.add(slot.place)
-                    room.engines.add(slot.place.key)
-                continue
-            room.add(*found)
-            if ask.engine is not None:
-                room.engines.add(ask.key)
-                room.starting.add(ask.key)
-            for slot in ended:
-                idle.remove(slot)
-                self._retire(slot)
-
-    def _retire(self, slot: EngineSlot) -> None:
-        slot.retiring = asyncio.create_task(slot.engine.retire(), name="engine-retires")
-
-    def _would_help(self, slot: EngineSlot, ask: Ask) -> bool:
-        place = slot.place
-        if ask.engine is not None and not place.group.leased:
-            return True
-        needs = self._room.open(ask)
-        return not self._room.is_kept(place.key) and any(
-            place.group in self._room.groups_for(need)
-            or (self._room.host_memory and need.host_memory and place.host_memory)
-            for need in needs
-        )
-
-    def _compete(self, one: Ask, other: Ask) -> bool:
-        """Whether what one gets may be what the other one waits for."""
-        engines = one.engine is not None and other.engine is not None
-        return engines or self._blocks(one, other)
-
-    def _blocks(self, one: Ask, other: Ask) -> bool:
-        """Whether a place of the one may be what keeps the other one from its own."""
-        return any(
-            (self._room.host_memory and a.host_memory and b.host_memory)
-            or not set(self._room.groups_for(a)).isdisjoint(self._room.groups_for(b))
-            for a in self._room.open(one)
-            for b in self._room.open(other)
-        )
-
-    # --- What fits ----------------------------------------------------------------------------
-
-    def _fit(self, room: Room, ask: Ask) -> tuple[Place, ...] | str:
-        """Return the places that it can have now, besides those that it has, or why it cannot."""
-        needs = []
-        if ask.engine is not None:
-            if ask.key in room.engines:
-                return "its last engine is being stopped"
-            place = room.places.get(ask.key)
-            if place is not None and (why := room.no_slot(place.group)):
-                return why
-        for need in ask.needs:
-            if need.key not in room.places:
-                needs.append(need)
-            elif (slot := self._slots.get(need.key)) is not None and slot.retiring is not None:
-                return "its last engine is being stopped"
-        return room.choose(needs, ask)
-
-
-def _ordinal(number: int) -> str:
-    """Literal examples: 1st, 2nd, 3rd, 4th, 11th."""
-    ending = (
-        "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    )
-    return f"{number}{ending}"
 
 
 def _row(place: Place) -> dict[str, object]:

@@ -94,7 +94,7 @@ class TrainerHost:
     @property
     def waits_for_place(self) -> str:
         """Say what it waits for before it has its place; "" if it does not."""
-        return self._places.explain(self.key)
+        return self._places.queue.explain(self.key)
 
     def explain(self) -> str:
         """Say what it waits for before it has its devices, or has started; "" if it does not."""

@@ -23,7 +23,8 @@ from gateway.placement.asks import Asks
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan, engine_settings
-from gateway.placement.places import EngineSlot, Places
+from gateway.placement.places import Places
+from gateway.placement.queue import EngineSlot
 from gateway.placement.room import Place
 from gateway.usage.meter import TimeShares
 from gateway.workers.backoff import Backoff
@@ -154,7 +155,7 @@ class SamplerEngine:
         if self.state == "ready":
             return self.silence or waits or "the sampler is at work"
         age = time.monotonic() - self._state_since
-        if queue := self.places.explain(self.key):
+        if queue := self.places.queue.explain(self.key):
             return f"the sampler waits for its place ({age:.0f} s): {queue}"
         if waits:
             return f"the sampler is not started yet ({age:.0f} s): {waits}"

@@ -73,7 +73,7 @@ class Replicas:
         serving = sum(engine.serves for engine in self.engines)
         if serving and len(self.engines) > 1:
             return f"{serving} of {len(self.engines)} engines of the sampler are at work"
-        if self._ask is not None and (queue := self.first.places.explain(self._ask.key)):
+        if self._ask is not None and (queue := self.first.places.queue.explain(self._ask.key)):
             return f"the sampler waits for its places: {queue}"
         return self.first.explain()
 

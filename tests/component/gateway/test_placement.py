@@ -98,7 +98,7 @@ def test_the_sdk_waits_for_a_place_as_for_any_start(start):
             target=lambda: found.append(service.create_lora_training_client("tiny:full").result())
         )
         thread.start()
-        wait_until(lambda: gate.gateway.places.waiting)
+        wait_until(lambda: gate.gateway.places.queue.waiting)
         finish(client, first)
         thread.join(30)
         assert found[0].get_info().model_id.endswith(":train:0")
@@ -109,9 +109,9 @@ def test_the_end_of_a_session_ends_its_waiting(start):
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(client, second).json()["request_id"]
-        wait_until(lambda: gate.gateway.places.waiting)
+        wait_until(lambda: gate.gateway.places.queue.waiting)
         finish(client, second)
-        assert gate.gateway.places.waiting == []
+        assert gate.gateway.places.queue.waiting == []
         assert "has ended" in gate.retrieve(waiting).json()["error"]
         assert keys(gate) == {run, f"{first}/tiny/0"}
         finish(client, first)
@@ -124,7 +124,7 @@ def test_places_and_the_queue_survive_a_restart(start):
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(client, second).json()["request_id"]
-        wait_until(lambda: gate.gateway.places.waiting)
+        wait_until(lambda: gate.gateway.places.queue.waiting)
     with start() as gate, gate.http() as client:
         assert keys(gate) == {run, f"{first}/tiny/0"}
         for session in (first, second):
@@ -250,7 +250,7 @@ def test_the_status_says_why_a_run_has_no_place_and_the_groups_who_has_one(start
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(admin, second).json()["model_id"]
-        wait_until(lambda: gate.gateway.places.waiting)
+        wait_until(lambda: gate.gateway.places.queue.waiting)
         status = admin.get("/api/tandem/v1/status").json()
         reasons = {each["id"]: each["reason"] for each in status["runs"]}
         assert reasons[waiting].startswith("1st in the queue") and reasons[run] == ""

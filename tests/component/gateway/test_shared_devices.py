@@ -250,7 +250,7 @@ def test_a_drained_group_takes_nobody_lets_what_runs_go_on_and_is_drained_after_
         session = gate.session_id()
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
         waiting = admin.post("/api/v1/create_model", json=body).json()["request_id"]
-        wait_until(lambda: gate.gateway.places.waiting)
+        wait_until(lambda: gate.gateway.places.queue.waiting)
         listed = admin.get(f"{OWN}/groups").json()
         assert [group["drained"] for group in listed["groups"]] == [True, False]
         (queued,) = listed["queue"]

@@ -158,7 +158,7 @@ class Run(Asking):
 
     @property
     def why(self) -> str:
-        return self.places.explain(self.key)
+        return self.places.queue.explain(self.key)
 
 
 class Engine(Asking):
@@ -182,7 +182,7 @@ class Engine(Asking):
 
     @property
     def why(self) -> str:
-        return self.places.explain(self.key)
+        return self.places.queue.explain(self.key)
 
 
 # --- Trainer and sampler together -----------------------------------------------------------------
@@ -543,7 +543,7 @@ async def test_an_engine_that_a_run_keeps_is_not_stopped_for_others():
     await kept.serve()
     world.now = 1000.0
     late = await world.engine().ask()
-    world.places._assign()
+    world.places.queue.assign()
     assert not late.has and not kept.retired
     run.end()  # its session goes on, and so does the engine, until another needs its place
     assert world.keys(world.groups[0]) == sorted([kept.key, late.key])
@@ -557,7 +557,7 @@ async def test_no_engine_is_stopped_where_that_would_not_help():
         await (await world.run(sampler="none").ask()).granted()
     world.now = 1000.0
     late = await world.run(sampler="none").ask()
-    world.places._assign()
+    world.places.queue.assign()
     assert not late.has and not idle.retired
 
 
@@ -739,7 +739,7 @@ def test_no_budget_is_exceeded_nothing_is_half_taken_and_everybody_gets_a_turn(
                 one = everybody[value % len(everybody)]
                 if act == "later":
                     world.now += 100
-                    world.places._assign()
+                    world.places.queue.assign()
                 elif act == "idle" and isinstance(one, Engine):
                     one.idle = True
                 elif act == "give up" and not one.task.done():
@@ -760,7 +760,7 @@ def test_no_budget_is_exceeded_nothing_is_half_taken_and_everybody_gets_a_turn(
                     await end(one)
                 everybody.remove(one)
                 await settle(everybody)
-        assert everybody == [] and world.rows.rows == {} and world.places.waiting == []
+        assert everybody == [] and world.rows.rows == {} and world.places.queue.waiting == []
 
     asyncio.run(scenario())
 
