@@ -1,8 +1,8 @@
 """Which worker exists on which devices, and which of them may use these now. See docs/sharing.md.
 
 `asks` says what a session asks for, `groups` what devices there are, `room` what still fits there,
-`places` who may exist where, all or nothing, and `queue` who is next. Who may have its state on a group's devices now is
-decided by `leases`, in the order of `policy`; `lease` is what a worker has of it, `lease_records`
-what the database knows, `switches` puts its worker to sleep and wakes it, and `memory` says where
-its state goes. `occupancy` shows it to callers.
+`places` who may exist where, all or nothing, and `queue` who is next. Who may have its state on a
+group's devices now is decided by `leases`, in the order of `policy`; `lease` is what a worker has
+of it, `lease_records` what the database knows, `switches` puts its worker to sleep and wakes it,
+and `memory` says where its state goes. `occupancy` shows it to callers.
 """

@@ -165,7 +165,7 @@ class Places:
     def adopt(self, engine: Engine) -> EngineSlot | None:
         """Return the slot of an engine that runs already, of which there may be more than
         `most_engines`; None if it has no place."""
-        place = self._room.places.get(engine.key) or self._whole_machine_for(engine)
+        place = self._room.places.get(engine.key)
         if place is None:
             return None
         slot = EngineSlot(engine=engine, place=place, since=self.clock())
@@ -173,22 +173,6 @@ class Places:
         self._room.engines.add(engine.key)
         self._room.starting.add(engine.key)
         return slot
-
-    def _whole_machine_for(self, engine: Engine) -> Place | None:
-        """Make a place for the engine of an earlier release, which wrote none down."""
-        for group in self.groups:
-            if group.whole_machine and "sampler" in group.roles:
-                place = Place(
-                    key=engine.key,
-                    role="sampler",
-                    group=group,
-                    owner=engine.owner,
-                    session_id=engine.session_id,
-                )
-                self._room.add(place)
-                self.database.write_soon(insert(table), _row(place))
-                return place
-        return None
 
     def on(self, group: DeviceGroup) -> list[Place]:
         return self._room.on(group)
@@ -200,11 +184,6 @@ class Places:
         """Return how many engines a sampler is to have: what it was scaled to, else as many as were
         `asked` for or have a place."""
         return self.scaled.get(sampler) or max(asked, len(self._room.engines_of(sampler)))
-
-    def may_adopt(self, key: str) -> bool:
-        """Whether the trainer that an earlier gateway left is where it may be."""
-        whole = (group.whole_machine and "trainer" in group.roles for group in self.groups)
-        return key in self._room.places or any(whole)
 
     def note_started(self, slot: EngineSlot) -> None:
         """Note that the engine serves, so that another one may start."""

@@ -204,9 +204,8 @@ class PlaceQueue:
 
     def _retire_drained(self) -> None:
         for slot in self.slots.values():
-            leaves = slot.place.group.name in self.room.drained and not self.room.is_kept(
-                slot.place.key
-            )
+            drained = slot.place.group.name in self.room.drained
+            leaves = drained and not self.room.is_kept(slot.place.key)
             if leaves and slot.retiring is None and not slot.starting and slot.engine.idle:
                 self._retire(slot)
 

@@ -152,7 +152,7 @@ class RunRegistry:
         host = self.hosts.for_left(run, key=row["host"] or run.id)
         run.trainer = self._trainer_of(run, host)
         left = await self._resumption.resume(run, row)
-        if host.place is None and not self.places.may_adopt(host.key):
+        if host.place is None and self.places.get(host.key) is None:
             await self.fleet.stop_left_of(host.key)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run

@@ -20,8 +20,9 @@ from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.room import engine_key
 from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sampler import Sampler
+from gateway.sampling.sampler import Sampler, SamplerKey
 from gateway.sessions.registry import Session
 from gateway.usage.meter import SampleMeter
 from gateway.workers.epoch import Epoch
@@ -105,7 +106,8 @@ class World:
             metrics=metrics,
             epoch=Epoch(number=1, superseded=lambda: None),
         )
-        self.places = places_for(self.settings)
+        self.left_places: list[dict[str, object]] = []
+        self.places = places_for(self.settings, self.left_places)
         self.leases: Leases | None = None
         leases: Any = SimpleNamespace(
             of=lambda _name: self.leases.group if self.leases else not_leased()
@@ -163,6 +165,10 @@ class World:
             replica=replica,
             sampler=SamplerSettings(max_lora_rank=rank),
         )
+        key = engine_key(str(SamplerKey(session_id, "tiny", rank)), replica)
+        place = {"key": key, "role": "sampler", "group_name": "cpu", "devices": "", "owner": "ann"}
+        numbers = {"ranks": 1, "memory": 0, "host_memory": 0}
+        self.left_places.append(place | numbers | {"session_id": session_id, "keeps": ""})
         engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
         return engine
 
@@ -173,6 +179,7 @@ class World:
     async def open(self) -> None:
         await self.open_host()
         await self.router.open()
+        self.places.release_left(())
 
     def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
         return self.router.ensure(session_id=session_id, model=self.model, rank=rank)

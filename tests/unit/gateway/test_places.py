@@ -636,7 +636,7 @@ async def test_a_place_whose_session_or_group_is_gone_is_forgotten():
     await (await world.run(run_id="r").ask()).granted()
     world.groups = (group("train", "trainer", devices=(parse_device("cpu:900"),)), SAMPLE)
     await world.open()
-    assert not world.places.may_adopt("r") and "r" not in world.rows.rows
+    assert world.places.get("r") is None and "r" not in world.rows.rows
     await world.open(active=lambda _session: False)
     assert world.rows.rows == {}
 
@@ -649,9 +649,6 @@ async def test_an_adopted_engine_has_its_slot_and_one_without_a_place_is_not_ado
     assert world.places.adopt(world.engine()) is None
     world.places.release_left([])
     assert world.keys(SAMPLE) == [engine.key]
-    world.groups = (WHOLE,)  # where those of an earlier release are, which wrote no places down
-    await world.open()
-    assert world.places.adopt(world.engine()).place.group is WHOLE
 
 
 # --- Whatever happens -----------------------------------------------------------------------------
