@@ -232,7 +232,7 @@ def settled_asks(
         trains=training is not None,
     )
     if training is not None:
-        asks = _with_states_of(asks, training, run)
+        asks = _with_what_applies(asks, training, run)
         _check_divided(asks, asks.training(training))
     return with_pod_memory(
         asks,
@@ -243,10 +243,20 @@ def settled_asks(
     )
 
 
-def _with_states_of(asks: Asks, training: TrainingSpec, run: Mapping[str, object] | None) -> Asks:
-    """Return what is asked for; of adapters or dimuon, with the states that these have. What a
-    session or the defaults of a model say of states does not concern such a run. Raises
+def _with_what_applies(
+    asks: Asks, training: TrainingSpec, run: Mapping[str, object] | None
+) -> Asks:
+    """Return what is asked for, without what does not apply to what the run trains: states of
+    adapters or of dimuon are those that these have, and adapters are published whole. What a
+    session or the defaults of a model say of this does not concern such a run. Raises
     `InvalidRequest` if it says so itself."""
+    if training.lora is not None:
+        if _asked(run).get("delta") == "on":
+            raise InvalidRequest(
+                f"{_PREFIX}delta is on, and this run trains adapters, which are published whole: "
+                "deltas are for runs that train all parameters"
+            )
+        asks = asks.model_copy(update={"delta": "off"})
     if training.lora is None and training.optimizer == "adamw":
         return asks
     plain = asks.model_copy(

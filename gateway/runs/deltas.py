@@ -18,6 +18,17 @@ _MOST_PAUSES = 32
 """Whole versions between two deltas of which none pays."""
 
 
+@dataclass(frozen=True)
+class Published:
+    """A version that the trainer has written: of `bytes` for a reader and `written_bytes` on the
+    disk, which are fewer where it is a delta of `delta_of`."""
+
+    version: str
+    bytes: int
+    written_bytes: int
+    delta_of: str
+
+
 @dataclass(eq=False)
 class DeltaBase:
     """What the next version of a run can be a delta of: a whole version, which the run's newest one
@@ -40,12 +51,13 @@ class DeltaBase:
             return ""
         return self._whole
 
-    def note(self, *, name: str, delta_of: str, written: int, whole: int) -> None:
-        """Note a version that was published, of `written` bytes where `whole` are all."""
-        if not delta_of:
-            self._whole, self._written, self._versions = name, written, 1
+    def note(self, published: Published) -> None:
+        """Note a version of the run."""
+        written, whole = published.written_bytes, published.bytes
+        if not published.delta_of:
+            self._whole, self._written, self._versions = published.version, written, 1
             return
-        if delta_of != self._whole:  # published for an earlier gateway
+        if published.delta_of != self._whole:  # published for an earlier gateway
             return self.forget()
         self._written += written
         self._versions += 1

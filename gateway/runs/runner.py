@@ -24,6 +24,7 @@ from gateway.identifiers import (
     relative_version_folder,
 )
 from gateway.metrics import Metrics
+from gateway.runs.deltas import Published
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
@@ -430,6 +431,7 @@ class OperationRunner:
         except TandemError:
             run.deltas.forget()
             raise
+        published = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
         version = WeightVersion(
             name=name,
             path=path,
@@ -449,12 +451,10 @@ class OperationRunner:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
-            run.deltas.note(
-                name=name, delta_of=reply.delta_of, written=reply.written_bytes, whole=reply.bytes
-            )
+            run.deltas.note(published)
         if sampled:
             run.newest = name
-        run.version_bytes = reply.bytes
+        run.published = published
         self._tools.metrics.published_bytes.inc(reply.written_bytes)
         self._log.info(
             "published",

@@ -10,7 +10,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Future, Waiting
 from gateway.identifiers import request_id_of
 from gateway.placement.asks import Asks
-from gateway.runs.deltas import DeltaBase
+from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.workers.worker import Worker
@@ -34,8 +34,8 @@ class TrainingRun:
     `asks` is what it needs of the devices.
 
     `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
-    sampled from. `version_bytes` is the size of the last one; `deltas` what the next one may be a
-    delta of.
+    sampled from. `published` is the last one that was written since the gateway started; `deltas`
+    says what the next one may be a delta of.
     """
 
     id: str
@@ -58,7 +58,7 @@ class TrainingRun:
     step: int = 0
     parent: str = ""
     newest: str = ""
-    version_bytes: int = 0
+    published: Published | None = None
     deltas: DeltaBase = field(default_factory=DeltaBase)
 
     @property
@@ -73,22 +73,21 @@ class TrainingRun:
 
     @property
     def publishes_deltas(self) -> bool:
-        """Whether versions for its own sampler may be deltas: never adapters. With `auto`, where
-        they are in bfloat16, of which a small step changes little."""
-        if self.training.lora is not None:
-            return False
+        """Whether versions for its own sampler may be deltas. With `auto`, where they are in
+        bfloat16, of which a small step changes little."""
         wanted = self.asks.delta
         return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
     @property
     def expected_version_bytes(self) -> int:
         """The size of the next weight version: that of the last one, or 4 bytes a parameter."""
-        return self.version_bytes or 4 * self.about.trainable_parameters
+        written = self.published.bytes if self.published is not None else 0
+        return written or 4 * self.about.trainable_parameters
 
     @property
     def expected_state_bytes(self) -> int:
         """The size of a trainer's state: parameters and two moments of each, 4 bytes each."""
-        return max(12 * self.about.trainable_parameters, 3 * self.version_bytes)
+        return max(12 * self.about.trainable_parameters, 3 * self.expected_version_bytes)
 
     async def save(self) -> None:
         """Let the trainer end what it is at, and begin nothing more; then save its state where that

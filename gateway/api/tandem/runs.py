@@ -17,6 +17,7 @@ from gateway.api.routing import Router, file_response
 from gateway.api.tandem.samplers import EngineCounts
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.queries import RunRecord
+from gateway.runs.training_run import TrainingRun
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2
 
@@ -78,12 +79,31 @@ class RunMemory(Answer):
     host_available: int
 
 
+class PublishedVersion(Answer):
+    """`bytes` is what a reader gets, `written_bytes` what was written: fewer where it is a delta of
+    the version `delta_of`, which is "" for a whole one."""
+
+    version: str
+    bytes: int
+    written_bytes: int
+    delta_of: str
+
+
+class RunWeights(Answer):
+    """`deltas` says whether versions for the run's own sampler may be deltas; `published` is the
+    last version that was written, null if none was since the gateway started."""
+
+    deltas: bool
+    published: PublishedVersion | None
+
+
 class RunSteps(Answer):
-    """`memory` is null where there is no trainer, or one that makes no plan; `engines` where no
-    engine was needed yet, or none is kept. `before` is how the steps before these are asked for;
-    null where there are none."""
+    """`weights` and `memory` are null where there is no trainer, `memory` also where it makes no
+    plan; `engines` where no engine was needed yet, or none is kept. `before` is how the steps
+    before these are asked for; null where there are none."""
 
     run: RunSummary
+    weights: RunWeights | None
     memory: RunMemory | None
     engines: EngineCounts | None
     steps: list[StepInfo]
@@ -120,6 +140,7 @@ async def run_steps(
     sampler = gateway.samplers.by_key(live.sampler) if live is not None else None
     return RunSteps(
         run=_summary(run, last.get(run_id)),
+        weights=_weights(live) if live is not None else None,
         memory=_memory(live.about) if live is not None else None,
         engines=EngineCounts.of_sampler(sampler) if sampler is not None else None,
         steps=[StepInfo.of(step) for step in found[-limit:]],
@@ -174,6 +195,14 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
         replicas=run.training.layout.replicas,
         tensor_parallel=run.training.layout.tensor_parallel,
         last_step=StepInfo.of(last) if last is not None else None,
+    )
+
+
+def _weights(run: TrainingRun) -> RunWeights:
+    published = run.published
+    return RunWeights(
+        deltas=run.publishes_deltas,
+        published=PublishedVersion.of(published) if published is not None else None,
     )
 
 

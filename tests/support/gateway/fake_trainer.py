@@ -161,9 +161,14 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         version = request.version
         version.step = self.step
         version.adapter = self.is_lora and not request.merged
-        manifest = self._write_version(version)
+        manifest = self._write_version(version, request.delta_of)
         self.published = version.name
-        return trainer_pb2.PublishReply(version=version, bytes=manifest.bytes)
+        return trainer_pb2.PublishReply(
+            version=version,
+            bytes=manifest.bytes,
+            written_bytes=sum(entry.bytes for entry in manifest.patches or manifest.files),
+            delta_of=manifest.delta_of,
+        )
 
     def _take_snapshot(self, request) -> None:
         reply = self.snapshots[request.snapshot] = trainer_pb2.AwaitSnapshotReply(
@@ -203,8 +208,9 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
     def is_lora(self) -> bool:
         return self.spec.training is not None and self.spec.training.lora is not None
 
-    def _write_version(self, version) -> Manifest:
-        """As a trainer does: weights that say how often they were stepped, and their manifest."""
+    def _write_version(self, version, delta_of: str) -> Manifest:
+        """As a trainer does: weights that say how often they were stepped, and their manifest. In a
+        delta, a patch of three bytes stands for them."""
         partial = PartialVersion(Path(version.path))
         partial.create()
         names = (
@@ -214,15 +220,23 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         )
         (partial.path / names[0]).write_bytes(b"weights of step %d" % self.step)
         (partial.path / names[1]).write_text('{"fake": true}')
+        files = [checksum_file(partial.path / name) for name in names]
+        patches = []
+        if delta_of:
+            patch = (partial.path / names[0]).rename(partial.path / f"{names[0]}.patch")
+            patch.write_bytes(b"new")
+            patches.append(checksum_file(patch))
         manifest = Manifest(
             version=version.name,
             run_id=version.run_id,
             step=self.step,
             adapter=version.adapter,
+            delta_of=delta_of,
+            patches=patches,
             dtype="float32",
             tensors=1,
             created="2026-01-01T00:00:00+00:00",
-            files=[checksum_file(partial.path / name) for name in names],
+            files=files,
         )
         partial.commit(manifest)
         return manifest

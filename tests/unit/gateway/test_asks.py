@@ -215,6 +215,15 @@ def test_states_are_of_runs_that_train_all_parameters_by_adamw(kind):
             settled({name: value}, None, OTHERS[kind])
 
 
+def test_adapters_are_published_whole_and_a_run_that_asks_for_deltas_of_them_is_refused():
+    asked, adapters = {"tandem.delta": "on"}, OTHERS["adapters"]
+    assert settled(asked, None, TrainingSpec()).delta == "on"
+    assert settled(asked, None, OTHERS["by dimuon"]).delta == "on"
+    assert settled(None, asked, adapters).delta == "off", "of a session it does not concern them"
+    with pytest.raises(InvalidRequest, match=r"tandem\.delta is on, and this run trains adapters"):
+        settled(asked, None, adapters)
+
+
 def test_an_engine_on_more_devices_than_any_group_for_samplers_has_is_refused_with_the_groups():
     with pytest.raises(InvalidRequest, match=r"an engine on 2 devices .*there is: sample \(1 dev"):
         asked({"tandem.sampler_ranks": "2"})

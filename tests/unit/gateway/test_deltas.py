@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from gateway.placement.asks import Asks
-from gateway.runs.deltas import DeltaBase
+from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.training_run import TrainingRun
 from tandem.v1 import trainer_pb2
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import TrainingSpec
 
 WHOLE = 1000
 
@@ -21,7 +21,7 @@ def published(base: DeltaBase, sizes: Iterable[int]) -> str:
     written = ""
     for number, size in enumerate(sizes):
         of = base.next()
-        base.note(name=f"v{number}", delta_of=of, written=size if of else WHOLE, whole=WHOLE)
+        base.note(Published(f"v{number}", WHOLE, size if of else WHOLE, delta_of=of))
         written += "D" if of else "W"
     return written
 
@@ -47,27 +47,26 @@ def test_something_wrong_makes_the_next_one_whole():
     assert published(base, [40, 40]) == "WD"
     base.forget()
     assert published(base, [40, 40]) == "WD"
-    base.note(name="v9", delta_of="another", written=40, whole=WHOLE)
+    base.note(Published("v9", WHOLE, 40, delta_of="another"))
     assert base.next() == ""
 
 
 @pytest.mark.parametrize(
-    ("delta", "dtype", "lora", "published"),
+    ("delta", "dtype", "published"),
     [
-        ("auto", "bfloat16", None, True),
-        ("auto", "float32", None, False),
-        ("on", "float32", None, True),
-        ("off", "bfloat16", None, False),
-        ("on", "bfloat16", LoraSpec(), False),
+        ("auto", "bfloat16", True),
+        ("auto", "float32", False),
+        ("on", "float32", True),
+        ("off", "bfloat16", False),
     ],
 )
-def test_which_runs_publish_deltas(delta: str, dtype: str, lora, published: bool):
+def test_which_runs_publish_deltas(delta: str, dtype: str, published: bool):
     run = TrainingRun(
         id="s-1:train:0",
         session_id="s-1",
         owner="local",
         model=None,
-        training=TrainingSpec(lora=lora),
+        training=TrainingSpec(),
         dispatcher=None,
         asks=Asks(delta=delta),
         about=trainer_pb2.DescribeTrainerReply(dtype=dtype),
