@@ -431,7 +431,7 @@ class OperationRunner:
         except TandemError:
             run.deltas.forget()
             raise
-        published = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
+        written = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
         version = WeightVersion(
             name=name,
             path=path,
@@ -451,10 +451,10 @@ class OperationRunner:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
-            run.deltas.note(published)
+            run.deltas.note(written)
         if sampled:
             run.newest = name
-        run.published = published
+        run.published = written
         self._tools.metrics.published_bytes.inc(reply.written_bytes)
         self._log.info(
             "published",

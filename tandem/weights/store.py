@@ -18,8 +18,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +31,7 @@ from tandem.errors import LoadFailed, without_paths
 from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum_file
 
 _PARTIAL_PREFIX = ".partial-"
+_SYNCS_AT_ONCE = 16
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 Result = TypeVar("Result")
@@ -60,6 +63,19 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def sync_at_once(syncs: Iterable[Callable[[], None]]) -> None:
+    """Call each of these, which sync one file or folder, and return when all have ended: a disk
+    makes durable at once what waits for it at the same time. Raises what the first that failed
+    does."""
+    with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
+        for _ in pool.map(lambda sync: sync(), syncs):
+            pass
+
+
+def fsync_paths(paths: Iterable[Path]) -> None:
+    sync_at_once(partial(fsync_path, path) for path in paths)
+
+
 def write_synced(file: Path, content: bytes) -> None:
     """Write a new file whose content survives a power failure; its name does once its folder is
     synced."""
@@ -86,24 +102,23 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         raise
 
 
-def give_name(partial: Path, final: Path) -> None:
-    """Rename a folder, whose files are synced, so that it has its final name for good. Raises
-    `OSError`, and then nothing has that name."""
-    fsync_path(partial)
-    partial.rename(final)
+def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> None:
+    """Rename a folder, whose files are synced but for these, so that it has its final name for
+    good. Raises `OSError`, and then nothing has that name."""
+    fsync_paths([*unsynced, folder])
+    folder.rename(final)
     try:
         sync_name(final)
     except OSError:
         with suppress(OSError):
-            final.rename(partial)
+            final.rename(folder)
         raise
 
 
 def sync_name(path: Path) -> None:
     """Make the name of `DATA/KIND/RUN/NAME` survive a power failure, if another process was killed
     before it did: the names of the folders above as well, which it may have made."""
-    for folder in path.parents[:3]:
-        fsync_path(folder)
+    fsync_paths(path.parents[:3])
 
 
 def read_again(read: Callable[[Path], Result], file: Path) -> Result:
@@ -126,8 +141,8 @@ def read_again(read: Callable[[Path], Result], file: Path) -> Result:
 class PartialVersion:
     """A version being written. Every rank may write files into `path`; one rank commits.
 
-    Literal use: `partial = PartialVersion(final); partial.create(); …write into
-    partial.path…; partial.commit(manifest)`. On any failure call `discard()`.
+    Literal use: `version = PartialVersion(final); version.create(); …write into
+    version.path…; version.commit(manifest)`. On any failure call `discard()`.
     """
 
     def __init__(self, final: Path) -> None:
@@ -135,16 +150,21 @@ class PartialVersion:
         self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
 
     def create(self) -> None:
-        make_folder(self.path)
+        """Nothing in it has to survive a power failure before it has its name."""
+        if not self.path.parent.is_dir():
+            make_folder(self.path.parent)
+        self.path.mkdir()
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, *, unsynced: Sequence[Path] = ()) -> None:
         """Write the manifest, make everything durable and give the version its name.
 
-        Writers fsync their own files; the manifest, the directory and the rename are synced here.
-        Raises `OSError`, and then the version does not have its name.
+        Writers fsync their own files but for these; they, the manifest, the directory and the
+        rename are synced here. Raises `OSError`, and then the version does not have its name.
         """
-        write_synced(self.path / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
-        give_name(self.path, self.final)
+        file = self.path / MANIFEST_NAME
+        with file.open("xb") as stream:
+            stream.write(manifest.model_dump_json(indent=1).encode())
+        give_name(self.path, self.final, unsynced=[*unsynced, file])
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -4,6 +4,7 @@ with a run's adapters merged in, gathered a group at a time."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class WholeWeights:
         """See `TrainerBackend.unties_head`."""
         return bool(self._second_names)
 
+    @cached_property
     def exports(self) -> Sequence[Export]:
         """See `TrainerBackend.exports`."""
         found = [

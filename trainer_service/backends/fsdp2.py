@@ -532,7 +532,7 @@ class Fsdp2Backend(TrainerBackend):
         return named if self._adapters else {**named, **persistent_buffers(self._model)}
 
     def exports(self) -> Sequence[Export]:
-        return self._whole_weights.exports()
+        return self._whole_weights.exports
 
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights.of(units)

@@ -10,10 +10,12 @@ import ctypes
 import heapq
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial as with_arguments
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ from tandem.weights import (
     checksum_file,
     open_version,
 )
-from tandem.weights.store import fsync_path, sync_name
+from tandem.weights.store import fsync_path, sync_at_once, sync_name
 from tandem.worker import LoraSpec
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
@@ -39,9 +41,10 @@ from trainer_service.checkpoints.storage import (
     HashedFile,
     Progress,
     agree,
+    begin,
     check_free_space,
+    end_together,
     storage_error,
-    together,
 )
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
@@ -151,10 +154,19 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
-    canary = compute_canary(backend)
+    exported = _export(request, partial, trainer)
+    durable = begin(lambda: _make_durable(request, partial, exported, trainer))
+    try:
+        canary = compute_canary(backend)  # which needs no disk
+    except BaseException:
+        wait_for([durable])  # it may be tried again, and in the same folder
+        raise
     try:
         entries = agree(
-            control, lambda: _write(request, partial, trainer), what=request.name, needed=needed
+            control,
+            lambda: end_together(control.group, durable, progress=exported.progress),
+            what=request.name,
+            needed=needed,
         )
         if control.rank:
             return None
@@ -167,10 +179,19 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
         raise storage_error(error, what=request.name, needed=needed) from error
 
 
-def _write(
-    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer
-) -> list[dict[str, str | int]]:
-    """Writes the files of this rank, if it has any. Returns their entries in the manifest.
+@dataclass(frozen=True)
+class _Exported:
+    """The files of weights that a rank has written, with their tensors, and that are still open;
+    what it `failed` with, if it did."""
+
+    files: list[tuple[HashedFile | PatchedFile, list[Export]]]
+    opened: ExitStack
+    progress: Progress
+    failed: OSError | None = None
+
+
+def _export(request: VersionRequest, partial: PartialVersion, trainer: RankTrainer) -> _Exported:
+    """Writes the weights that are in the files of this rank, if it has any.
 
     Between two tensors a rank may wait for the others to gather the next one, so that what takes
     long is left to the end, where all wait for each other as long as it takes: files are synced.
@@ -190,30 +211,60 @@ def _write(
         units = {unit for unit, rank in owners.items() if rank == control.rank}
         tensors = backend.export_weights(units)
     base = None if adapter_of(request, backend) else find_base(request.path, request.delta_of)
-    progress, opened = Progress(), ExitStack()
-    written: list[tuple[HashedFile | PatchedFile, list[Export]]] = []
-    failure: OSError | None = None
+    exported = _Exported([], ExitStack(), Progress())
     try:
         for name, exports in files.items():
-            file = _new_file(partial.path / name, exports, base=base, progress=progress)
-            written.append((opened.enter_context(closing(file)), exports))
+            file = _new_file(partial.path / name, exports, base=base, progress=exported.progress)
+            exported.files.append((exported.opened.enter_context(closing(file)), exports))
             _write_tensors(file, exports, tensors)
     except OSError as error:
-        failure = error
+        return replace(exported, failed=error)
     finally:
         for _ in tensors:  # after an error: the other ranks wait for this one to gather them
             pass
+    return exported
 
-    def sync() -> list[dict[str, str | int]]:
-        with opened:
-            if failure is not None:
-                raise failure
-            for file, _ in written:
-                file.sync()
-                progress.bytes += 1
-        return [_report(file, exports) for file, exports in written]
 
-    return together(control.group, sync, progress=progress)
+def _make_durable(
+    request: VersionRequest, partial: PartialVersion, exported: _Exported, trainer: RankTrainer
+) -> list[dict[str, str | int]]:
+    """Syncs the files of this rank, those of rank 0 with what belongs beside the weights. Returns
+    their entries in the manifest. Raises `OSError`."""
+
+    def synced(sync: Callable[[], None]) -> None:
+        sync()
+        exported.progress.bytes += 1
+
+    with exported.opened:
+        if exported.failed is not None:
+            raise exported.failed
+        others = [] if trainer.control.rank else _write_small_files(request, partial, trainer)
+        syncs = [file.sync for file, _ in exported.files] + [
+            with_arguments(fsync_path, each) for each in others
+        ]
+        sync_at_once(with_arguments(synced, sync) for sync in syncs)
+    return [_report(file, exports) for file, exports in exported.files] + [
+        {**checksum_file(path).model_dump(), "patch": "", "tensors": "[]", "tensor_bytes": 0}
+        for path in others
+    ]
+
+
+def _write_small_files(
+    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer
+) -> list[Path]:
+    """Writes what belongs to a version beside its weights."""
+    backend, base = trainer.backend, trainer.base
+    if not (lora := adapter_of(request, backend)):
+        return copy_small_files(
+            base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
+        )
+    config = AdapterConfig(
+        base_model=base.name,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=backend.adapter_targets(),
+    )
+    return [*copy_small_files(base.path, partial.path, adapter=True), config.write(partial.path)]
 
 
 def _new_file(
@@ -332,7 +383,6 @@ def _commit(
     canary: Canary,
     trainer: RankTrainer,
 ) -> Manifest:
-    backend, base = trainer.backend, trainer.base
     entries = [FileEntry.model_validate(item) for item in written]
     patches = [
         FileEntry.model_validate_json(str(item["patch"])) for item in written if item["patch"]
@@ -340,26 +390,13 @@ def _commit(
     weight_map = {
         tensor: str(item["name"]) for item in written for tensor in json.loads(str(item["tensors"]))
     }
-    lora = adapter_of(request, backend)
-    if lora:
-        others = copy_small_files(base.path, partial.path, adapter=True)
-        config = AdapterConfig(
-            base_model=base.name,
-            rank=lora.rank,
-            alpha=lora.alpha,
-            targets=backend.adapter_targets(),
-        )
-        others.append(config.write(partial.path))
-    else:
-        others = copy_small_files(
-            base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
-        )
-    if len(entries) > 1:
+    unsynced = []
+    if len({*weight_map.values()}) > 1:
         total = sum(int(item["tensor_bytes"]) for item in written)
-        others.append(write_index(partial.path, weight_map=weight_map, total_bytes=total))
-    for path in others:
-        fsync_path(path)
-        entries.append(checksum_file(path))
+        index = write_index(partial.path, weight_map=weight_map, total_bytes=total)
+        entries.append(checksum_file(index))
+        unsynced.append(index)
+    lora = adapter_of(request, trainer.backend)
     manifest = Manifest(
         version=request.name,
         run_id=request.run_id,
@@ -367,7 +404,7 @@ def _commit(
         parent=request.parent,
         operation=request.operation,
         adapter=lora is not None,
-        dtype="float32" if lora else backend.dtype,
+        dtype="float32" if lora else trainer.backend.dtype,
         tensors=len(weight_map),
         created=datetime.now(UTC).isoformat(),
         files=entries,
@@ -375,7 +412,7 @@ def _commit(
         delta_of=request.delta_of if patches else "",
         patches=patches,
     )
-    partial.commit(manifest)
+    partial.commit(manifest, unsynced=unsynced)
     return manifest
 
 

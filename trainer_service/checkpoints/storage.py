@@ -174,9 +174,27 @@ def together(
     """
     if group is None:
         return work()
+    return end_together(group, begin(work), progress=progress, stalled_after=stalled_after)
+
+
+def begin(work: Callable[[], Result]) -> Future[Result]:
+    """Have `work` done in a thread."""
     future: Future[Result] = Future()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     threading.Thread(target=_carry_out, args=(future, work, gpu), name="disk", daemon=True).start()
+    return future
+
+
+def end_together(
+    group: dist.ProcessGroup | None,
+    future: Future[Result],
+    *,
+    progress: Counted,
+    stalled_after: float = STALLED_AFTER,
+) -> Result:
+    """As `together`, of work that each rank has begun."""
+    if group is None:
+        return future.result()
     seen, since = -1, time.monotonic()
     while True:
         wait_for([future], timeout=_BEAT)
