@@ -1,5 +1,5 @@
 """Reads from a model directory, without loading it, its length, its end tokens, and whether it can
-be trained.
+be trained, and its matrices divided.
 
 The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
@@ -19,6 +19,16 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _BY_LENGTH = {"dynamic", "longrope", "su"}
 """Rotary frequencies that depend on a batch's longest sequence; `su` is longrope's former name."""
+_HEADS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "heads of keys and values",
+}
+_WITHOUT_PLAN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt"}
+_SINKS = {"gpt_oss", "granite_swa"}
+_DIVIDED = {"cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral"}
+_DIVIDED |= {"qwen2", "qwen3"}
+"""Types of models by what is known of dividing their matrices: transformers has no plan for it, or
+attention has sinks; or all of it is divided. Of others, the trainer finds out."""
 
 
 def read_json(path: Path) -> Json:
@@ -33,9 +43,12 @@ def read_json(path: Path) -> Json:
 
 def text_config(directory: Path) -> Json:
     """Return `config.json` with the part that describes the language model on the top level."""
-    config = read_json(directory / "config.json")
+    return _text(read_json(directory / "config.json"))
+
+
+def _text(config: Mapping[str, object]) -> Json:
     nested = config.get("text_config")
-    return {**config, **cast(Json, nested)} if isinstance(nested, dict) else config
+    return {**config, **(cast(Json, nested) if isinstance(nested, dict) else {})}
 
 
 def model_length(directory: Path) -> int | None:
@@ -95,8 +108,7 @@ def why_untrained(config: Mapping[str, object]) -> str:
             f"cannot be trained: it reads more than text ({others[0]}), and only decoders of text "
             "are trained"
         )
-    nested = config.get("text_config")
-    text = {**config, **nested} if isinstance(nested, dict) else config
+    text = _text(config)
     if by_length := sorted(_BY_LENGTH.intersection(_rope_types(text))):
         return (
             f"cannot be trained: the frequencies of its {by_length[0]!r} rotary positions depend "
@@ -109,6 +121,40 @@ def why_untrained(config: Mapping[str, object]) -> str:
             f"cannot be trained: it has layers of the type {others[0]!r}, and only attention to "
             "all tokens, to a window or to a chunk is known to hold sequences apart"
         )
+    return ""
+
+
+def why_undivided(config: Mapping[str, object], count: int) -> str:
+    """Return why the matrices of a model with this `config.json` cannot be divided among so many
+    ranks, as a sentence without its end, or "" if nothing in it speaks against it.
+
+    Literal example: `why_undivided({"num_attention_heads": 9}, 2)` is
+    `"its 9 attention heads are not a multiple of it"`.
+    """
+    text = _text(config)
+    kind = text.get("model_type")
+    if kind in _WITHOUT_PLAN:
+        return "transformers has no plan for it"
+    if kind in _SINKS:
+        return "it has attention sinks, which are in no layer of their own"
+    if any(text.get(key) for key in _EXPERT_KEYS):
+        return "it is a mixture of experts, which trainers do not divide"
+    if odd := undivided_heads(text, count):
+        return odd
+    if kind in _DIVIDED:
+        for key in ("intermediate_size", "vocab_size"):
+            size = text.get(key)
+            if isinstance(size, int) and size % count:
+                return f"its {key} is {size}, which is not a multiple of it"
+    return ""
+
+
+def undivided_heads(config: Mapping[str, object], count: int) -> str:
+    """Return as `why_undivided`, of heads alone, which are whole on a rank."""
+    for key, what in _HEADS.items():
+        size = config.get(key)
+        if isinstance(size, int) and size % count:
+            return f"its {size} {what} are not a multiple of it"
     return ""
 
 

@@ -145,8 +145,6 @@ class TrainingSpec(BaseModel):
     def undivided(self) -> str:
         """What of it cannot be where ranks divide matrices (`layout.tensor_parallel`); "" if all
         can."""
-        if self.lora is not None:
-            return "adapters"
         if self.optimizer != "adamw":
             return f"steps by {self.optimizer}"
         if self.states != "float32":

@@ -57,7 +57,7 @@ from tandem.errors import (
     TandemError,
     UnknownRun,
 )
-from tandem.model_config import read_json, why_untrained
+from tandem.model_config import read_json, why_undivided, why_untrained
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
@@ -221,7 +221,9 @@ class RunRegistry:
                 await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
                 await self.database.sync()
                 return request_id
-            await asyncio.to_thread(_check_trained, self.settings.data_dir / model.path, model.name)
+            folder = self.settings.data_dir / model.path
+            config = await asyncio.to_thread(_config_of, folder)
+            _check_trained(config, model.name)
             await read_ahead(model.path, self.settings, anew=True)
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
@@ -238,6 +240,7 @@ class RunRegistry:
                 training=training,
                 max_lora_rank=training.rank,
             )
+            _check_divided(config, model.name, ranks=asks.tensor_parallel)
             run = self._new_run(
                 id=run_id,
                 session_id=session_id,
@@ -571,14 +574,28 @@ class RunRegistry:
             self._log.exception("trainer_not_stopped", run_id=run.id)
 
 
-def _check_trained(folder: Path, name: str) -> None:
-    """Raise `InvalidRequest` for a model whose configuration says that it cannot be trained. What
-    cannot be read is said when it is loaded."""
-    reason = ""
+def _config_of(folder: Path) -> Mapping[str, object]:
+    """Return a model's configuration. Of one that cannot be read nothing is known, and what is
+    wrong with it is said when it is loaded."""
     with suppress(OSError, ValueError):
-        reason = why_untrained(read_json(folder / "config.json"))
-    if reason:
+        return read_json(folder / "config.json")
+    return {}
+
+
+def _check_trained(config: Mapping[str, object], name: str) -> None:
+    """Raise `InvalidRequest` for a model whose configuration says that it cannot be trained."""
+    if reason := why_untrained(config):
         raise InvalidRequest(f"the model {name} {reason}")
+
+
+def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> None:
+    """Raise `InvalidRequest` for a model whose configuration says that so many ranks cannot divide
+    its matrices."""
+    if ranks > 1 and (reason := why_undivided(config, ranks)):
+        raise InvalidRequest(
+            f"tandem.tensor_parallel is {ranks}, and the model {name} cannot be divided among so "
+            f"many ranks: {reason}. Choose another number, or shard alone (tandem.shards)"
+        )
 
 
 def _restarted() -> GatewayRestarted:

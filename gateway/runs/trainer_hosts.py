@@ -143,5 +143,6 @@ class TrainerHosts:
 
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:
     asks = run.asks
-    computed = (asks.backend, asks.dtype, asks.compile, asks.ranks, asks.shards, asks.priority)
-    return (*computed, asks.sampler_group, asks.replicas, asks.sampler_ranks)
+    computed = (asks.backend, asks.dtype, asks.compile, asks.priority)
+    layout = (asks.ranks, asks.shards, asks.tensor_parallel)
+    return (*computed, *layout, asks.sampler_group, asks.replicas, asks.sampler_ranks)

@@ -153,7 +153,7 @@ class Fsdp2Backend(TrainerBackend):
             if self._mesh is not None:
                 compute = torch_dtype(self.dtype) if self._casts else None
                 if self._mesh.tensor is not None:
-                    divide_matrices(model, self._mesh.tensor)
+                    self._active.divide(divide_matrices(model, self._mesh.tensor))
                 self._groups.shard(self._mesh.data, dtype=compute)
 
         load_model(model_path, prepare=prepare)
@@ -286,7 +286,7 @@ class Fsdp2Backend(TrainerBackend):
         if packs:
             pack(model)
         if (parts := self.training.layout.tensor_parallel) > 1:
-            divide_stand_in(model, parts)
+            other._active.divide(divide_stand_in(model, parts))
         other._divide(settings, apart=has_body(model))
         other._choose_trainable(self.training)
         other.activate()

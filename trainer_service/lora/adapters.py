@@ -29,6 +29,7 @@ from torch.nn import functional
 from tandem.errors import InvalidRequest, UnsuitableLora, without_paths
 from tandem.worker import LoraSpec
 from trainer_service.models.huggingface import find_blocks
+from trainer_service.models.tensor_parallel import PartOfAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,12 +83,19 @@ class ActiveAdapters:
             for layer in self.layers:
                 layer.adapter = adapters.get(layer.name)
 
+    def divide(self, parts: Mapping[str, PartOfAdapter]) -> None:
+        """Let each layer compute with its rank's part, by module name."""
+        for layer in self.layers:
+            layer.part_of = parts[layer.name]
+
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another and the active adapter, if there is one.
 
     The parameters keep their names, and a tied weight stays tied: the adapter is added to the
     layer's output. Adapters are no part of the module: they come and go with their runs.
+
+    `part_of` is for a layer whose matrix is divided among ranks.
     """
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
@@ -97,6 +105,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.register_parameter("bias", layer.bias)
         self.name = name
         self.adapter: Adapter | None = None
+        self.part_of: PartOfAdapter | None = None
         active.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +115,8 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         if adapter is None:
             return y
         a, b = adapter.lora_A, adapter.lora_B
+        if self.part_of is not None:
+            a, b = self.part_of(a, b)
         if a.dtype != y.dtype:
             a, b = a.to(y.dtype), b.to(y.dtype)
         low = functional.linear(x, a)

@@ -4,8 +4,7 @@ ranks that compute the same tokens together.
 Which are divided, and how, is the plan that transformers has of a model (`tp_plan`). Each parameter
 becomes a DTensor over the mesh of those ranks, divided or whole, so that FSDP shards what a rank
 has of it, and loading, checkpoints and exporting know what that is. Modules compute with their part
-as a plain tensor; what they add up or gather is one of three operations, `_copy_to`, `_sum` and
-`_gather`.
+as a plain tensor; what they add up, gather or split is one of the operations below.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,26 +30,33 @@ from torch.distributed.tensor import (
 )
 
 from tandem.errors import WorkerStartFailed
+from tandem.model_config import undivided_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-COLUMNS, ROWS, GATHERED, TABLE, OF_HEADS = (
+COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
     "colwise",
     "rowwise",
     "colwise_gather_output",
+    "rowwise_split_input",
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
 """Transformers' names of what a layer does: of a linear layer, each rank has some outputs, or some
-inputs, or some outputs that are then gathered; of an embedding some tokens. The last one is whole,
-and computes with the heads of one rank alone, as norms of queries and keys do."""
+inputs, or some outputs that are then gathered, or some inputs where all are there; of an embedding
+some tokens. The last one is whole, and computes with the heads of one rank alone, as norms of
+queries and keys do."""
+PartOfAdapter = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor"]]
+"""What a rank computes with of A [r, in] and B [out, r], which each has whole: the gradients that
+ranks have of them add up to those of the whole layer."""
 _TOLERANCE = 1e-4
 _LAYERS: Mapping[str, type[nn.Module]] = {
     COLUMNS: nn.Linear,
     ROWS: nn.Linear,
     GATHERED: nn.Linear,
+    SPLIT: nn.Linear,
     TABLE: nn.Embedding,
     OF_HEADS: nn.Module,
 }
@@ -80,14 +87,8 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
             return f"its plan has {style}, of {name}, which trainers do not know"
         if not isinstance(module, kind):
             return f"{name} is a {type(module).__name__}, and {style} is not for that"
-    config = model.config.get_text_config()
-    heads = {
-        "attention heads": config.num_attention_heads,
-        "heads of keys and values": getattr(config, "num_key_value_heads", None),
-    }
-    for what, size in heads.items():
-        if size and size % count:
-            return f"its {size} {what} are not a multiple of it"
+    if odd := undivided_heads(model.config.get_text_config().to_dict(), count):
+        return odd
     placements: dict[nn.Parameter, Placement] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, _, key = name.rpartition(".")
@@ -100,15 +101,16 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
     return ""
 
 
-def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divides a model that has no memory yet among the ranks of a mesh with one dimension."""
+def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartOfAdapter]:
+    """Divides a model that has no memory yet among the ranks of a mesh with one dimension. Returns
+    what layers compute with of adapters, by module name."""
     ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=mesh.get_group())
 
     def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
-    _divide(model, ranks, part)
+    return _divide(model, ranks, part)
 
 
 def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -138,8 +140,9 @@ def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
             )
 
 
-def divide_stand_in(model: PreTrainedModel, count: int) -> None:
-    """Gives a model on `meta` the sizes that it has on each of `count` ranks."""
+def divide_stand_in(model: PreTrainedModel, count: int) -> dict[str, PartOfAdapter]:
+    """Gives a model on `meta` the sizes that it has on each of `count` ranks. Returns as
+    `divide_matrices`."""
 
     def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         own = parameter.detach()
@@ -147,7 +150,7 @@ def divide_stand_in(model: PreTrainedModel, count: int) -> None:
             own = own.chunk(count, dim=placement.dim)[0].clone()
         return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
-    _divide(model, _Ranks(count=count, index=0, group=None), part)
+    return _divide(model, _Ranks(count=count, index=0, group=None), part)
 
 
 class _Ranks:
@@ -171,6 +174,10 @@ class _Ranks:
             dist.all_gather(parts, mine, group=self.group)
         return torch.cat(parts, dim=-1)
 
+    def part_of(self, value: Tensor) -> Tensor:
+        """[…, n] → […, n / count]."""
+        return value.chunk(self.count, dim=-1)[self.index].contiguous()
+
 
 # --- Parameters -----------------------------------------------------------------------------------
 
@@ -191,15 +198,16 @@ def _placement(style: str, key: str) -> Placement:
     """Where a module's parameter is: divided along one of its dimensions, or whole on each rank."""
     if style in (COLUMNS, GATHERED, TABLE):
         return Shard(0)
-    return Shard(1) if style == ROWS and key == "weight" else Replicate()
+    return Shard(1) if style in (ROWS, SPLIT) and key == "weight" else Replicate()
 
 
 def _divide(
     model: PreTrainedModel,
     ranks: _Ranks,
     part: Callable[[nn.Parameter, Placement], nn.Parameter],
-) -> None:
+) -> dict[str, PartOfAdapter]:
     styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
+    parts: dict[str, PartOfAdapter] = {}
     for name, module in list(model.named_modules()):
         own = {key: each for key, each in module._parameters.items() if each is not None}
         style = styles.get(name, "")
@@ -211,6 +219,8 @@ def _divide(
             _hold_part_of_table(module, ranks)
         if own:
             _compute_with_part(module, style, ranks)
+            parts[name] = partial(_part_of_adapter, style=style, ranks=ranks)
+    return parts
 
 
 # --- Modules --------------------------------------------------------------------------------------
@@ -225,16 +235,27 @@ def _compute_with_part(module: nn.Module, style: str, ranks: _Ranks) -> None:
             if style in (COLUMNS, GATHERED):
                 made = whole(_copy_to(given[0], ranks), *given[1:], **named)
                 return _gather(made, ranks) if style == GATHERED else made
-            if style == ROWS:
+            if style in (ROWS, SPLIT):
+                own = _split(given[0], ranks) if style == SPLIT else given[0]
                 # Every rank would add it.
                 bias, module._parameters["bias"] = plain.get("bias"), None
-                total = _sum(whole(*given, **named), ranks)
+                total = _sum(whole(own, *given[1:], **named), ranks)
                 return total if bias is None else total + bias
             if style == TABLE:
                 return _look_up(whole, given[0], module, ranks)
             return whole(*given, **named)
 
     module.forward = forward
+
+
+def _part_of_adapter(a: Tensor, b: Tensor, *, style: str, ranks: _Ranks) -> tuple[Tensor, Tensor]:
+    """The A [r, in] and B [out, r] that a rank has, whole, as it computes with them: for its
+    outputs, or its inputs, or all where all ranks compute the same."""
+    if style in (COLUMNS, GATHERED):
+        return a, b.chunk(ranks.count)[ranks.index]
+    if style in (ROWS, SPLIT):
+        return a.chunk(ranks.count, dim=1)[ranks.index], b
+    return (a, b) if style == OF_HEADS else (_of_first(a, ranks), _of_first(b, ranks))
 
 
 @contextmanager
@@ -297,6 +318,17 @@ def _gather(value: Tensor, ranks: _Ranks) -> Tensor:
     return _Gather.apply(value, ranks)
 
 
+def _split(value: Tensor, ranks: _Ranks) -> Tensor:
+    """Of what all have, what is this rank's, side by side."""
+    return _Split.apply(value, ranks)
+
+
+def _of_first(value: Tensor, ranks: _Ranks) -> Tensor:
+    """What all have and compute the same with: the first has its gradient, and others zeros. None
+    is without one, which backward passes of all would have to know."""
+    return _OfFirst.apply(value, ranks)
+
+
 class _Copy(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: _Ranks) -> Tensor:
@@ -326,5 +358,26 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ranks: _Ranks = ctx.ranks
-        return gradient.chunk(ranks.count, dim=-1)[ranks.index].contiguous(), None
+        return ctx.ranks.part_of(gradient), None
+
+
+class _Split(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: _Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.part_of(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather(gradient), None
+
+
+class _OfFirst(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: _Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.ranks.index == 0 else torch.zeros_like(gradient), None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import tinker
@@ -172,7 +174,12 @@ def test_an_engine_has_the_place_that_its_run_has_taken_for_it(start):
 
 
 def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
+    divided = {"ranks": "2", "tensor_parallel": "2"}
     with start(host_memory_bytes=2**30) as gate, gate.http() as client:
+        (model,) = client.get("/api/tandem/v1/models").json()["models"]
+        config = Path(model["path"]) / "config.json"
+        about = json.loads(config.read_text()) | {"num_attention_heads": 9}
+        config.write_text(json.dumps(about))
         session = gate.session_id()
         for number, (asks, why) in enumerate(
             (
@@ -181,6 +188,8 @@ def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
                 ({"host_memory": "2GiB"}, "it needs 2 GiB of the host's memory"),
                 ({"gpus": "1"}, "tandem.gpus is unknown; known: tandem.backend, "),
                 ({"dtype": "int8"}, "tandem.dtype is 'int8'; it is auto, float32 or bfloat16"),
+                (divided, "tandem.tensor_parallel is 2, and the model tiny cannot be divided"),
+                (divided, "so many ranks: its 9 attention heads are not a multiple of it. Choose"),
             )
         ):
             answer = create(client, session, number, **asks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tandem.weights import open_version
-from tandem.worker import Layout, TrainingSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.architectures import write_model
 from tests.support.losses.batches import mixed_data
 from tests.support.tiny_model import VOCABULARY
@@ -38,7 +40,7 @@ def weights(client: TrainerClient, folder: Path, *, files: int) -> Weights:
     assert not reply.HasField("failure"), reply.failure
     open_version(path, name=reply.version.name)
     written = list(path.glob("*.safetensors"))
-    assert len(written) == files, "each rank writes its part, once"
+    assert len(written) == files, "each rank writes its part, once; adapters are one file"
     return {name: array for file in written for name, array in load_file(file).items()}
 
 
@@ -54,38 +56,65 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory) -> tuple[list[np.ndarray], Weights]:
-    folder = tmp_path_factory.mktemp("alone")
-    with trainer_process(model, folder, **SETTINGS) as client:
-        return train(client, 1, 2, 3), weights(client, folder, files=1)
+def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.ndarray], Weights]]:
+    @cache
+    def trained(lora: LoraSpec | None) -> tuple[list[np.ndarray], Weights]:
+        folder = tmp_path_factory.mktemp("alone")
+        with trainer_process(model, folder, **SETTINGS, training=TrainingSpec(lora=lora)) as client:
+            return train(client, 1, 2, 3), weights(client, folder, files=1)
+
+    return trained
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "less_memory"),
+    ("ranks", "layout", "lora", "less_memory"),
     [
-        pytest.param(2, Layout(replicas=2), {}, marks=pytest.mark.nightly),
-        (4, Layout(replicas=2), {"unreduced_gradients_bytes": 1}),
+        pytest.param(2, Layout(replicas=2), None, {}, marks=pytest.mark.nightly),
+        (4, Layout(replicas=2), None, {"unreduced_gradients_bytes": 1}),
         pytest.param(
             2,
             Layout(tensor_parallel=2),
+            None,
             {"logits_bytes": 4 * VOCABULARY * 7},
             marks=pytest.mark.nightly,
         ),
-        (4, Layout(tensor_parallel=2), {"checkpointing": "on", "unreduced_gradients_bytes": 1}),
+        pytest.param(
+            4,
+            Layout(tensor_parallel=2),
+            None,
+            {"checkpointing": "on", "unreduced_gradients_bytes": 1},
+            marks=pytest.mark.nightly,
+        ),
+        (
+            4,
+            Layout(replicas=2, tensor_parallel=2),
+            None,
+            {"checkpointing": "on", "unreduced_gradients_bytes": 1},
+        ),
+        pytest.param(
+            4,
+            Layout(replicas=2, tensor_parallel=2),
+            LoraSpec(rank=4, seed=5),
+            {"checkpointing": "on", "logits_bytes": 4 * VOCABULARY * 7},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=[
         "copies that are whole on a rank",
         "copies in two shards, gradients reduced at once",
         "divided matrices, logits in chunks",
         "divided matrices in two shards, checkpointed blocks, gradients reduced at once",
+        "copies of divided matrices, checkpointed blocks, gradients reduced at once",
+        "adapters on copies of divided matrices, checkpointed blocks, logits in chunks",
     ],
 )
 def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_after_a_kill(
-    model, tmp_path, alone, ranks, layout, less_memory
+    model, tmp_path, alone, ranks, layout, lora, less_memory
 ) -> None:
-    logprobs, expected = alone
+    logprobs, expected = alone(lora)
+    files = ranks if lora is None else 1
     snapshot = tmp_path / "snapshots" / "s2"
-    training = TrainingSpec(layout=layout)
+    training = TrainingSpec(layout=layout, lora=lora)
     settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training}
     with trainer_process(model, tmp_path, lease=1, **settings) as client:
         found = train(client, 1)
@@ -96,7 +125,7 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
         client.hold(3)
         client.wake()
         found += train(client, 3)
-        after = weights(client, tmp_path / "after", files=ranks)
+        after = weights(client, tmp_path / "after", files=files)
         os.killpg(client.process.pid, signal.SIGKILL)
     for one, other in zip(logprobs, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
@@ -104,9 +133,9 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
     with trainer_process(model, tmp_path, **settings) as client:
         client.restore(str(snapshot), seq_id=4)
         train(client, 3)
-        again = weights(client, tmp_path / "again", files=ranks)
+        again = weights(client, tmp_path / "again", files=files)
     assert all(np.array_equal(again[name], after[name]) for name in after)
-    with trainer_process(model, tmp_path, **SETTINGS) as client:
+    with trainer_process(model, tmp_path, **SETTINGS, training=TrainingSpec(lora=lora)) as client:
         client.restore(str(snapshot), seq_id=4)
         train(client, 3)
         assert_close(weights(client, tmp_path / "one", files=1), expected)

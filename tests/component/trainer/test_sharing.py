@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tandem.agent.worker_process import group_members
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec
+from tests.support.architectures import write_model
 from tests.support.local_trainer import data_of
 from tests.support.trainer_worker import TrainerClient, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS, RUN, SESSION
@@ -42,10 +43,20 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, Layout()),
+        (2, Layout()),
+        pytest.param(2, Layout(tensor_parallel=2), marks=pytest.mark.nightly),
+    ],
+)
+def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, ranks, layout):
     model = models["qwen3"]
-    with trainer_process(model, tmp_path, training=A, ranks=ranks) as a:
+    if layout.tensor_parallel > 1:  # that one has too few heads
+        model = write_model(tmp_path / "model", "qwen3")
+    training_a, training_b = (each.model_copy(update={"layout": layout}) for each in (A, B))
+    with trainer_process(model, tmp_path, training=training_a, ranks=ranks) as a:
         train(a, 1)
         b = a.of_run(OTHER)
         with pytest.raises(grpc.RpcError, match="does not host") as caught:
@@ -53,7 +64,7 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         b.seq_id = 0
         assert b.add(TrainingSpec(lora=LoraSpec(rank=400))).failure.type == "unsuitable_lora"
-        about = b.add(B).about
+        about = b.add(training_b).about
         assert list(about.run_ids) == [RUN, OTHER]
         assert about.trainable_parameters < a.describe().trainable_parameters
         b.output(request(data_of(5)))
@@ -72,14 +83,14 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
         train(b, 7)
         last = tensors(b, tmp_path)
         again = a.of_run("again")  # in a process where the first run has come and gone
-        assert not again.add(A).HasField("failure")
+        assert not again.add(training_a).HasField("failure")
         assert again.restore(snapshots[a], seq_id=4).step == 2
         assert_same(tensors(again, tmp_path), found[0])
 
-    with trainer_process(model, tmp_path, training=A, ranks=ranks) as own:
+    with trainer_process(model, tmp_path, training=training_a, ranks=ranks) as own:
         train(own, 1, 2)
         assert_same(tensors(own, tmp_path), found[0])
-    with trainer_process(model, tmp_path, training=B, ranks=ranks) as own:
+    with trainer_process(model, tmp_path, training=training_b, ranks=ranks) as own:
         train(own, 5, 6)
         assert_same(tensors(own, tmp_path), found[1])
         assert_same(tensors(own, tmp_path, merged=True), found[2])

@@ -1,4 +1,5 @@
-"""Two ranks that divide the matrices of a model compute what one does, for each kind of model."""
+"""Two ranks that divide the matrices of a model compute what one does, for each kind of model, and
+of what is trained."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
-from tandem.worker import Layout, TrainingSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.architectures import write_model
 from tests.support.tiny_model import VOCABULARY
-from trainer_service.backends import World
+from trainer_service.backends import TrainerBackend, World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.models.huggingface import small_model
@@ -33,18 +34,40 @@ ARCHITECTURES = (
     "gpt_neox",
     "cohere",
     "granite",
+    "phi3",
+    "olmo2",
+    "deepseek_v3",
 )
 PATIENCE = timedelta(seconds=120)
 SETTINGS = TrainerSettings(device="cpu", threads=1)
 STEP = AdamWSettings(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0
 )
+TOGETHER = Layout(tensor_parallel=2)
+RUNS: dict[str, list[TrainingSpec]] = {
+    "all parameters": [TrainingSpec()],
+    "adapters": [
+        TrainingSpec(lora=LoraSpec(rank=4, seed=5)),
+        TrainingSpec(lora=LoraSpec(rank=3, seed=6, alpha=8, attention=False)),
+    ],
+}
 Found = tuple[list[torch.Tensor], list[float], dict[str, torch.Tensor]]
 
 
-def train(path: Path, world: World, training: TrainingSpec) -> Found:
-    """Two steps. Returns log probabilities, norms and the weights as they are exported."""
-    backend = Fsdp2Backend(model_path=path, settings=SETTINGS, world=world, training=training)
+def runs_of(kind: str, layout: Layout) -> list[TrainingSpec]:
+    return [each.model_copy(update={"layout": layout}) for each in RUNS[kind]]
+
+
+def train(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
+    """Two steps of each of the runs that share a model. Returns log probabilities, norms and the
+    weights as they are exported, and adapters."""
+    first = Fsdp2Backend(model_path=path, settings=SETTINGS, world=world, training=runs[0])
+    backends = [first, *(first.share(other) for other in runs[1:])]
+    return [steps(backend) for backend in backends]
+
+
+def steps(backend: TrainerBackend) -> Found:
+    backend.activate()
     numbers = np.random.default_rng(0)
     found, norms = [], []
     for _ in range(2):
@@ -58,10 +81,12 @@ def train(path: Path, world: World, training: TrainingSpec) -> Found:
         )
         logprobs = backend.logprobs(micro_batch, gradients=True)
         backend.backward(-logprobs.sum())
+        backend.sum_gradients()
         found.append(logprobs.detach())
         norms.append(backend.optimizer.step(STEP)["grad_norm"])
     units = {export.unit for export in backend.exports()}
-    return found, norms, {name: each.clone() for name, each in backend.export_weights(units)}
+    whole = {name: each.clone() for name, each in backend.export_weights(units)}
+    return found, norms, {**whole, **(backend.export_adapter() if backend.training.lora else {})}
 
 
 def run_rank(rank: int, folder: str) -> None:
@@ -70,9 +95,12 @@ def run_rank(rank: int, folder: str) -> None:
     store.set_timeout(PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     try:
-        together = TrainingSpec(layout=Layout(tensor_parallel=2))
         world = World(rank=rank, size=2, device="cpu")
-        found = {name: train(Path(folder) / name, world, together) for name in ARCHITECTURES}
+        found = {
+            (name, kind): train(Path(folder) / name, world, *runs_of(kind, TOGETHER))
+            for name in ARCHITECTURES
+            for kind in RUNS
+        }
         # A plan that forgets what computes with some of the heads.
         wrong = small_model(Path(folder) / "gemma3_text", times=2)
         wrong.tp_plan = {n: s for n, s in wrong.tp_plan.items() if not n.endswith("_norm")}
@@ -88,7 +116,9 @@ def run_rank(rank: int, folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("divided")
     for name in ARCHITECTURES:
-        write_model(folder / name, name)
+        # Latent attention, which is whole on each rank, without experts.
+        dense = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
+        write_model(folder / name, name, **dense)
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
     for each in ranks:
@@ -99,13 +129,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_two_ranks_that_divide_matrices_compute_what_one_does(folder, architecture) -> None:
-    both: Found = torch.load(folder / "found.pt")[architecture]
-    alone = train(folder / architecture, World(0, 1, "cpu"), TrainingSpec())
-    for one, other in zip(alone[0], both[0], strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
-    assert both[1] == pytest.approx(alone[1], rel=1e-5)
-    assert both[2].keys() == alone[2].keys()
-    for name, weight in alone[2].items():
-        torch.testing.assert_close(both[2][name], weight, rtol=1e-5, atol=1e-5)
+def test_two_ranks_that_divide_matrices_compute_what_one_does(folder, architecture, kind) -> None:
+    found: list[Found] = torch.load(folder / "found.pt")[architecture, kind]
+    expected = train(folder / architecture, World(0, 1, "cpu"), *runs_of(kind, Layout()))
+    for both, alone in zip(found, expected, strict=True):
+        for one, other in zip(alone[0], both[0], strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+        assert both[1] == pytest.approx(alone[1], rel=1e-5)
+        assert both[2].keys() == alone[2].keys()
+        for name, weight in alone[2].items():
+            torch.testing.assert_close(both[2][name], weight, rtol=1e-5, atol=1e-5)

@@ -139,6 +139,7 @@ async def test_runs_of_a_backend_of_another_package_share_once_a_trainer_says_th
         {"share": "never"},
         {"dtype": "bfloat16"},
         {"compile": "on"},
+        {"tensor_parallel": 2},
         {"priority": -1},
         {"group": "gpu2"},
     ],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from tandem import model_config
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.model_config import why_undivided
 from tandem.settings import TrainerSettings
-from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker import Layout, TrainingSpec, WorkerSpec
 from tests.support.architectures import CONFIGURATIONS
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.compute.process_group import check_capabilities
@@ -17,8 +19,15 @@ from trainer_service.models.tensor_parallel import check_divisible, divide_stand
 TOGETHER = TrainingSpec(layout=Layout(tensor_parallel=2))
 
 
+def configuration(architecture: str, **changes: object) -> PreTrainedConfig:
+    return AutoConfig.for_model(architecture, **{**CONFIGURATIONS.get(architecture, {}), **changes})
+
+
 def empty(architecture: str, **changes: object) -> torch.nn.Module:
-    config = AutoConfig.for_model(architecture, **{**CONFIGURATIONS[architecture], **changes})
+    return empty_of(configuration(architecture, **changes))
+
+
+def empty_of(config: PreTrainedConfig) -> torch.nn.Module:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -27,7 +36,7 @@ def empty(architecture: str, **changes: object) -> torch.nn.Module:
     ("architecture", "changes", "reason"),
     [
         ("gpt2", {}, "transformers has no plan for it"),
-        ("phi3", {}, "its plan has rowwise_split_input, of model.layers.0.self_attn.o_proj"),
+        ("minicpm3", {}, "its plan has mla_kv_a_proj, of .*, which trainers do not know"),
         ("qwen3_moe", {}, "experts.gate_up_proj is of several experts"),
         ("gpt_oss", {}, "self_attn.sinks is in no layer of its own"),
         ("qwen3", {"num_key_value_heads": 1}, "its 1 heads of keys and values are not a multiple"),
@@ -40,6 +49,30 @@ def test_a_model_that_cannot_be_divided_is_refused_by_what_cannot(
 ) -> None:
     with pytest.raises(WorkerStartFailed, match=f"among 2 ranks .tandem.tensor_para.*{reason}"):
         check_divisible(empty(architecture, **changes), 2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_the_gateway_refuses_by_the_configuration_alone_what_the_trainer_refuses() -> None:
+    cases: list[tuple[str, dict[str, int]]] = [(kind, {}) for kind in CONFIGURATIONS]
+    cases += [
+        (kind, {} if kind == "gpt_neo" else {"num_hidden_layers": 1})
+        for kind in model_config._WITHOUT_PLAN | model_config._SINKS
+        if kind not in CONFIGURATIONS
+    ]
+    cases += [
+        (kind, {name: size})
+        for kind in model_config._DIVIDED
+        for name, size in (("intermediate_size", 129), ("vocab_size", 257))
+    ]
+    cases += [("llama", {"num_key_value_heads": 1}), ("llama", {"num_attention_heads": 1})]
+    for architecture, changes in cases:
+        config = configuration(architecture, **changes)
+        model = empty_of(config)
+        if why_undivided(config.to_dict(), 2):
+            with pytest.raises(WorkerStartFailed):
+                check_divisible(model, 2)
+        else:
+            check_divisible(model, 2)
 
 
 def test_a_stand_in_has_the_parameters_of_one_rank() -> None:
@@ -71,7 +104,6 @@ def check(training: TrainingSpec) -> None:
 def test_what_is_not_for_ranks_that_divide_matrices_is_refused_before_the_start() -> None:
     check(TOGETHER)
     for changes, reason in (
-        ({"lora": LoraSpec()}, "no adapters"),
         ({"optimizer": "dimuon"}, "no steps by dimuon"),
         ({"states": "bfloat16"}, r"no states in bfloat16 \(tandem.states\)"),
         ({"moments": "host"}, r"no moments on the host \(tandem.moments\)"),
