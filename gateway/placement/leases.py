@@ -16,30 +16,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 
 from gateway.metrics import Metrics
+from gateway.placement.accounts import Accounts
+from gateway.placement.evictions import REFUSED_PAUSE, Evictions
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease, Tenant
-from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
+from gateway.placement.lease_records import LeaseRecords
 from gateway.placement.memory import (
     HostMemory,
     Residence,
-    Way,
     enough_bytes,
-    room_on_device,
 )
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
-from gateway.placement.switches import PAUSE, RECENT, Switches
+from gateway.placement.switches import PAUSE, Switches
 from gateway.storage.database import Database
-from tandem.errors import StorageFailed
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
-
-_REFUSED_PAUSE = 5.0
-"""Seconds until a worker whose sleep found no room is asked again."""
 
 _TOKEN_BITS = 20
 """Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
@@ -73,13 +68,26 @@ class GroupLeases:
         self.switches = Switches(
             group=name, settings=settings, memory=memory, metrics=metrics, next_token=next_token
         )
-        self._hold_seconds = settings.quantum
+        self.accounts = Accounts(
+            group=name,
+            leases=self.leases,
+            settings=settings,
+            records=records,
+            memory=memory,
+            metrics=metrics,
+            next_token=next_token,
+        )
+        self._evictions = Evictions(
+            leases=self.leases,
+            on_host=on_host,
+            settings=settings,
+            accounts=self.accounts,
+            switches=self.switches,
+            memory=memory,
+            carry_out=self._carry_out,
+        )
         self._settings = self._configured = settings
-        self._records = records
-        self._memory = memory
         self._metrics = metrics
-        self._next_token = next_token
-        self._shares: dict[str, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -122,26 +130,11 @@ class GroupLeases:
             ),
         )
         if self.awake:
-            self._take_up(lease, self._records.take_left(key))
-            self._records.add(lease.key, group=self.name, kind=kind, owner=owner)
+            self.accounts.add(lease)
             self.leases.append(lease)
-            self._memory.add(lease.residence)
             if present and not lease.left:
                 self._begin_task(lease, self.switches.measure(lease))
         return lease
-
-    def _take_up(self, lease: Lease, left: LeaseRecord | None) -> None:
-        if left is None:
-            return
-        now = self._loop.time()
-        lease.seconds, lease.token = left.seconds, left.token
-        share = left.seconds / self._weight(lease.owner)
-        self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + share
-        if left.held and lease.present:
-            lease.state, lease.granted_at, lease.idle_since = "held", now, now
-            lease.left = True
-        elif left.since:
-            lease.since = now - max(0.0, time.time() - left.since)
 
     @property
     def policy(self) -> str:
@@ -180,7 +173,7 @@ class GroupLeases:
     def expected_wait(self, before: int) -> float:
         """Return how long, in seconds, one with so many before it will wait, by how things went
         lately."""
-        return (before + 1) * (self._hold_seconds + self.switches.seconds)
+        return (before + 1) * (self.accounts.hold_seconds + self.switches.seconds)
 
     def queue(self) -> list[Lease]:
         """Return those that wait, in turn."""
@@ -193,7 +186,7 @@ class GroupLeases:
             waiting,
             now=now,
             max_wait=self._settings.max_wait,
-            share_of=lambda owner: self._share(owner),
+            share_of=self.accounts.share,
         )
 
     def watch(self) -> None:
@@ -226,8 +219,8 @@ class GroupLeases:
             return
         if lease.state == "free" and not lease.waiting:
             lease.why_not = ""
-            self._note_active(lease.owner)
-            self._note_waiting(lease)
+            self.accounts.note_active(lease.owner)
+            self.accounts.note_waiting(lease)
         turn: asyncio.Future[None] = self._loop.create_future()
         lease.waiting.append(turn)
         self.look()
@@ -251,14 +244,8 @@ class GroupLeases:
         lease.uses -= 1
         if not lease.uses:
             lease.idle_since = self._loop.time()
-            self._note_used(lease, lease.idle_since - lease.busy_since)
+            self.accounts.note_used(lease, lease.idle_since - lease.busy_since)
         self.look()
-
-    def _note_used(self, lease: Lease, seconds: float) -> None:
-        lease.seconds += seconds
-        lease.span_seconds += seconds
-        share = seconds / self._weight(lease.owner)
-        self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + share
 
     def close(self, lease: Lease) -> None:
         lease.closed = True
@@ -271,11 +258,8 @@ class GroupLeases:
         self.look()
 
     def _remove(self, lease: Lease) -> None:
-        if lease.state != "free":
-            self._note_free(lease)
+        self.accounts.remove(lease)
         self.leases.remove(lease)
-        self._memory.remove(lease.residence)
-        self._records.remove(lease.key)
 
     def _admit(self, lease: Lease) -> None:
         lease.state = "held"
@@ -375,23 +359,14 @@ class GroupLeases:
             await self.switches.end(
                 lease, "the gateway failed in the middle of a switch; see its log"
             )
-            self._note_free(lease)
+            self.accounts.note_free(lease)
         if lease.closed:
             self._remove(lease)
         self.look()
 
     async def _wake(self, lease: Lease) -> None:
         began = self._loop.time()
-        try:
-            if not await self._made_room_for(lease):
-                await asyncio.sleep(PAUSE)
-                lease.state = "free"
-                self._note_given_up(lease)
-                return
-            lease.token = self._next_token()
-            await self._records.hold(lease.key, token=lease.token)
-        except StorageFailed as error:
-            self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
+        if not await self._evictions.made_room_for(lease) or not await self.accounts.hold(lease):
             await asyncio.sleep(PAUSE)
             lease.state = "held" if lease.left else "free"
             self._note_given_up(lease)
@@ -400,7 +375,7 @@ class GroupLeases:
         if lease.present:
             await self.switches.awake(lease)
             if left and not lease.present:  # for its next process, room must be made
-                self._note_free(lease)
+                self.accounts.note_free(lease)
                 return
         lease.granted_at = lease.idle_since = self._loop.time()
         lease.wake_seconds = lease.granted_at - began
@@ -422,7 +397,7 @@ class GroupLeases:
             if not self._refused_for_long(lease):
                 self._log.warning("sleep_refused", worker=lease.key, reason=why_not)
                 self._metrics.sleeps_refused.labels(self.name).inc()
-                lease.why_not, lease.stays_until = why_not, self._loop.time() + _REFUSED_PAUSE
+                lease.why_not, lease.stays_until = why_not, self._loop.time() + REFUSED_PAUSE
                 if lease.left:  # nobody knows whether it is awake: its next use wakes it
                     lease.state = "held"
                 else:
@@ -432,7 +407,7 @@ class GroupLeases:
             await self.switches.end(lease, reason)
         lease.why_not, lease.refused_since, lease.stays_until = "", 0.0, 0.0
         lease.sleep_seconds = self._loop.time() - began
-        self._note_free(lease)
+        self.accounts.note_free(lease)
 
     def _enough_bytes(self, lease: Lease, following: Residence | None) -> int:
         """Return how much a worker has to free for the one `following`; 0: all."""
@@ -448,161 +423,14 @@ class GroupLeases:
         waited = [now - max(each.since, lease.refused_since) for each in queue]
         return max(waited, default=0.0) >= self._settings.max_wait
 
-    async def _made_room_for(self, lease: Lease) -> bool:
-        """Let sleeping workers of the group leave the devices, and the host's memory, those that
-        were served longest ago first, until one that is to wake fits. Where it still does not, it
-        waits: what others have may be free soon. After `max_wait`, sleeping workers are ended for
-        it."""
-        memory, residence = self._memory, lease.residence
-        if lease.left:
-            return True
-        overdue = self._loop.time() - lease.since >= self._settings.max_wait
-        others = sorted(self.leases, key=lambda each: each.served_at)
-        others.remove(lease)
-        for other in sorted(others, key=lambda each: each.residence.freed_all):
-            if self._is_in_the_way(other, of=lease) and (overdue or not other.residence.freed_all):
-                other.state = "sleeping"
-                await self._carry_out(other, self._leave_devices(other))
-        if any(self._is_in_the_way(other, of=lease) for other in others):
-            lease.why_not = "another worker has left some of its state on the devices"
-            return False
-        for other in others:
-            if memory.reserve_to_wake(residence):
-                return True
-            may_be_asked = overdue or other.stays_until <= self._loop.time()
-            if other.state == "free" and other.residence.can_leave and may_be_asked:
-                other.state = "sleeping"
-                await self._carry_out(other, self._leave_host(other, overdue=overdue))
-        if memory.reserve_to_wake(residence):
-            return True
-        lease.why_not = memory.shortage()
-        if not overdue or any(e.state == "free" and e.residence.can_leave for e in others):
-            return False
-        # It is workers of other groups that have the memory, and they know nothing of this one.
-        self._log.warning("host_memory_exceeded", worker=lease.key, reason=lease.why_not)
-        return True
-
-    def _is_in_the_way(self, other: Lease, *, of: Lease) -> bool:
-        """Whether a worker has left so much on the devices that another one may not fit."""
-        if other.state != "free" or not other.present:
-            return False
-        if not other.residence.measured:  # it did not say what an earlier gateway has left of it
-            return not self._on_host and other.kind == "trainer"
-        if not other.residence.left_on_device:
-            return False
-        others = [each.residence for each in self.leases if each is not of]
-        room = room_on_device(of.residence, others)
-        if room is None:  # it gets what can be freed
-            return not other.residence.freed_all
-        return room < 0
-
-    async def _leave_devices(self, lease: Lease) -> None:
-        """Let a worker that sleeps free all of the devices that it can; end one that has done so
-        already."""
-        if not lease.residence.freed_all:
-            await self._sleep_again(lease, lease.residence.ways)
-            return
-        await self.switches.end(lease, "another one needs what it has left on the devices")
-        self._note_free(lease)
-
-    async def _leave_host(self, lease: Lease, *, overdue: bool) -> None:
-        """Wake a worker that sleeps in the host's memory, and put it to sleep without it. Where
-        that cannot be, it is ended if that is `overdue`, else it sleeps as it did, and is left
-        alone for a while."""
-        memory, deeper = self._memory, lease.residence.ways[-1]
-        plan = await memory.reserve(lease.residence, deeper, following=None)
-        memory.release(lease.residence)
-        if isinstance(plan, str):
-            if overdue:
-                await self.switches.end(lease, f"another one needs the memory of its state: {plan}")
-            self._note_free(lease)
-            return
-        await self._sleep_again(lease, (deeper,) if overdue else (deeper, "host"))
-        if lease.residence.can_leave:  # it was found only when it was tried
-            lease.stays_until = self._loop.time() + _REFUSED_PAUSE
-
-    async def _sleep_again(self, lease: Lease, ways: Sequence[Way]) -> None:
-        """Wake a worker, and put the whole of it to sleep."""
-        lease.token = self._next_token()
-        try:
-            await self._records.hold(lease.key, token=lease.token)
-        except StorageFailed as error:
-            self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
-            self._note_free(lease)
-            return
-        lease.granted_at = self._loop.time()
-        if lease.present:
-            await self.switches.awake(lease)
-        if why_not := await self.switches.asleep(lease, ways):
-            await self.switches.end(lease, f"it could not sleep again: {why_not}")
-        self._note_free(lease)
-
     async def _end_holder(self, lease: Lease, reason: str) -> None:
         await self.switches.end(lease, reason)
         lease.state = "giving_way"  # the calls under way are about to fail
 
-    def _note_free(self, lease: Lease) -> None:
-        """Note that the devices are free of the worker."""
-        now = self._loop.time()
-        lease.state, lease.left, lease.served_at = "free", False, now
-        self._memory.release(lease.residence)
-        if lease.granted_at:
-            seconds = now - lease.granted_at
-            self._hold_seconds += RECENT * (seconds - self._hold_seconds)
-            self._metrics.lease_hold_seconds.labels(self.name).observe(seconds)
-            self._records.free(lease.key, seconds=lease.seconds, span=self.span(lease))
-            lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
-            lease.span_seconds = 0.0
-        if lease.waiting:
-            self._note_waiting(lease)
-
-    def span(self, lease: Lease) -> Span:
-        """Return the time for which it has had the devices, up to now."""
-        seconds = self._loop.time() - lease.granted_at
-        return Span(
-            worker=lease.key,
-            group_name=self.name,
-            kind=lease.kind,
-            owner=lease.owner,
-            session_id=lease.session_id,
-            began=time.time() - seconds - lease.wake_seconds,
-            wake_seconds=lease.wake_seconds,
-            busy_seconds=lease.span_seconds + self.running(lease),
-            sleep_seconds=lease.sleep_seconds,
-            ended=time.time(),
-        )
-
-    def _note_active(self, owner: str) -> None:
-        """Let an owner that wanted nothing for a while not catch up for that time."""
-        active = {each.owner for each in self.leases if each.state != "free" or each.waiting}
-        if owner not in active and active:
-            fewest = min(self._share(other) for other in active)
-            self._shares[owner] = max(self._shares.get(owner, 0.0), fewest)
-
-    def _note_waiting(self, lease: Lease) -> None:
-        lease.since = lease.since or self._loop.time()
-        self._records.wait(lease.key, since=time.time() - (self._loop.time() - lease.since))
-
     def _note_given_up(self, lease: Lease) -> None:
-        """Note that nobody waits for the devices any more, if that is so: whoever comes later waits
-        from then on. What is cancelled as the gateway ends goes on to wait in the next one."""
+        """What is cancelled as the gateway ends goes on to wait in the next one."""
         if lease.state == "free" and not lease.waiting and lease.since and not self._closed:
-            lease.since = 0.0
-            self._records.wait(lease.key, since=0.0)
-
-    # --- Shares -------------------------------------------------------------------------------
-
-    def _weight(self, owner: str) -> float:
-        return self._settings.weights.get(owner, 1.0)
-
-    def _share(self, owner: str) -> float:
-        """Return the seconds for which an owner has used the devices, divided by its weight."""
-        running = sum(self.running(lease) for lease in self.leases if lease.owner == owner)
-        return self._shares.get(owner, 0.0) + running / self._weight(owner)
-
-    def running(self, lease: Lease) -> float:
-        """Return for how many seconds its worker has been at work; 0 if it is idle."""
-        return self._loop.time() - lease.busy_since if lease.uses else 0.0
+            self.accounts.note_given_up(lease)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -135,7 +135,7 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
         seconds=seconds,
         expected_seconds=expected,
         reason=lease.explain(),
-        device_seconds=lease.seconds + lease.group.running(lease),
+        device_seconds=lease.seconds + lease.group.accounts.running(lease),
         device_bytes=lease.residence.device,
         host_bytes=lease.residence.host,
         disk_bytes=lease.residence.disk,
@@ -173,7 +173,7 @@ async def history(
 ) -> History:
     """Return who had devices in a time, in seconds since 1970."""
     lasting = [
-        each.span(lease)
+        each.accounts.span(lease)
         for each in leases.all()
         for lease in each.leases
         if lease.granted_at and group in ("", each.name)
