@@ -9,14 +9,18 @@ from collections.abc import Iterator
 # Read when torch is imported. In a tiny model threads wait for each other in every operation: with
 # two, a step of training takes twenty times the processor time that it takes with one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Read when grpc is imported. Some tests need a real fork, as a child that runs as another user does,
+# and gRPC's handlers stop and start its threads around each, under those that talk meanwhile.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Tests count processes, and most would end before an idle one has been of use.
 os.environ["TANDEM_POOL_TRAINERS"] = os.environ["TANDEM_POOL_SAMPLERS"] = "0"
 
 import pytest
 import structlog
 from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
-from tests.support.distribution import ByModule, begin_with_longest
+from tests.support.distribution import ByModule, begin_with_longest, end_with
 from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 
 # Gateways of some tests run in this process, and commands are tested by what they print: what is
@@ -26,6 +30,11 @@ structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByModule:
     return ByModule(config, log)
+
+
+def pytest_testnodedown(node: WorkerController, error: object | None) -> None:
+    if error is not None:
+        end_with(node, error)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

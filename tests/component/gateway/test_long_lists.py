@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import urllib.request
 from urllib.parse import quote
 
@@ -41,9 +42,10 @@ def write(gate, statement, rows) -> None:
 
 @pytest.fixture
 def run_id(gate):
-    """A run that ended long ago, so that nothing else reads what it has."""
+    """A run that has ended, so that nothing else reads what it has, and not so long ago that it
+    would be removed."""
     session_id = f"s-{secrets.token_hex(6)}"
-    ended = {"owner": "local", "created_at": 0.0, "ended_at": 3.0}
+    ended = {"owner": "local", "created_at": 0.0, "ended_at": time.time()}
     write(gate, insert(sessions), [ended | {"id": session_id, "state": "finished"}])
     run = {"id": f"{session_id}:train:0", "session_id": session_id, "base_model": "tiny"}
     write(gate, insert(runs), [ended | run | {"state": "ended"}])
@@ -98,7 +100,7 @@ def test_a_trace_is_sent_some_events_at_a_time(gate, rest, run_id, rows_read):
     session_id = run_id.partition(":")[0]
     worker = {"kind": "trainer", "session_id": session_id, "state": "ended", "started_at": 1.0}
     ids = [f"trainer-{session_id}-{number:04}" for number in range(COUNT)]
-    write(gate, insert(workers), [worker | {"id": id_, "ended_at": 2.0} for id_ in ids])
+    write(gate, insert(workers), [worker | {"id": id_, "ended_at": time.time()} for id_ in ids])
     done = {"run_id": run_id, "request": b"", "kind": "optim_step", "state": "done"}
     first = [done | {"seq_id": number, "accepted_at": 1.0} for number in range(COUNT)]
     write(gate, insert(operations), first)

@@ -13,7 +13,6 @@ import tinker
 from sqlalchemy import select
 from tinker import types
 
-from gateway.housekeeping import Housekeeping
 from gateway.storage.tables import sessions
 from tests.support.files import entries
 from tests.support.gateway.requests import asample, finish, new_sampler, optim_step
@@ -252,6 +251,12 @@ def test_the_versions_of_the_tokens_of_a_request_that_was_in_flight_can_be_asked
         assert unknown.status_code == 404 and unknown.json()["type"] == "unknown_request"
 
 
+@pytest.fixture
+def house_is_kept_often(monkeypatch):
+    monkeypatch.setattr("gateway.housekeeping._HOUSEKEEPING_INTERVAL", 0.05)
+
+
+@pytest.mark.usefixtures("house_is_kept_often")
 def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
     with (
         running_gateway(tmp_path, session_ttl=600, sampler_idle_ttl=0.01) as gate,
@@ -259,18 +264,13 @@ def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
     ):
         training = training_client(service)
         clients = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
-        reaper = Housekeeping(gate.gateway)
-
-        def one_is_left() -> bool:  # the others go in the first round that finds them idle
-            gate.run(reaper.keep_house())
-            return len(versions_of(gate, training.model_id)) == 1
-
-        wait_until(one_is_left)
+        wait_until(lambda: len(versions_of(gate, training.model_id)) == 1)
         assert clients[2].sample(PROMPT, 1, PARAMS).result().sequences
         with pytest.raises(tinker.NotFoundError, match="has ended"):
             clients[0].sample(PROMPT, 1, PARAMS).result()
 
 
+@pytest.mark.usefixtures("house_is_kept_often")
 def test_of_many_copies_of_the_model_the_newest_and_the_used_ones_stay(tmp_path):
     kept = {"sampler_newest_kept": 2, "sampler_superseded_ttl": 100}
     with running_gateway(tmp_path, session_ttl=600, **kept) as gate, gate.service() as service:
@@ -280,12 +280,19 @@ def test_of_many_copies_of_the_model_the_newest_and_the_used_ones_stay(tmp_path)
         clients = [full.save_weights_and_get_sampling_client().result() for _ in range(6)]
         for _ in range(6):
             lora.save_weights_and_get_sampling_client().result()
-        for session in gate.gateway.sampling.all():
-            session.used_at -= 200
+
+        def time_passes(seconds: float) -> None:
+            for session in gate.gateway.sampling.all():
+                session.used_at -= seconds
+
+        def kept_numbers() -> list[int]:
+            return sorted(int(name[1:7]) for name in versions_of(gate, full.model_id))
+
+        gate.run(lambda: time_passes(70))
         clients[1].sample(PROMPT, 1, PARAMS).result()
-        gate.run(Housekeeping(gate.gateway).keep_house())
-        numbers = sorted(int(name[1:7]) for name in versions_of(gate, full.model_id))
-        assert numbers == [2, 5, 6], "the one that was sampled from, and the newest two"
+        gate.run(lambda: time_passes(40))
+        sampled_from_and_newest_two = [2, 5, 6]
+        wait_until(lambda: kept_numbers() == sampled_from_and_newest_two)
         assert len(versions_of(gate, lora.model_id)) == 6, "adapters are small"
         assert clients[4].sample(PROMPT, 1, PARAMS).result().sequences
         with pytest.raises(tinker.NotFoundError, match="save weights under a name to keep them"):

@@ -34,6 +34,14 @@ main()
 """
 """The command on a read-only file system. The tests may run as root, who may write everything."""
 
+HEEDING_SIGNALS = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes a command, and heeds what a shell lets its background jobs ignore, and nohup."""
+
 
 def refused(*command: str, **variables: str) -> str:
     """The one sentence with which a command ends; nothing else is printed.
@@ -61,16 +69,11 @@ def refused(*command: str, **variables: str) -> str:
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
     """A command that is ended with the block, whatever happens in it."""
 
-    def heed_signals() -> None:  # which a shell lets its background jobs ignore, and nohup
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-
     with subprocess.Popen(
-        command,
+        [sys.executable, "-c", HEEDING_SIGNALS, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_signals,
     ) as process:
         try:
             yield process

@@ -110,6 +110,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "database_url": url_for(tmp_path / "data"),
         "port": 0,
         "api_key": KEY,
+        "session_ttl": 600,  # most clients of these tests send no heartbeats
         "session_left_ttl": 600,  # the tests open a connection for each request
         "max_engines": 10_000,
         "max_starting_engines": 100,
@@ -117,8 +118,9 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "reaper_interval": 0.05,
         "min_free_bytes": 0,
         "stop_timeout": 0,  # a test may leave operations that do not end
-        "trainer": {"operation_timeout": 20},
-        "sampler": {"operation_timeout": 20},
+        # Longer than a test holds back an operation, on a slow machine, too.
+        "trainer": {"operation_timeout": 2 * PATIENCE},
+        "sampler": {"operation_timeout": 2 * PATIENCE},
     }
     return GatewaySettings(**(values | changes))
 
