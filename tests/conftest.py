@@ -9,8 +9,8 @@ from collections.abc import Iterator
 # Read when torch is imported. In a tiny model threads wait for each other in every operation: with
 # two, a step of training takes twenty times the processor time that it takes with one.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read when grpc is imported. Some tests need a real fork, as a child that runs as another user does,
-# and gRPC's handlers stop and start its threads around each, under those that talk meanwhile.
+# Read when grpc is imported. A child that runs as another user needs a real fork, around which
+# gRPC's handlers would stop and start its threads, under gateways of this process that talk then.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Tests count processes, and most would end before an idle one has been of use.
 os.environ["TANDEM_POOL_TRAINERS"] = os.environ["TANDEM_POOL_SAMPLERS"] = "0"

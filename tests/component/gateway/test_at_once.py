@@ -24,7 +24,7 @@ from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.requests import asample, create_sampler, finish
 from tests.support.gateway.running import make_model, running_gateway
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 NOBODY = Readers(())
 
@@ -191,7 +191,7 @@ def test_whoever_ends_a_session_does_not_wait_for_ever_for_a_trainer_that_keeps_
                 session_id=session, state="finished", reason="success", detail=""
             )
         )
-        assert gate.launcher.events == ["the stop begins"]
+        wait_until(lambda: gate.launcher.events == ["the stop begins"])
         assert gate.gateway.places.get(run_id) is not None
         gate.run(gate.launcher.may_stop.set)
         wait_until(lambda: gate.gateway.places.get(run_id) is None)
@@ -274,7 +274,7 @@ def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(t
             )
             wait_until(lambda: any(sampler.waiting for sampler in gate.gateway.samplers.all()))
             gate.run(gate.launcher.start_gate.set)
-            assert answer.result(timeout=15).sequences[0].tokens == [3, 2, 1]
+            assert answer.result(timeout=PATIENCE).sequences[0].tokens == [3, 2, 1]
         assert gate.launcher.died
 
 

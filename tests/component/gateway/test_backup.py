@@ -130,7 +130,8 @@ def test_a_run_that_was_active_has_ended_and_says_why(place):
         assert gate.run_id(gate.session_id())
 
 
-def test_what_is_restored_is_refused_beside_a_gateway(place):
+def test_what_is_restored_is_refused_beside_a_gateway(place, monkeypatch):
+    monkeypatch.delenv("TANDEM_LEASE_TTL")  # within which the gateway is heard of
     with running_gateway(place.folder, session_ttl=600) as gate:
         place.back_up()
         source = [] if url_for(place.data_dir) else [str(place.backup)]

@@ -173,7 +173,7 @@ def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, service, rest):
     gate.run(trainer.gate.set)
     loading.result()
     assert trainer.step == 1
-    assert not states_in_use(gate)
+    wait_until(lambda: not states_in_use(gate))
 
 
 def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, rest):
@@ -186,7 +186,7 @@ def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, res
         wait_until(lambda: states_in_use(gate))
         rest.delete_checkpoint_from_tinker_path(path).result()
     wait_until(lambda: place(gate, training.model_id) == [])
-    assert not states_in_use(gate)
+    wait_until(lambda: not states_in_use(gate))
 
 
 def test_states_are_loaded_in_place_and_into_new_runs_of_other_sessions(gate, training):

@@ -280,23 +280,24 @@ def test_a_worker_that_speaks_another_protocol_is_replaced(tmp_path):
 
 
 class FrozenUntilKilled(FakeLauncher):
-    """Its workers answer heartbeats again when one of them was killed."""
+    """Its workers answer heartbeats again, and are given time for it, when one was killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relent = lambda: None
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         await super().stop(worker_id, at_once=at_once)
         if at_once:
+            self.relent()
             self.health.answering.set()
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sampler"])
-def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kind):
+def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, monkeypatch, kind):
     with (
         running_gateway(
-            tmp_path,
-            launcher=FrozenUntilKilled(),
-            session_ttl=600,
-            worker_heartbeat=0.05,
-            worker_unresponsive_timeout=0.1,
+            tmp_path, launcher=FrozenUntilKilled(), session_ttl=600, worker_heartbeat=0.05
         ) as gate,
         gate.http() as client,
     ):
@@ -309,6 +310,8 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kin
         worker_id, worker = gate.worker(kind)
         gate.run(worker.gate.clear)
         gate.run(gate.launcher.health.answering.clear)
+        gate.launcher.relent = monkeypatch.undo
+        monkeypatch.setattr(gate.gateway.settings, "worker_unresponsive_timeout", 0.1)
         if kind == "trainer":
             answer = gate.retrieve(optim_step(client, run_id, 1).json()["request_id"])
         else:
@@ -319,7 +322,7 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kin
 
 
 def test_an_engine_that_answers_heartbeats_alone_is_killed_and_replaced(tmp_path):
-    settings = SamplerSettings(operation_timeout=2)
+    settings = SamplerSettings(operation_timeout=3)
     with (
         running_gateway(tmp_path, session_ttl=600, sampler=settings) as gate,
         gate.http() as client,

@@ -189,7 +189,7 @@ async def usage_of(world, owner):
 
 
 def test_an_idle_implicit_session_ends_and_the_next_request_gets_another(tmp_path):
-    with speaking_gateway(tmp_path, session_ttl=600, openai={"idle_ttl": 0.3}) as gate:
+    with speaking_gateway(tmp_path, session_ttl=600, openai={"idle_ttl": 1}) as gate:
         client = client_of(gate)
         client.completions.create(model="speaker", prompt="x")
         (first,) = gate.launcher.servicers

@@ -25,9 +25,8 @@ from tests.support.waiting import wait_until
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
-    openai_settings = {"start_timeout": 1.0, "max_choices": 8}
     with speaking_gateway(
-        folder, session_ttl=600, max_payload_bytes=2**20, openai=openai_settings
+        folder, session_ttl=600, max_payload_bytes=2**20, openai={"max_choices": 8}
     ) as gate:
         mute = write_speaking_model(folder / "mute", byte_tokenizer(), template=None)
         gate.run(gate.gateway.models.add(name="untemplated", path=str(mute)))
@@ -216,11 +215,13 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_form(gate):
             assert answer.json()["error"]["code"] == "unknown_endpoint"
 
 
-def test_an_engine_that_starts_slowly_is_worth_a_retry(gate):
+def test_an_engine_that_starts_slowly_is_worth_a_retry(gate, monkeypatch):
     _, key = gate.run(gate.gateway.keys.create(NewKey(owner="slow", role="member")))
     gate.run(gate.launcher.start_gate.clear)
     try:
-        error = refusal(openai.InternalServerError, complete, client_of(gate, key=key))
+        with monkeypatch.context() as impatient:
+            impatient.setattr(gate.gateway.settings.openai, "start_timeout", 0.5)
+            error = refusal(openai.InternalServerError, complete, client_of(gate, key=key))
         assert (error.status_code, error.code) == (503, "engine_starting")
         assert "the sampler is starting" in error.message
         assert int(error.response.headers["retry-after"]) > 0

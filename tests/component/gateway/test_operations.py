@@ -185,6 +185,8 @@ def test_a_long_poll_says_what_is_being_waited_for(run):
     run.step(1)
     run.step(2)
     run.step(4)
+    status = "/api/tandem/v1/status"
+    wait_until(lambda: "the trainer is at work" in run.client.get(status).text)
     answers = [
         run.client.post("/api/v1/retrieve_future", json={"request_id": f"{run.id}:{seq}"})
         for seq in (1, 2)

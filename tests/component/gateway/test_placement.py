@@ -17,7 +17,7 @@ from tandem.worker import Layout
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import running_gateway, settings_for
 from tests.support.model_files import write_weights
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 GROUPS = [
     {
@@ -102,7 +102,7 @@ def test_the_sdk_waits_for_a_place_as_for_any_start(start):
         thread.start()
         wait_until(lambda: gate.gateway.places.queue.waiting)
         finish(client, first)
-        thread.join(30)
+        thread.join(PATIENCE)
         assert found[0].get_info().model_id.endswith(":train:0")
 
 
@@ -131,7 +131,7 @@ def test_places_and_the_queue_survive_a_restart(start):
         assert keys(gate) == {run, f"{first}/tiny/0"}
         for session in (first, second):
             client.post("/api/v1/session_heartbeat", json={"session_id": session})
-        wait_until(lambda: trainers(gate) == [first])
+        wait_until(lambda: trainers(gate) == [first] and gate.gateway.places.waiting)
         assert asked(client, waiting).json()["queue_state_reason"].startswith("1st in the queue")
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from types import MappingProxyType
 
@@ -26,6 +25,7 @@ from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run
+from tests.support.ports import known_port
 from tests.support.sdk import supervised
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -33,8 +33,7 @@ from tests.support.waiting import PATIENCE, wait_until
 @pytest.fixture
 def start(tmp_path):
     """Start a gateway on the same directory and port as the one before."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = known_port()
 
     def with_(**changes):
         defaults = {"session_ttl": 600, "sequence_gap_timeout": 20, "port": port}

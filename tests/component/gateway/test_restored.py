@@ -22,7 +22,7 @@ from tests.support.gateway.requests import finish
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run
 from tests.support.sdk import supervised
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 OFTEN = {"share": 1.0, "replay": 0.0}
 SELDOM = {"replay": 1e6, "share": 1e-9}
@@ -195,13 +195,13 @@ def test_a_client_is_told_what_is_restored(start, new_run):
         """Comes up, and restores nothing until it is released."""
 
         async def Restore(self, request, context):
-            wait_until(released.is_set)
+            await until(released.is_set)
             return await super().Restore(request, context)
 
     with start(recovery=SELDOM, launcher=FakeLauncher(Held)) as gate:
         run = new_run(gate)
         train(run, 1)
-        gate.launcher.start_gate.clear()
+        gate.run(gate.launcher.start_gate.clear)
         run.die()
         run.step(3)
 
@@ -211,9 +211,7 @@ def test_a_client_is_told_what_is_restored(start, new_run):
             ).json()
             return str(answer)
 
-        assert "it was killed by SIGKILL; it is started again" in wait_until(
-            lambda: reason() if "started again" in reason() else ""
-        )
+        wait_until(lambda: "it was killed by SIGKILL; it is started again" in reason())
         (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
         assert "it is started again" in status["reason"]
         gate.launcher.waits_for = "its pod is not scheduled: 2 Insufficient memory"
@@ -620,5 +618,5 @@ def test_nothing_is_left_when_the_session_ends(start, new_run):
         data = gate.settings.data_dir
         wait_until(lambda: not gate.gateway.sessions.all())
         wait_until(lambda: not tree(data / "snapshots") | tree(data / "operations"))
-        assert not gate.gateway.checkpoints.snapshot_bytes
-        assert not gate.gateway.pins.folders()
+        wait_until(lambda: not gate.gateway.checkpoints.snapshot_bytes)
+        wait_until(lambda: not gate.gateway.pins.folders())

@@ -4,7 +4,6 @@ restarts of the gateway, under a script that runs and between two of its runs.""
 from __future__ import annotations
 
 import re
-import socket
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tinker import types
 
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import KEY, make_model, running_gateway
+from tests.support.ports import known_port
 from tests.support.waiting import PATIENCE, wait_until
 
 PAGE = (Path(__file__).parents[3] / "docs" / "resuming.md").read_text()
@@ -50,9 +50,7 @@ class Batches:
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts a gateway on the same directory and the same port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = known_port()
     monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     launcher = FakeLauncher()

@@ -264,12 +264,15 @@ def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idl
         samplers = [new_sampler(gate) for _ in range(3)]
         gate.run(gate.launcher.start_gate.clear)
         requests = [asample(client, s).json()["request_id"] for s in samplers]
+
+        def states() -> list[str]:
+            return [s["state"] for s in client.get("/api/tandem/v1/status").json()["samplers"]]
+
+        wait_until(lambda: states() == ["starting", "starting", "queued"])
         waiting = client.post("/api/v1/retrieve_future", json={"request_id": requests[2]}).json()
         assert waiting["queue_state"] == "paused_capacity"
         assert "2 engines run on this machine (TANDEM_MAX_ENGINES)" in waiting["queue_state_reason"]
         assert "1st in the queue for a place on group cpu" in waiting["queue_state_reason"]
-        states = [s["state"] for s in client.get("/api/tandem/v1/status").json()["samplers"]]
-        assert states == ["starting", "starting", "queued"]
         assert len(gate.launcher.specs) == 2
         gate.run(gate.launcher.start_gate.set)
         assert all(gate.retrieve(request).is_success for request in requests)
@@ -304,9 +307,10 @@ def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
 
 def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
     gate.run(gate.launcher.start_gate.clear)
-    sampler_id = new_sampler(gate)
+    sampler_id, asked = new_sampler(gate), len(gate.launcher.specs)
     with gate.http() as client:
         ids = [asample(client, sampler_id, seq).json()["request_id"] for seq in range(3)]
+        wait_until(lambda: len(gate.launcher.specs) > asked)
 
         def waiting(index: int) -> tuple[str, str]:
             body = {"request_id": ids[index]}

@@ -147,6 +147,7 @@ def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
         session = gate.session_id()
         create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
         created = client.post("/api/v1/create_model", json=create).json()
+        wait_until(lambda: gate.launcher.specs)
         polled = client.post("/api/v1/retrieve_future", json={"request_id": created["request_id"]})
         assert polled.status_code == 408
         assert polled.json()["queue_state"] == "paused_capacity"

@@ -282,7 +282,7 @@ async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, 
 def test_a_frozen_gateway_is_taken_over_from_and_ends_itself_when_it_goes_on(tmp_path):
     """With processes, of which the first is supervised: it becomes the standby of the second."""
     data_dir = tmp_path / "data"
-    shared = {"database_url": url_for(data_dir), "lease_ttl": "1", "port": "0"}
+    shared = {"database_url": url_for(data_dir), "lease_ttl": "4", "port": "0"}
     variables = {f"TANDEM_{name.upper()}": value for name, value in shared.items()}
     with (
         (tmp_path / "second.log").open("wb") as log,
