@@ -1,7 +1,10 @@
 """The protocol between the sampler and an inference engine: plain values, no types of a library.
 
-`vllm.engine.VllmEngine` implements it; tests of the scheduler inject a fake. An engine belongs to
-the thread that made it: that thread steps it, and no other calls it.
+`vllm.engine.VllmEngine` implements it, and so does `service.engine_process.EngineProcess`, for an
+engine in another process; tests of the scheduler inject a fake. An engine belongs to the thread
+that made it: that thread steps it, and no other calls it.
+
+An engine may compute ahead: more than what `step` has returned. `settle` ends that.
 """
 
 from __future__ import annotations
@@ -245,6 +248,10 @@ class Engine(Protocol):
     def step(self) -> StepOutput:
         """Compute the next token of every admitted request, as far as there is room: the others
         wait for the end of those before them."""
+
+    def settle(self) -> StepOutput:
+        """Compute nothing more before the next `step`, and return what was computed ahead. Before a
+        sleep, a load, a `pause`, or a `carry_over` to another adapter, it must be called."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result; ignore unknown ids."""

@@ -41,7 +41,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel
+from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
 from sampler_service.in_flight import Followed, may_follow
 from sampler_service.lifecycle import EngineLifecycle, EngineLost, Switch
 from sampler_service.metrics import SamplerMetrics
@@ -397,6 +397,8 @@ class Scheduler:
     def _carry_over(self, outcome: LoadOutcome) -> None:
         """Let what is in flight, running or waiting, go on with a version that serves now."""
         version = outcome.version
+        if version.adapter:  # for other weights it is paused already
+            self._take_output(self._engine.settle())
         self._followed.note(version)
         self._waiting.update(version, lambda work: may_follow(work, version))
         carried = {id_: work for id_, work in self._running.items() if may_follow(work, version)}
@@ -431,6 +433,10 @@ class Scheduler:
         started = time.perf_counter()
         output = self._engine.step()
         self._metrics.stepped(seconds=time.perf_counter() - started)
+        self._take_output(output)
+
+    def _take_output(self, output: StepOutput) -> None:
+        """Answer what has ended, and pass on what was drawn."""
         for id_ in output.begun:
             if work := self._running.get(id_):  # else a canary
                 work.begun = self._clock()
@@ -461,6 +467,7 @@ class Scheduler:
     def _load(self, target: WeightVersion) -> None:
         """Load weights that were read, and carry over what runs. If they fail, that goes on with
         those that served before."""
+        self._take_output(self._engine.settle())
         self._engine.pause()
         try:
             outcome = self._lifecycle.load(target)
@@ -479,6 +486,7 @@ class Scheduler:
         if not switch.begin():
             return  # it was cancelled
         if isinstance(switch, QueuedSleep):
+            self._take_output(self._engine.settle())  # nothing of a request that it knows
             done = self._lifecycle.sleep(switch.level, drained=self._clock() - switch.arrived)
         else:
             done = self._wake(switch.weights)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -98,9 +98,11 @@ def _check_size(name: str, text: str, *, limit: int) -> None:
 
 
 class CompiledGrammar:
-    """A grammar compiled for one model's tokens. All samples share it; each starts from a copy."""
+    """A grammar compiled for one model's tokens. All samples share it; each starts from a copy.
+    `source` is what it was compiled from: in another process it is compiled again."""
 
-    def __init__(self, initial: LLMatcher) -> None:
+    def __init__(self, source: Grammar, initial: LLMatcher) -> None:
+        self.source = source
         self._initial = initial
 
     def matcher(self) -> LLMatcher:
@@ -176,6 +178,21 @@ class GrammarCompiler:
         return compiled
 
 
+class GrammarCache:
+    """Compiles in the engine's process what a `GrammarCompiler` of another has let pass; keeps the
+    latest."""
+
+    def __init__(self, model: Path) -> None:
+        self._load = lru_cache(1)(partial(load_tokenizer, model))
+        self._compile = lru_cache(_KEPT_GRAMMARS)(compile_grammar)
+
+    def compile(
+        self, grammar: Grammar, *, vocabulary: int, end_tokens: tuple[int, ...]
+    ) -> CompiledGrammar:
+        """Return the compiled grammar. Raises what `GrammarCompiler` does."""
+        return self._compile(grammar, self._load(vocabulary=vocabulary, end_tokens=end_tokens))
+
+
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
     """Compile within the budgets above. Raises `StructuredOutputInvalid`."""
     import xgrammar  # noqa: F401 (vLLM applies masks with it; imported here instead of in a step)
@@ -202,7 +219,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
     if matcher.is_error():
         raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(matcher.get_error())}")
     _probe(matcher, name=name, vocabulary=tokenizer.vocab_size)
-    return CompiledGrammar(matcher)
+    return CompiledGrammar(grammar, matcher)
 
 
 def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:

@@ -127,6 +127,11 @@ class SamplerSettings(BaseSettings):
         le=64,
         description="Devices of an engine, over which its weights are split (tensor parallel).",
     )
+    engine_process: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether the engine has a process of its own, which computes while the "
+        "sampler's answers. auto: on a GPU; on a CPU they would share its cores.",
+    )
     max_model_len: int = Field(
         0,
         ge=0,

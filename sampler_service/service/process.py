@@ -1,7 +1,8 @@
 """Runs the sampler's process: bind, report, make the engine, serve, stop.
 
 The port is bound and reported before vLLM is imported. The engine is made in the thread that
-steps it; the gRPC health service says NOT_SERVING until it is ready.
+steps it, or in a process of its own, which is forked first (`engine_process.py`); the gRPC health
+service says NOT_SERVING until it is ready.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import asyncio
 import contextvars
 import faulthandler
 import gc
-import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,10 +24,13 @@ from prometheus_client import CollectorRegistry
 
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
+from sampler_service.service.engine_process import EngineProcess
+from sampler_service.service.engine_server import Start
 from sampler_service.service.servicer import SamplerServicer, Serving
 from sampler_service.structured_output import GrammarCompiler
-from sampler_service.vllm.internals import check_version
+from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
+from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.devices import confine, parse_device, together
@@ -56,7 +60,15 @@ def run() -> NoReturn:
         link.report(WorkerReport(error_type=error.type, error=error.message))
         os._exit(1)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
-        status = asyncio.run(_Process(spec, link).serve())
+        model, settings = Path(spec.model_path), spec.sampler or SamplerSettings()
+        start = partial(start_engine, model, settings, sleeps=spec.lease > 0)
+        if in_own_process(settings):
+            patience = settings.operation_timeout
+            process = EngineProcess.fork(start, model=model, patience=patience)
+            status = asyncio.run(_Process(spec, link, process.connect).serve())
+            process.end()
+        else:
+            status = asyncio.run(_Process(spec, link, start).serve())
     # The engine's thread may be inside a step, and nothing in this process needs cleaning up.
     os._exit(status)
 
@@ -78,9 +90,10 @@ def _confined(spec: WorkerSpec) -> WorkerSpec:
 
 
 class _Process:
-    def __init__(self, spec: WorkerSpec, link: LauncherLink) -> None:
+    def __init__(self, spec: WorkerSpec, link: LauncherLink, start: Start) -> None:
         self._spec = spec
         self._link = link
+        self._start = start
         self._settings = spec.sampler or SamplerSettings()
         self._metrics = SamplerMetrics(CollectorRegistry())
         self._servicer = SamplerServicer(
@@ -142,25 +155,7 @@ class _Process:
     def _make_scheduler(self, fail: Callable[[TandemError], None]) -> Scheduler:
         started = time.monotonic()
         model = Path(self._spec.model_path)
-        if not (model / "config.json").is_file():
-            raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
-        check_version()
-        import_libraries()
-        from sampler_service.vllm.engine import VllmEngine
-
-        imported = time.monotonic()
-        # vLLM warns about each of our settings; its warnings matter from the first request on.
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        engine = VllmEngine(
-            model,
-            self._settings,
-            sleeps=self._spec.lease > 0,
-            on_lost=lambda: fail(WorkerDied("a process of the engine has ended")),
-        )
-        engine.score([0, 0])  # a kernel may refuse a model only when it runs
-        logging.getLogger("vllm").setLevel(logging.WARNING)
-        # Each load would list the modules without tensors of their own; `Loader` checks these.
-        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+        engine = self._start(lambda: fail(WorkerDied("a process of the engine has ended")))
         facts = engine.facts
         tolerance = self._settings.canary_tolerance or default_tolerance(facts.dtype)
         loader = Loader(engine, base=model, tolerance=tolerance)
@@ -181,8 +176,7 @@ class _Process:
         self._servicer.ready(Serving(facts=facts, scheduler=scheduler, grammars=grammars))
         get_log().info(
             "ready",
-            import_seconds=round(imported - started, 2),
-            engine_seconds=round(time.monotonic() - imported, 2),
+            seconds=round(time.monotonic() - started, 2),
             engine=facts.name,
             device=facts.device,
             dtype=facts.dtype,

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import has_experts, model_length
@@ -59,7 +60,8 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,
         use_tqdm_on_load=False,
-        async_scheduling=False,
+        # Where vLLM can: while a step is computed, the next is scheduled. None leaves it to vLLM.
+        async_scheduling=None if in_own_process(settings) else False,
         worker_extension_cls="sampler_service.vllm.worker_extension.WeightsExtension",
     )
     if device == "cpu":

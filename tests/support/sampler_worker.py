@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import string
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import SamplerSettings
@@ -338,8 +338,9 @@ class SamplerClient(WorkerClient):
 
     @property
     def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        """With what an engine in a process of its own has."""
+        sampler = psutil.Process(self.process.pid)
+        return sum(each.memory_info().rss for each in (sampler, *sampler.children(recursive=True)))
 
 
 @contextmanager

@@ -49,6 +49,7 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     (old, new), weights = versions
     sampler.load(old)
     digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){60}")
+    sampler.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
     others = [
         sampler.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
         sampler.request(

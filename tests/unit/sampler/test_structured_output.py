@@ -35,7 +35,7 @@ class Slow:
     def compile_one(self, grammar: Grammar, tokenizer: Any) -> CompiledGrammar:
         self.go.wait(timeout=60)
         self.compiled.append(grammar)
-        return CompiledGrammar(tokenizer)
+        return CompiledGrammar(grammar, tokenizer)
 
 
 def compiler_of(slow: Slow, *, seconds: float) -> GrammarCompiler:

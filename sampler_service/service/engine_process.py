@@ -1,0 +1,258 @@
+"""An engine in a process of its own, which computes while this one answers.
+
+`EngineProcess` implements `Engine`: it forks a process that makes an engine (`engine_server.py`),
+and hands on what is called. All that the engine is made of is there, the same code as in one
+process; here nothing of it is imported.
+
+The process goes on computing while what it has computed is answered, until `settle`: so `step`
+returns one step or several, and never waits for long. Requests that are added between two calls of
+`step` arrive there together. All other calls wait for their answer, in the order of what is said,
+so that whatever was computed before them is known when they return.
+
+It ends with this process, however that ends: the kernel kills it (`die_with_parent`), and the pipe
+closes. When it ends by itself, the engine is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from sampler_service.engine import (
+    Engine,
+    EngineFacts,
+    EngineMemory,
+    EngineRequest,
+    Float32Array,
+    SleepLevel,
+    StepOutput,
+)
+from sampler_service.service.engine_server import (
+    Add,
+    Answer,
+    Call,
+    Computed,
+    Failure,
+    Go,
+    Refusal,
+    Start,
+    serve_engine,
+)
+from sampler_service.vllm.memory import resident_bytes
+
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+_STEP_SECONDS = 1.0
+"""How long `step` waits for the end of one: requests arrive meanwhile."""
+_END_SECONDS = 10.0
+
+
+class EngineProcessEnded(Exception):
+    """The process has ended or does not answer: the engine is lost."""
+
+
+class EngineProcess:
+    """Literal use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this
+    process has one thread; then `process.connect(on_lost)` is the engine, once it is there."""
+
+    facts: EngineFacts
+
+    def __init__(self, pid: int, connection: Connection, *, patience: float) -> None:
+        self._pid = pid
+        self._connection = connection
+        self._patience = patience
+        self._computing = False
+        self._added: list[EngineRequest] = []
+        self._ahead = StepOutput()
+        self._status: int | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._watcher = threading.Thread(target=self._watch, name="engine process", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def fork(cls, start: Start, *, model: Path, patience: float) -> EngineProcess:
+        """Let a new process make an engine by `start`, for the model in this directory. `patience`,
+        in seconds, is for its start and for each call."""
+        ours, theirs = Pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            serve_engine(theirs, start, model=model, parent=parent)
+        theirs.close()
+        return cls(pid, ours, patience=patience)
+
+    def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
+        """Wait until the engine is there, and return it. `on_lost` is called, in another thread,
+        when the process ends after that. Raises what `start` does, and `EngineProcessEnded`."""
+        self.facts = cast("EngineFacts", self._answer("its start"))
+        self._on_end = on_lost
+        if self._status is not None:
+            on_lost()
+        return self
+
+    def end(self) -> None:
+        """Kill the process, and wait until the kernel has taken its memory back."""
+        self._on_end = lambda: None
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+        self._watcher.join(_END_SECONDS)
+
+    def _watch(self) -> None:
+        _, self._status = os.waitpid(self._pid, 0)
+        self._on_end()
+
+    # --- Engine
+
+    def add(self, request: EngineRequest) -> None:
+        self._added.append(request)
+
+    def step(self) -> StepOutput:
+        self._send_added()
+        if not self._computing:
+            self._send(Go())
+            self._computing = True
+        seconds = 0.0 if self._ahead != StepOutput() else _STEP_SECONDS
+        while self._receive(seconds) is not None:
+            seconds = 0.0
+        return self._take_ahead()
+
+    def settle(self) -> StepOutput:
+        if not self._computing:
+            return self._take_ahead()
+        last = self._call(Engine.settle)
+        self._computing = False
+        _append(self._ahead, last)
+        return self._take_ahead()
+
+    def abort(self, ids: Sequence[str]) -> None:
+        self._call(Engine.abort, ids)
+        ahead, gone = self._ahead, set(ids)
+        self._ahead = StepOutput(
+            results=[each for each in ahead.results if each.id not in gone],
+            begun=[id_ for id_ in ahead.begun if id_ not in gone],
+            deltas=[each for each in ahead.deltas if each.id not in gone],
+        )
+
+    def pause(self) -> None:
+        self._call(Engine.pause)
+
+    def resume(self) -> None:
+        self._call(Engine.resume)
+
+    def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
+        self._call(Engine.carry_over, ids, adapter=adapter)
+
+    def load(self, directory: Path) -> frozenset[str]:
+        return self._call(Engine.load, directory)
+
+    def weight_sums(self) -> dict[str, int]:
+        return self._call(Engine.weight_sums)
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._call(Engine.sleep, level)
+
+    def wake_weights(self) -> None:
+        self._call(Engine.wake_weights)
+
+    def wake_cache(self) -> None:
+        self._call(Engine.wake_cache)
+
+    def memory(self) -> EngineMemory:
+        """On a CPU, what both processes have."""
+        theirs = self._call(Engine.memory)
+        if self.facts.device != "cpu":
+            return theirs
+        return replace(theirs, device=theirs.device + resident_bytes())
+
+    def reset_prefix_cache(self) -> bool:
+        return self._call(Engine.reset_prefix_cache)
+
+    def score(self, tokens: Sequence[int]) -> Float32Array:
+        return self._call(Engine.score, tokens)
+
+    def add_adapter(self, name: str, directory: Path) -> None:
+        self._call(Engine.add_adapter, name, directory)
+
+    def remove_adapter(self, name: str) -> None:
+        self._call(Engine.remove_adapter, name)
+
+    # --- What is said to the process, and by it
+
+    def _call(
+        self,
+        method: Callable[Concatenate[Engine, Arguments], Value],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Value:
+        self._send_added()
+        self._send(Call(method.__name__, arguments, named))
+        return cast("Value", self._answer(method.__name__))
+
+    def _send_added(self) -> None:
+        if self._added:
+            self._send(
+                Add(
+                    [
+                        (replace(each, grammar=None), each.grammar.source if each.grammar else None)
+                        for each in self._added
+                    ]
+                )
+            )
+            self._added = []
+
+    def _send(self, message: Add | Go | Call) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _answer(self, what: str) -> object:
+        """Return the answer to the last call; keep what is computed before it."""
+        deadline = time.monotonic() + self._patience
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._receive(left)
+            if isinstance(message, Refusal):
+                raise message.error
+            if isinstance(message, Answer):
+                return message.value
+        raise EngineProcessEnded(f"its process did not end {what} within {self._patience:g} s")
+
+    def _receive(self, seconds: float) -> Computed | Answer | Refusal | None:
+        """Return what the process says next, None if it says nothing for so long."""
+        try:
+            if not self._connection.poll(seconds):
+                return None
+            message = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if isinstance(message, Failure):
+            raise EngineProcessEnded(message.reason)
+        if isinstance(message, Computed):
+            _append(self._ahead, message.output)
+        return cast("Computed | Answer | Refusal", message)
+
+    def _take_ahead(self) -> StepOutput:
+        ahead, self._ahead = self._ahead, StepOutput()
+        return ahead
+
+    def _ended(self) -> EngineProcessEnded:
+        self._watcher.join(_END_SECONDS)
+        code = None if self._status is None else os.waitstatus_to_exitcode(self._status)
+        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with status {code}"
+        return EngineProcessEnded(f"its process {how}")
+
+
+def _append(output: StepOutput, more: StepOutput) -> None:
+    output.results.extend(more.results)
+    output.begun.extend(more.begun)
+    output.deltas.extend(more.deltas)

@@ -1,0 +1,183 @@
+"""In the process of an engine: does with it what the sampler's process says, and computes ahead.
+
+`engine_process.py` is the other end of the pipe. What is said is at the top.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NoReturn, cast
+
+from sampler_service.engine import Engine, EngineRequest, EngineResult, StepOutput
+from sampler_service.structured_output import Grammar, GrammarCache
+from tandem.errors import TandemError
+from tandem.telemetry import get_log
+from tandem.worker import die_with_parent
+
+Start = Callable[[Callable[[], None]], Engine]
+"""Makes an engine; its argument is to be called when a process of the engine has died."""
+
+
+@dataclass(frozen=True)
+class Add:
+    """Requests without their grammars, which are compiled there."""
+
+    requests: list[tuple[EngineRequest, Grammar | None]]
+
+
+@dataclass(frozen=True)
+class Go:
+    """Compute, until a `settle`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    arguments: tuple[object, ...]
+    named: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Computed:
+    output: StepOutput
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call has returned; the first is the engine's facts."""
+
+    value: object
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a call has raised. The engine goes on."""
+
+    error: TandemError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the engine is lost."""
+
+    reason: str
+
+
+# --- The engine ---------------------------------------------------------------------------
+
+
+def serve_engine(connection: Connection, start: Start, *, model: Path, parent: int) -> NoReturn:
+    try:
+        die_with_parent(parent)
+        for number in (signal.SIGTERM, signal.SIGINT):  # it is the sampler's to end both
+            signal.signal(number, signal.SIG_IGN)
+        EngineServer(connection, model=model).run(start)
+    finally:
+        os._exit(1)  # what this process shares with its parent is not this one's to clean up
+
+
+class EngineServer:
+    """Makes an engine, and does with it what the other end of the pipe says."""
+
+    def __init__(self, connection: Connection, *, model: Path) -> None:
+        self._connection = connection
+        self._grammars = GrammarCache(model)
+        self._commands: SimpleQueue[list[EngineRequest | EngineResult] | Go | Call] = SimpleQueue()
+        self._computing = False
+        self._unfinished: set[str] = set()
+
+    def run(self, start: Start) -> None:
+        """Serve until the engine fails."""
+        threading.Thread(target=self._receive, name="commands", daemon=True).start()
+        try:
+            self._engine = start(partial(os._exit, 1))
+            gc.freeze()
+            gc.enable()
+            self._connection.send(Answer(self._engine.facts))
+            while True:
+                self._turn()
+        except TandemError as error:  # of the start alone
+            self._connection.send(Refusal(error))
+        except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
+            get_log().exception("engine_failed")
+            self._connection.send(Failure(str(error)))
+
+    def _receive(self) -> None:
+        """Read all that comes, at once: so that the other end never waits for this one to read, and
+        this process ends when that closes."""
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Add):
+                message = [self._compiled(*each) for each in message.requests]
+            self._commands.put(message)
+
+    def _compiled(
+        self, request: EngineRequest, grammar: Grammar | None
+    ) -> EngineRequest | EngineResult:
+        if grammar is None:
+            return request
+        facts = self._engine.facts
+        try:
+            compiled = self._grammars.compile(
+                grammar, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens
+            )
+        except TandemError as error:
+            return EngineResult(id=request.id, samples=(), failure=error)
+        return replace(request, grammar=compiled)
+
+    def _turn(self) -> None:
+        """Do what was said, or else compute."""
+        try:
+            command = self._commands.get(block=not (self._computing and self._unfinished))
+        except Empty:
+            self._report(self._engine.step())
+            return
+        if isinstance(command, Go):
+            self._computing = True
+        elif isinstance(command, Call):
+            self._connection.send(self._answer(command))
+        else:
+            self._add(command)
+
+    def _add(self, requests: list[EngineRequest | EngineResult]) -> None:
+        refused = StepOutput()
+        for each in requests:
+            if isinstance(each, EngineResult):
+                refused.results.append(each)
+                continue
+            try:
+                self._engine.add(each)
+            except TandemError as error:
+                refused.results.append(EngineResult(id=each.id, samples=(), failure=error))
+            else:
+                self._unfinished.add(each.id)
+        if refused.results:
+            self._report(refused)
+
+    def _report(self, output: StepOutput) -> None:
+        self._unfinished.difference_update(result.id for result in output.results)
+        self._connection.send(Computed(output))
+
+    def _answer(self, call: Call) -> Answer | Refusal:
+        try:
+            value = getattr(self._engine, call.method)(*call.arguments, **call.named)
+        except TandemError as error:
+            return Refusal(error)
+        if call.method == "settle":
+            self._computing = False
+            self._unfinished.difference_update(result.id for result in value.results)
+        elif call.method == "abort":
+            self._unfinished.difference_update(cast("Sequence[str]", call.arguments[0]))
+        return Answer(value)

@@ -1,0 +1,46 @@
+"""Starts vLLM's engine with a model, in whichever process this is called."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sampler_service.vllm.internals import check_version
+from sampler_service.vllm.libraries import import_libraries
+from tandem.errors import WorkerStartFailed
+from tandem.settings import SamplerSettings
+from tandem.telemetry import get_log
+
+if TYPE_CHECKING:
+    from sampler_service.vllm.engine import VllmEngine
+
+
+def start_engine(
+    model: Path, settings: SamplerSettings, on_lost: Callable[[], None], *, sleeps: bool
+) -> VllmEngine:
+    """Import vLLM and return an engine that has computed something. `on_lost` and `sleeps` are
+    those of `VllmEngine`. Raises `WorkerStartFailed`, and whatever vLLM does."""
+    if not (model / "config.json").is_file():
+        raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
+    check_version()
+    started = time.monotonic()
+    import_libraries()
+    from sampler_service.vllm.engine import VllmEngine
+
+    imported = time.monotonic()
+    # vLLM warns about each of our settings; its warnings matter from the first request on.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    engine = VllmEngine(model, settings, sleeps=sleeps, on_lost=on_lost)
+    engine.score([0, 0])  # a kernel may refuse a model only when it runs
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    # Each load would list the modules without tensors of their own; `Loader` checks these.
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    get_log().info(
+        "engine_started",
+        import_seconds=round(imported - started, 2),
+        engine_seconds=round(time.monotonic() - imported, 2),
+    )
+    return engine
