@@ -2,8 +2,9 @@
 
 `sampler` has tied embeddings (qwen3) and no adapters. `tied_adapters` is the same model with room
 to compute two adapters and 16 sequences at once, and for the keys and values of some 1,300 tokens
-(1 MiB). `untied` (llama) has an output head of its own, and room for adapters. Each test starts and
-ends with the base weights or names its version.
+(1 MiB). `untied` (llama) has an output head of its own, and room for adapters; its engine has a
+process of its own, as that of `own`, which is else as `sampler`. Each test starts and ends with the
+base weights or names its version.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ def sampler(model: Path) -> Iterator[SamplerClient]:
 
 
 @pytest.fixture(scope="session")
+def own(model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(model, engine_process="on") as client:
+        yield client
+
+
+@pytest.fixture(params=["sampler", "own"])
+def either(request: pytest.FixtureRequest) -> SamplerClient:
+    client: SamplerClient = request.getfixturevalue(request.param)
+    return client
+
+
+@pytest.fixture(scope="session")
 def tied_adapters(model: Path) -> Iterator[SamplerClient]:
     with sampler_process(
         model, max_lora_rank=5, max_adapters=2, kv_cache_bytes=2**20, max_num_seqs=16
@@ -63,5 +76,7 @@ def tied_adapters(model: Path) -> Iterator[SamplerClient]:
 
 @pytest.fixture(scope="session")
 def untied(untied_model: Path) -> Iterator[SamplerClient]:
-    with sampler_process(untied_model, max_lora_rank=4, max_adapters=2) as client:
+    with sampler_process(
+        untied_model, max_lora_rank=4, max_adapters=2, engine_process="on"
+    ) as client:
         yield client

@@ -44,23 +44,23 @@ def versions(
 
 
 def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_new(
-    sampler: SamplerClient, versions: tuple[list[common_pb2.WeightVersion], Weights], model: Path
+    either: SamplerClient, versions: tuple[list[common_pb2.WeightVersion], Weights], model: Path
 ):
     (old, new), weights = versions
-    sampler.load(old)
+    either.load(old)
     digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){60}")
-    sampler.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
+    either.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
     others = [
-        sampler.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
-        sampler.request(
+        either.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
+        either.request(
             PROMPT, version=old, in_flight=True, max_tokens=LONG, structured=digits, seed=6
         ),
-        sampler.request(PROMPT, version=old, in_flight=True, max_tokens=2, stop=[]),
-        sampler.request(
+        either.request(PROMPT, version=old, in_flight=True, max_tokens=2, stop=[]),
+        either.request(
             PROMPT, version=old, in_flight=True, max_tokens=LONG, stop=["zz"], temperature=0.0, n=2
         ),
     ]
-    answer, (seeded, regex, short, greedy) = carried_over(sampler, [old, new], others)
+    answer, (seeded, regex, short, greedy) = carried_over(either, [old, new], others)
     for each in (answer, seeded, short, greedy):
         assert_each_token_is_of_its_version(each, weights)
     assert answer.version == new.name
@@ -68,9 +68,9 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(model, PROMPT)).max() < 1e-4
     assert len(regex.message.sequences[0].tandem_versions) == 2
     assert re.fullmatch("([0-9]{3}-){60}", text(regex.samples[0].tokens))
-    assert sampler.metric("tandem_sampler_carried_over_total") >= 1
-    sampler.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
-    sampler.assert_serves(sampler.base, model)
+    assert either.metric("tandem_sampler_carried_over_total") >= 1
+    either.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
+    either.assert_serves(either.base, model)
 
 
 def test_a_request_that_is_not_in_flight_ends_with_its_version_before_the_load(

@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 
+from tandem.agent.worker_process import group_members
 from tandem.v1 import sampler_pb2
 from tandem.worker import SECRET_METADATA_KEY
 from tests.support.sampler_worker import (
@@ -52,13 +53,13 @@ def test_a_call_without_the_secret_is_refused(sampler: SamplerClient):
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_cancelled_call_leaves_nothing_running(sampler: SamplerClient):
-    call = sampler.send(sampler.request(PROMPT, n=500, max_tokens=500, stop=[]))
-    while not sampler.describe().running:
+def test_a_cancelled_call_leaves_nothing_running(either: SamplerClient):
+    call = either.send(either.request(PROMPT, n=500, max_tokens=500, stop=[]))
+    while not either.describe().running:
         pass
     call.cancel()
-    sampler.sample(PROMPT, max_tokens=1)  # is admitted among them, or behind them
-    while (described := sampler.describe()).running:
+    either.sample(PROMPT, max_tokens=1)  # is admitted among them, or behind them
+    while (described := either.describe()).running:
         pass
     assert (described.running, described.waiting) == (0, 0)
 
@@ -96,16 +97,22 @@ def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: Sample
     assert answered() == before, "it was not computed to its end"
 
 
-def test_a_directory_without_a_model_is_reported_and_ends_the_process(tmp_path: Path):
-    with sampler_process(tmp_path, wait=False) as client:
+@pytest.mark.parametrize("engine_process", ["off", "on"])
+def test_a_directory_without_a_model_is_reported_and_ends_the_process(
+    tmp_path: Path, engine_process: str
+):
+    with sampler_process(tmp_path, wait=False, engine_process=engine_process) as client:
         report = client.next_report()
         assert report.error_type == "worker_start_failed"
         assert "config.json" in report.error
         assert client.process.wait(timeout=CALL_SECONDS) == 1
 
 
-def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model: Path):
-    with sampler_process(model, wait=False) as client:
+@pytest.mark.parametrize("engine_process", ["off", "on"])
+def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(
+    model: Path, engine_process: str
+):
+    with sampler_process(model, wait=False, engine_process=engine_process) as client:
         with pytest.raises(grpc.RpcError) as raised:
             client.stub.Describe(
                 sampler_pb2.DescribeSamplerRequest(),
@@ -116,6 +123,7 @@ def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         client.process.terminate()
         assert client.process.wait(timeout=CALL_SECONDS) == 0
+        assert not group_members(client.process.pid)
 
 
 def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):

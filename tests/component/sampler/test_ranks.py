@@ -25,13 +25,17 @@ from tests.support.worker_process import CALL_SECONDS
 
 @pytest.fixture(scope="module")
 def split(model: Path) -> Iterator[SamplerClient]:
-    with sampler_process(model, ranks=2, lease=1, max_lora_rank=4, max_adapters=2) as client:
+    """As on GPUs, with the engine in a process of its own."""
+    with sampler_process(
+        model, ranks=2, lease=1, max_lora_rank=4, max_adapters=2, engine_process="on"
+    ) as client:
         yield client
 
 
 def workers(client: SamplerClient) -> list[psutil.Process]:
     """The processes that vLLM has started."""
-    children = psutil.Process(client.process.pid).children()
+    (engine,) = psutil.Process(client.process.pid).children()
+    children = engine.children()
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
@@ -112,7 +116,7 @@ def test_it_sleeps_and_wakes_with_the_same_samples(split: SamplerClient, model: 
 @pytest.mark.timeout(900)
 def test_it_ends_with_a_process_of_it_that_dies_and_leaves_none(split: SamplerClient):
     """The last test, after which there is no engine."""
-    processes = workers(split)
+    processes = [*workers(split), *psutil.Process(split.process.pid).children()]
     processes[1].kill()  # while it has nothing to do
     assert split.process.wait(timeout=CALL_SECONDS) == 1
     _gone, left = psutil.wait_procs(processes, timeout=CALL_SECONDS)

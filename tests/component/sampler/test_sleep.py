@@ -34,7 +34,7 @@ LEVELS = (1, 2)
 
 @pytest.fixture(scope="module")
 def client(model: Path) -> Iterator[SamplerClient]:
-    with sampler_process(model, lease=LEASE, max_lora_rank=4) as client:
+    with sampler_process(model, lease=LEASE, max_lora_rank=4, engine_process="on") as client:
         yield client
 
 
@@ -48,9 +48,9 @@ def loads(client: SamplerClient) -> int:
     return int(client.metric("tandem_sampler_load_seconds_count"))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize(("architecture", "engine_process"), [("qwen3", "on"), ("llama", "off")])
 def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
-    directory: Path, architecture
+    directory: Path, architecture, engine_process: str
 ):
     """With a head that is the embedding, and with one of its own."""
     large = write_tiny_model(
@@ -63,7 +63,9 @@ def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
     )
     weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     assert weights > 60 * 2**20
-    with sampler_process(large, lease=LEASE, kv_cache_bytes=CACHE) as client:
+    with sampler_process(
+        large, lease=LEASE, kv_cache_bytes=CACHE, engine_process=engine_process
+    ) as client:
         expected = seeded(client)
         before = client.resident_bytes
         reply = client.sleep(1)

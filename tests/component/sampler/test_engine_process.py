@@ -1,0 +1,67 @@
+"""An engine in a process of its own: it computes what one in the sampler's process does, and
+neither process outlives the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from tandem.agent.worker_process import group_members
+from tandem.v1 import sampler_pb2
+from tests.support.sampler_worker import PROMPT, SamplerClient, same, sampler_process
+from tests.support.waiting import wait_until
+from tests.support.worker_process import CALL_SECONDS
+
+
+def engine_of(client: SamplerClient) -> psutil.Process:
+    """The process that a sampler has forked."""
+    sampler = psutil.Process(client.process.pid)
+    (engine,) = wait_until(sampler.children)
+    return engine
+
+
+def test_what_it_computes_is_the_same_to_the_last_bit(sampler: SamplerClient, own: SamplerClient):
+    asked = [
+        {"n": 8, "seed": 3, "max_tokens": 40, "stop": []},
+        {"n": 2, "seed": 4, "topk": 3, "prompt_logprobs": True, "draws": 2, "prompt_topk": 2},
+        {"n": 2, "seed": 5, "max_tokens": 60, "stop": ["a", "zz"], "temperature": 0.7},
+        {"seed": 6, "structured": sampler_pb2.StructuredOutput(regex="[0-9]{3}-[a-f]+")},
+        {"temperature": 0.0, "max_tokens": 30},
+    ]
+    answers = [
+        client.sample_all([client.request(PROMPT, **each) for each in asked])
+        for client in (sampler, own)
+    ]
+    for here, there in zip(*answers, strict=True):
+        assert same(here, there)
+    assert len(psutil.Process(own.process.pid).children()) == 1
+    assert not psutil.Process(sampler.process.pid).children()
+
+
+def test_a_sampler_that_is_killed_takes_its_engine_along(model: Path):
+    with sampler_process(model, wait=False, engine_process="on") as client:
+        engine_of(client)
+        client.process.kill()
+        wait_until(lambda: not group_members(client.process.pid))
+
+
+def test_an_engine_that_dies_while_it_starts_is_reported(model: Path):
+    with sampler_process(model, wait=False, engine_process="on") as client:
+        engine_of(client).kill()
+        report = client.next_report()
+        assert report.error_type == "worker_start_failed"
+        assert "was killed by signal 9" in report.error
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
+
+
+def test_a_sampler_ends_with_its_engine_and_says_so(model: Path):
+    with sampler_process(model, engine_process="on") as client:
+        call = client.send(client.request(PROMPT, n=500, max_tokens=500, stop=[]))
+        wait_until(lambda: client.describe().running)
+        engine_of(client).kill()
+        failure = call.result().failure
+        assert failure.type == "worker_died"
+        assert "was killed by signal 9" in failure.message
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
+        assert not group_members(client.process.pid)
