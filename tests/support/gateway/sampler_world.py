@@ -35,7 +35,7 @@ from tandem.worker import WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.leased_workers import not_leased
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
-from tests.support.gateway.placement import WHOLE_MACHINE, open_on, places_for
+from tests.support.gateway.placement import WHOLE_MACHINE, Rows, open_on, places_for
 from tests.support.virtual_time import run_in_virtual_time
 
 LOAD_TIMEOUT = 1000.0
@@ -106,8 +106,8 @@ class World:
             metrics=metrics,
             epoch=Epoch(number=1, superseded=lambda: None),
         )
-        self.left_places: list[dict[str, object]] = []
-        self.places = places_for(self.settings, self.left_places)
+        self.rows = Rows()
+        self.places = places_for(self.settings, self.rows)
         self.leases: Leases | None = None
         leases: Any = SimpleNamespace(
             of=lambda _name: self.leases.group if self.leases else not_leased()
@@ -168,7 +168,7 @@ class World:
         key = engine_key(str(SamplerKey(session_id, "tiny", rank)), replica)
         place = {"key": key, "role": "sampler", "group_name": "cpu", "devices": "", "owner": "ann"}
         numbers = {"ranks": 1, "memory": 0, "host_memory": 0}
-        self.left_places.append(place | numbers | {"session_id": session_id, "keeps": ""})
+        self.rows.rows[key] = place | numbers | {"session_id": session_id, "keeps": ""}
         engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
         return engine
 

@@ -23,8 +23,8 @@ from tandem.errors import InvalidRequest
 from tandem.host import Host
 from tandem.settings import GatewaySettings, TrainerSettings
 from tandem.worker import WorkerSpec
+from tests.support.gateway.placement import Rows
 from tests.support.waiting import PATIENCE
-from tests.unit.gateway.test_places import Rows
 
 GIB = 2**30
 BOTH = ["trainer", "sampler"]

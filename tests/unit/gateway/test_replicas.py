@@ -192,7 +192,7 @@ def test_each_engine_is_adopted_as_the_one_that_it_was(new_world):
         world.left("sampler-s-1-0", replica=1).version = world.version("v2")
         world.left("sampler-s-1-1", replica=0)
         world.left("sampler-s-1-2", replica=2)
-        world.left_places.pop()
+        del world.rows.rows["s-1/tiny/0#2"]
         await world.open()
         first, second = world.sampler().engines
         assert (first.process, second.process) == ("sampler-s-1-1", "sampler-s-1-0")

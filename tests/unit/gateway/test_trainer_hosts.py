@@ -18,7 +18,7 @@ from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 from tandem.v1 import trainer_pb2
 from tandem.worker import LoraSpec, TrainingSpec
-from tests.support.gateway.placement import open_on, places_for
+from tests.support.gateway.placement import Rows, open_on, places_for
 
 MODEL = BaseModelEntry(name="tiny", path="/tiny", max_length=None)
 
@@ -62,7 +62,7 @@ class World:
         self.hosts = TrainerHosts(
             settings=self.settings,
             fleet=fleet,
-            places=await open_on(places_for(self.settings), group),
+            places=await open_on(places_for(self.settings, Rows()), group),
             leases=nothing,
             samplers=samplers,
         )
