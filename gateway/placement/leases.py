@@ -25,11 +25,7 @@ from gateway.placement.evictions import REFUSED_PAUSE, Evictions
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease, Tenant
 from gateway.placement.lease_records import LeaseRecords
-from gateway.placement.memory import (
-    HostMemory,
-    Residence,
-    enough_bytes,
-)
+from gateway.placement.memory import HostMemory, Residence, enough_bytes
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.placement.switches import PAUSE, Switches
 from gateway.storage.database import Database

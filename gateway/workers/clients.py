@@ -12,13 +12,7 @@ import grpc
 import grpc.aio
 
 from gateway.workers.worker import Worker
-from tandem.errors import (
-    InternalError,
-    OperationTimedOut,
-    OutOfMemory,
-    WorkerDied,
-    without_paths,
-)
+from tandem.errors import InternalError, OperationTimedOut, OutOfMemory, WorkerDied, without_paths
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 

@@ -1,4 +1,5 @@
 """Workers as a model, in the gateway's own process and without gRPC: for tests in virtual time.
+`model_host` starts them and carries calls to them.
 
 A trainer's weights are a hash of everything that changed them, in its order, so that two trainers
 have the same weights only if the same was applied to them. Its results show its weights.
@@ -11,9 +12,8 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from gateway.workers.launchers.base import WorkerHandle
 from tandem.errors import (
     CheckpointDamaged,
     EmptyBatch,
@@ -30,12 +30,10 @@ from tandem.errors import (
     NoGradients,
     PublishFailed,
     TandemError,
-    WorkerStartFailed,
 )
-from tandem.host import Host
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, open_version
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tandem.worker import WorkerSpec
 from tests.support.crashing_loop import as_process
 
 _BYTES = 100
@@ -222,7 +220,7 @@ class ModelTrainer(ModelWorker):
         async def call(request):
             run_id = request.header.run_id if hasattr(request, "header") else request.run_id
             if run_id not in self.runs:
-                raise _broken(grpc.StatusCode.NOT_FOUND)
+                raise broken(grpc.StatusCode.NOT_FOUND)
             return await getattr(self.runs[run_id], name)(request)
 
         return call
@@ -246,7 +244,7 @@ class ModelTrainer(ModelWorker):
             return trainer_pb2.DescribeTrainerReply(run_ids=self.runs)
         async with self.engine:
             if request.run_id not in self.runs:
-                raise _broken(grpc.StatusCode.NOT_FOUND)
+                raise broken(grpc.StatusCode.NOT_FOUND)
             about = trainer_pb2.DescribeTrainerReply(
                 architecture="Model",
                 parameters=7,
@@ -494,161 +492,6 @@ class ModelRun:
         return trainer_pb2.LoadCheckpointReply(step=found.step)
 
 
-class ModelCall:
-    """What a `grpc.aio.UnaryUnaryCall` is to the clients."""
-
-    def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._answer.__await__()
-
-    async def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-
-class ModelChannel:
-    """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
-
-    def __init__(
-        self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]
-    ):
-        self._worker = worker
-        self._misfortune = misfortune
-        self._kill = kill
-        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def close(self) -> None:
-        if not self._closed.done():
-            self._closed.set_result(None)
-
-    def unary_stream(self, *_args, **_more) -> None:
-        """No sample is streamed."""
-
-    def unary_unary(self, method: str, *_args, **_more) -> Callable[..., ModelCall]:
-        name = method.rpartition("/")[2]
-
-        async def call(request, *, metadata, timeout=None):
-            if (worker := self._worker) is None:
-                raise _broken()
-            assert dict(metadata)[SECRET_METADATA_KEY] == worker.spec.secret
-            try:
-                async with asyncio.timeout(timeout):
-                    return await self._call(worker, name, request)
-            except TimeoutError:
-                raise _broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
-
-        return lambda *args, **more: ModelCall(call(*args, **more))
-
-    async def _call(self, worker: ModelWorker, name: str, request: Any) -> Any:
-        if isinstance(request, bytes):
-            request = trainer_pb2.ForwardBackwardRequest.FromString(request)
-        message = type(request).FromString(request.SerializeToString())
-        await self._travel(worker)
-        deaths = "deaths" if isinstance(worker, ModelTrainer) else "engine_deaths"
-        if name != "Check" and self._misfortune.strikes(deaths):
-            asyncio.get_running_loop().call_later(self._misfortune.rng.random() * 3, self._kill)
-        answer = worker.task(
-            getattr(worker, name)(message) if not worker.frozen else asyncio.Event().wait()
-        )
-        await asyncio.wait({answer, self._closed, worker.died}, return_when=asyncio.FIRST_COMPLETED)
-        await self._travel(worker)
-        if not answer.done() or answer.cancelled():
-            raise _broken()
-        return answer.result()
-
-    async def _travel(self, worker: ModelWorker) -> None:
-        await self._misfortune.delay(0.01)
-        if self._closed.done() or worker.died.done():
-            raise _broken()
-        if isinstance(worker, ModelTrainer) and self._misfortune.strikes("broken_connections"):
-            raise _broken()
-
-
-def _broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioRpcError:
+def broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioRpcError:
     nothing = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(code, nothing, nothing, "the connection broke")
-
-
-class ModelHost:
-    """Where workers run: they end with their gateway only if they are killed."""
-
-    def __init__(self, misfortune: Misfortune) -> None:
-        self.misfortune = misfortune
-        self.workers: dict[str, ModelWorker] = {}
-        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
-
-    def kill(self, worker_id: str) -> None:
-        """A worker dies, which is reported a little later."""
-        if (worker := self.workers.pop(worker_id, None)) is not None:
-            worker.die()
-            exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
-            self.exits.put_nowait(exit_)
-
-    def kill_all(self) -> None:
-        for worker_id in tuple(self.workers):
-            self.kill(worker_id)
-
-
-class ModelLauncher:
-    """Implements `Launcher` for one gateway."""
-
-    def __init__(self, host: ModelHost) -> None:
-        self._host = host
-        self._misfortune = host.misfortune
-
-    def channel(self, address: str, options: object = None) -> ModelChannel:
-        worker = self._host.workers.get(address)
-        return ModelChannel(worker, self._misfortune, lambda: self._host.kill(address))
-
-    async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        await self._misfortune.delay(3.0)
-        worker: ModelWorker
-        if spec.kind == "trainer":
-            worker = ModelTrainer(spec, self._misfortune)
-        else:
-            worker = ModelSampler(spec, self._misfortune)
-        worker.kill = partial(self._host.kill, spec.worker_id)
-        self._host.workers[spec.worker_id] = worker
-        return worker.handle
-
-    async def wait_ready(self, worker_id: str) -> None:
-        await self._misfortune.delay(3.0)
-        if (worker := self._host.workers.get(worker_id)) is not None:
-            await worker.serving.wait()
-        if worker_id not in self._host.workers:
-            raise WorkerStartFailed("it was killed while it started")
-
-    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        if (worker := self._host.workers.pop(worker_id, None)) is not None:
-            worker.die()
-        await self._misfortune.delay(0.5)
-
-    @property
-    def reports(self) -> bool:
-        return True
-
-    async def list(self) -> list[WorkerHandle]:
-        return [worker.handle for worker in self._host.workers.values()]
-
-    async def describe_host(self) -> Host:
-        return Host("host", cores=tuple(range(5)), memory_bytes=48 * 2**30)
-
-    def describe(self, worker_id: str) -> WorkerDetails:
-        return WorkerDetails()
-
-    def explain(self, worker_id: str) -> str:
-        return ""
-
-    async def watch(self) -> AsyncIterator[WorkerExit]:
-        # A queue of its own: that of a dead gateway would wake the dead one alone.
-        before, exits = self._host.exits, asyncio.Queue()
-        while not before.empty():
-            exits.put_nowait(before.get_nowait())
-        self._host.exits = exits
-        while True:
-            yield await exits.get()
-
-    async def close(self, *, leaving: bool = False) -> None:
-        for worker_id in () if leaving else tuple(self._host.workers):
-            await self.stop(worker_id)

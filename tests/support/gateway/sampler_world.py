@@ -34,7 +34,8 @@ from tandem.weights import Manifest
 from tandem.worker import WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.leased_workers import not_leased
-from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
+from tests.support.gateway.model_host import ModelHost, ModelLauncher
+from tests.support.gateway.model_workers import Misfortune, ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE, Rows, open_on, places_for
 from tests.support.virtual_time import run_in_virtual_time
 

@@ -15,10 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.gateway.crash_scenarios import (
-    Left,
-    Life,
-    Scenario,
+from tests.support.gateway.crash_client import (
     Script,
     alone,
     batch,
@@ -40,6 +37,7 @@ from tests.support.gateway.crash_scenarios import (
     step,
     unreadable,
 )
+from tests.support.gateway.crash_scenarios import Left, Life, Scenario
 
 OFTEN = {"share": 1.0, "replay": 0.0}
 """As many snapshots as can be written."""

@@ -15,7 +15,8 @@ from gateway.core import Gateway
 from gateway.runs.resumption import RunResumption
 from gateway.sessions.registry import NewSession
 from tandem.errors import StorageFailed
-from tests.support.gateway.crash_scenarios import Client, Life, Scenario, batch, publish, step
+from tests.support.gateway.crash_client import Client, batch, publish, step
+from tests.support.gateway.crash_scenarios import Life, Scenario
 
 
 class SecondIsNotCreated(Scenario):

@@ -33,7 +33,8 @@ from tandem.settings import GatewaySettings
 from tandem.v1 import agent_pb2, common_pb2, trainer_pb2
 from tandem.worker import TrainingSpec, WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
-from tests.support.gateway.model_workers import ModelHost, ModelLauncher, ModelTrainer
+from tests.support.gateway.model_host import ModelHost, ModelLauncher
+from tests.support.gateway.model_workers import ModelTrainer
 from tests.support.gateway.sampler_world import AtOnce, NoDatabase
 from tests.support.virtual_time import run_in_virtual_time
 

@@ -1,0 +1,316 @@
+"""What the client of a run asks for whose gateway is killed again and again: a model of the SDK,
+which repeats what was not answered, and asks for every result."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import select
+
+from gateway.auth.identity import Caller, Readers
+from gateway.core import Gateway
+from gateway.futures.table import Outcome, Result
+from gateway.identifiers import request_id_of, run_id_of
+from gateway.runs.operations import (
+    AdamParams,
+    Body,
+    Kind,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
+)
+from gateway.sessions.registry import NewSession
+from gateway.storage.tables import places
+from tandem.errors import OptimizerSetting, Overloaded, TandemError
+from tandem.worker import TrainingSpec
+from tests.support.gateway.model_workers import EMPTY, ENDLESS, FORWARD, LONG, POISON, UNREADABLE
+
+_OWNER = "local"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An operation that a client is to submit; its number is its place in the script.
+
+    One that is `alone` is submitted when those before have ended, and those behind when it has;
+    of one that is `late`, those behind do not wait for it. One that is `missing` never comes.
+    """
+
+    kind: Kind
+    payload: bytes | None = None
+    fields: Body | None = None
+    load: str = ""
+    refused: TandemError | None = None
+    alone: bool = False
+    late: bool = False
+    missing: bool = False
+
+    def body(self, run_id: str) -> Body | None:
+        if not self.load:
+            return self.fields
+        path, _, state = self.load.partition(" ")
+        body = LoadWeights(path=f"tinker://{run_id}/weights/{path}", optimizer=not state)
+        return body.on_behalf_of(Readers((Caller(_OWNER, "k-0", "member"),)))
+
+
+def batch(number: int = 0, *, size: int = 20) -> Planned:
+    return Planned("forward_backward", payload=b"batch %d" % number + bytes(size))
+
+
+def large_batch(number: int = 0) -> Planned:
+    return batch(number, size=70_000)
+
+
+def long_batch(number: int = 0) -> Planned:
+    return Planned("forward_backward", payload=LONG + b"%d" % number)
+
+
+def endless_batch() -> Planned:
+    return Planned("forward_backward", payload=ENDLESS)
+
+
+def forward(number: int = 0) -> Planned:
+    return Planned("forward", payload=FORWARD + b"%d" % number)
+
+
+def unreadable(kind: Kind = "forward_backward") -> Planned:
+    return Planned(kind, payload=UNREADABLE)
+
+
+def poison() -> Planned:
+    return Planned("forward_backward", payload=POISON)
+
+
+def empty_batch() -> Planned:
+    return Planned("forward_backward", payload=b"batch" + EMPTY)
+
+
+def empty_forward() -> Planned:
+    return Planned("forward", payload=FORWARD + EMPTY)
+
+
+def step(rate: float = 0.1) -> Planned:
+    return Planned("optim_step", fields=OptimStep(params=AdamParams(learning_rate=rate)))
+
+
+def refused(kind: Kind = "optim_step") -> Planned:
+    payload = b"refused" if kind == "forward_backward" else None
+    return Planned(kind, payload=payload, refused=OptimizerSetting("this is not to be"))
+
+
+def save(name: str, *, overwrite: bool = False) -> Planned:
+    return Planned("save_weights", fields=SaveWeights(path=name, overwrite=overwrite))
+
+
+def save_for_sampler(name: str) -> Planned:
+    return Planned("save_weights_for_sampler", fields=SaveWeightsForSampler(path=name))
+
+
+def publish(number: int) -> Planned:
+    fields = SaveWeightsForSampler(sampling_session_seq_id=number)
+    return Planned("save_weights_for_sampler", fields=fields)
+
+
+def export(name: str) -> Planned:
+    return Planned("save_weights_external", fields=SaveWeightsExternal(path=name))
+
+
+def load(name: str, *, optimizer: bool = True) -> Planned:
+    return Planned("load_weights", load=name if optimizer else f"{name} weights")
+
+
+def alone(planned: Planned) -> Planned:
+    return replace(planned, alone=True)
+
+
+def late(planned: Planned) -> Planned:
+    return replace(planned, late=True)
+
+
+def missing() -> Planned:
+    return Planned("optim_step", missing=True)
+
+
+Script = Sequence[Planned]
+
+
+def random_script(rng: random.Random) -> Script:
+    """Return a script of some steps, with whatever a client may do between them."""
+    script: list[Planned] = []
+    for number in range(rng.randrange(2, 6)):
+        for _ in range(rng.randrange(4)):
+            name, own = rng.choice("ab"), len(script)
+            others = [
+                *(large_batch(own), forward(own), publish(own), step(), unreadable()),
+                *(
+                    empty_batch(),
+                    empty_forward(),
+                    unreadable("forward"),
+                    refused(),
+                    refused("forward_backward"),
+                ),
+                *(save(name), save(name, overwrite=True), save_for_sampler(name), export(name)),
+                *(load(name), load(name, optimizer=False)),
+            ]
+            script.append(rng.choice(others))
+        script += [batch(number), step(rng.random())]
+    return [*script, forward()]
+
+
+class Client:
+    """What the client of a run remembers, which no crash of a gateway takes from it. While the
+    script goes on, its sampler is scaled to each of the numbers `scales`."""
+
+    def __init__(
+        self,
+        script: Script,
+        rng: random.Random,
+        training: TrainingSpec,
+        scales: Sequence[int] = (),
+    ) -> None:
+        self.script = script
+        self.training = training
+        self.scales = [*scales]
+        self.session_id = ""
+        self.ended = False
+        self.outcomes: dict[int, str] = {}
+        self._rng = rng
+        self._accepted: set[int] = set()
+        self._groups = _groups(script, window=rng.choice((1, 2, 4, 8)))
+
+    @property
+    def run_id(self) -> str:
+        return run_id_of(session_id=self.session_id, model_seq_id=0)
+
+    async def go_on(self, gateway: Gateway) -> None:
+        """Submit what is left of the script, and return when everything has ended."""
+        if not self.session_id:
+            session = await gateway.sessions.create(NewSession(owner=_OWNER, sdk_version="0.38.0"))
+            self.session_id = session.id
+        if self.ended or gateway.sessions.touch(self.session_id) is None:
+            missing = sum(planned.missing for planned in self.script)
+            assert len(self.outcomes) == len(self.script) + 1 - missing, "it has ended too early"
+            return
+        known = [seq_id for seq_id in self.outcomes if self._rng.random() < 0.3]
+        await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in known))
+        if 0 not in self.outcomes:
+            await self._create(gateway)
+            await self._ask(gateway, 0)
+        if self.scales:
+            await self._scale(gateway)
+        for together in self._groups:
+            left = [seq_id for seq_id in together if seq_id not in self.outcomes]
+            self._rng.shuffle(left)
+            await asyncio.gather(*(self._carry_out(gateway, seq_id) for seq_id in left))
+
+    async def _scale(self, gateway: Gateway) -> None:
+        """Scale the sampler to one number after the other, the last one again and again. Return
+        when so many engines serve, and no other has a place."""
+        run = gateway.runs.get(self.run_id)
+        assert run is not None
+        sampler = gateway.samplers.ensure(
+            session_id=self.session_id, model=run.model, rank=0, all_weights=True, kept=run.sampler
+        )
+        while True:
+            await asyncio.sleep(self._rng.random() * 5)
+            await gateway.samplers.scale(sampler, self.scales[0], wait=0)
+            if len(self.scales) == 1:
+                break
+            self.scales.pop(0)
+        sampler.start()
+        for _ in range(1000):  # seconds, each of which would be a thousand steps of `until`
+            serve = all(engine.serves for engine in sampler.engines)
+            if serve and not sampler.replicas.leaving:
+                break
+            await asyncio.sleep(1)
+        else:
+            raise AssertionError(f"they do not all serve: {sampler.explain()}")
+        assert len(sampler.engines) == self.scales[0]
+        await gateway.database.flush()
+        key = str(sampler.key)
+        rows = await gateway.database.read(select(places).where(places.c.key.startswith(key)))
+        assert len(rows) == self.scales[0]
+
+    async def ask_again(self, gateway: Gateway) -> None:
+        """Ask for all results once more."""
+        await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in tuple(self.outcomes)))
+
+    async def _create(self, gateway: Gateway) -> None:
+        model = gateway.models.get("tiny")
+        await gateway.runs.create(
+            session_id=self.session_id,
+            model_seq_id=0,
+            model=model,
+            training=self.training,
+            load=None,
+            user_metadata=None,
+            request=b"create",
+        )
+
+    async def _carry_out(self, gateway: Gateway, seq_id: int) -> None:
+        await asyncio.sleep(self._rng.random())
+        if seq_id not in self._accepted or self._rng.random() < 0.1:
+            await self._submit(gateway, seq_id)
+            self._accepted.add(seq_id)
+        await self._ask(gateway, seq_id)
+
+    async def _submit(self, gateway: Gateway, seq_id: int) -> None:
+        planned = self.script[seq_id - 1]
+        while True:
+            try:
+                await gateway.runs.submit(
+                    run_id=self.run_id,
+                    seq_id=seq_id,
+                    kind=planned.kind,
+                    body=planned.body(self.run_id),
+                    request=repr(planned).encode() if planned.payload is None else b"",
+                    payload=planned.payload,
+                    refused=planned.refused,
+                )
+                return
+            except Overloaded as error:
+                await asyncio.sleep(error.retry_after or 1.0)
+
+    async def _ask(self, gateway: Gateway, seq_id: int) -> None:
+        """Ask for a result until it is there. It is what it was if it was there before."""
+        request_id = request_id_of(owner=self.run_id, seq_id=seq_id)
+        outcome: Outcome | None = None
+        while outcome is None:
+            future = gateway.futures.get(request_id)
+            if future is None:
+                outcome = await gateway.recall(request_id)
+                assert outcome is not None, f"nobody knows {request_id}"
+            else:
+                outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
+                if outcome is None and gateway.futures.closing:
+                    await asyncio.sleep(1e9)  # the next gateway is asked
+        if isinstance(outcome, Result):
+            body = outcome.file.read_bytes() if outcome.file is not None else outcome.body
+            text = body.decode()
+        else:
+            text = f"{outcome.type}: {outcome.message}"
+        text = text.replace(self.session_id, "S")
+        before = self.outcomes.setdefault(seq_id, text)
+        assert text == before, f"operation {seq_id} ended twice"
+
+
+def _groups(script: Script, *, window: int) -> list[list[int]]:
+    """Return the numbers of the operations that are submitted together, in any order."""
+    groups: list[list[int]] = [[]]
+    late = []
+    for seq_id, planned in enumerate(script, 1):
+        if planned.late:
+            late.append(seq_id)
+        elif planned.alone:
+            groups += [[seq_id], late, []]
+            late = []
+        elif not planned.missing:
+            groups[-1].append(seq_id)
+            if len(groups[-1]) == window:
+                groups.append([])
+    return groups

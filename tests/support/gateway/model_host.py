@@ -1,0 +1,179 @@
+"""What starts workers that are a model (`model_workers`), and what carries calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from tandem.errors import WorkerStartFailed
+from tandem.host import Host
+from tandem.v1 import trainer_pb2
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tests.support.gateway.model_workers import (
+    Misfortune,
+    ModelSampler,
+    ModelTrainer,
+    ModelWorker,
+    broken,
+)
+
+
+class ModelHost:
+    """Where workers run: they end with their gateway only if they are killed."""
+
+    def __init__(self, misfortune: Misfortune) -> None:
+        self.misfortune = misfortune
+        self.workers: dict[str, ModelWorker] = {}
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+
+    def kill(self, worker_id: str) -> None:
+        """A worker dies, which is reported a little later."""
+        if (worker := self.workers.pop(worker_id, None)) is not None:
+            worker.die()
+            exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
+            self.exits.put_nowait(exit_)
+
+    def kill_all(self) -> None:
+        for worker_id in tuple(self.workers):
+            self.kill(worker_id)
+
+
+class ModelLauncher:
+    """Implements `Launcher` for one gateway."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+        self._misfortune = host.misfortune
+
+    def channel(self, address: str, options: object = None) -> ModelChannel:
+        worker = self._host.workers.get(address)
+        return ModelChannel(worker, self._misfortune, lambda: self._host.kill(address))
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        await self._misfortune.delay(3.0)
+        worker: ModelWorker
+        if spec.kind == "trainer":
+            worker = ModelTrainer(spec, self._misfortune)
+        else:
+            worker = ModelSampler(spec, self._misfortune)
+        worker.kill = partial(self._host.kill, spec.worker_id)
+        self._host.workers[spec.worker_id] = worker
+        return worker.handle
+
+    async def wait_ready(self, worker_id: str) -> None:
+        await self._misfortune.delay(3.0)
+        if (worker := self._host.workers.get(worker_id)) is not None:
+            await worker.serving.wait()
+        if worker_id not in self._host.workers:
+            raise WorkerStartFailed("it was killed while it started")
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        if (worker := self._host.workers.pop(worker_id, None)) is not None:
+            worker.die()
+        await self._misfortune.delay(0.5)
+
+    @property
+    def reports(self) -> bool:
+        return True
+
+    async def list(self) -> list[WorkerHandle]:
+        return [worker.handle for worker in self._host.workers.values()]
+
+    async def describe_host(self) -> Host:
+        return Host("host", cores=tuple(range(5)), memory_bytes=48 * 2**30)
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        return WorkerDetails()
+
+    def explain(self, worker_id: str) -> str:
+        return ""
+
+    async def watch(self) -> AsyncIterator[WorkerExit]:
+        # A queue of its own: that of a dead gateway would wake the dead one alone.
+        before, exits = self._host.exits, asyncio.Queue()
+        while not before.empty():
+            exits.put_nowait(before.get_nowait())
+        self._host.exits = exits
+        while True:
+            yield await exits.get()
+
+    async def close(self, *, leaving: bool = False) -> None:
+        for worker_id in () if leaving else tuple(self._host.workers):
+            await self.stop(worker_id)
+
+
+class ModelCall:
+    """What a `grpc.aio.UnaryUnaryCall` is to the clients."""
+
+    def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer.__await__()
+
+    async def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+class ModelChannel:
+    """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
+
+    def __init__(
+        self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]
+    ):
+        self._worker = worker
+        self._misfortune = misfortune
+        self._kill = kill
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def unary_stream(self, *_args, **_more) -> None:
+        """No sample is streamed."""
+
+    def unary_unary(self, method: str, *_args, **_more) -> Callable[..., ModelCall]:
+        name = method.rpartition("/")[2]
+
+        async def call(request, *, metadata, timeout=None):
+            if (worker := self._worker) is None:
+                raise broken()
+            assert dict(metadata)[SECRET_METADATA_KEY] == worker.spec.secret
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._call(worker, name, request)
+            except TimeoutError:
+                raise broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+
+        return lambda *args, **more: ModelCall(call(*args, **more))
+
+    async def _call(self, worker: ModelWorker, name: str, request: Any) -> Any:
+        if isinstance(request, bytes):
+            request = trainer_pb2.ForwardBackwardRequest.FromString(request)
+        message = type(request).FromString(request.SerializeToString())
+        await self._travel(worker)
+        deaths = "deaths" if isinstance(worker, ModelTrainer) else "engine_deaths"
+        if name != "Check" and self._misfortune.strikes(deaths):
+            asyncio.get_running_loop().call_later(self._misfortune.rng.random() * 3, self._kill)
+        answer = worker.task(
+            getattr(worker, name)(message) if not worker.frozen else asyncio.Event().wait()
+        )
+        await asyncio.wait({answer, self._closed, worker.died}, return_when=asyncio.FIRST_COMPLETED)
+        await self._travel(worker)
+        if not answer.done() or answer.cancelled():
+            raise broken()
+        return answer.result()
+
+    async def _travel(self, worker: ModelWorker) -> None:
+        await self._misfortune.delay(0.01)
+        if self._closed.done() or worker.died.done():
+            raise broken()
+        if isinstance(worker, ModelTrainer) and self._misfortune.strikes("broken_connections"):
+            raise broken()
