@@ -145,11 +145,7 @@ class TrainingSpec(BaseModel):
     def undivided(self) -> str:
         """What of it cannot be where ranks divide matrices (`layout.tensor_parallel`); "" if all
         can."""
-        if self.optimizer != "adamw":
-            return f"steps by {self.optimizer}"
-        if self.states != "float32":
-            return f"states in {self.states} (tandem.states)"
-        return f"moments on the {self.moments} (tandem.moments)" if self.moments == "host" else ""
+        return "" if self.optimizer == "adamw" else f"steps by {self.optimizer}"
 
     @property
     def state_bytes(self) -> StateBytes:

@@ -35,17 +35,35 @@ PIECE = 2**22
 """Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and twice as
 much for random bits."""
 _OF_RANDOM_BITS = 8 + 4
-"""Bytes of each while they are made: a position, and what becomes of it."""
+_OF_THOSE_IN_COLUMNS = 8 + 8
+"""Bytes of each while they are made: a position, and what becomes of it, or its row."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where elements are among those of all parameters: in rows of `width`, the first of which
+    begins at `first`, and each at `stride` after the one before."""
+
+    first: int
+    width: int = 1
+    stride: int = 1
+
+    def of(self, start: int, end: int, *, device: torch.device) -> Tensor:
+        """Those from `start` to `end`, int64 [end - start], modulo 2^32."""
+        found = torch.arange(start, end, device=device)
+        if self.width != self.stride:
+            rows = found.div(self.width, rounding_mode="floor")
+            found += rows.mul_(self.stride - self.width)
+        return found.add_(self.first % 2**32)
 
 
 @dataclass
 class _Kept:
-    """The state of one parameter. The moments are this rank's part, as the parameter's own is.
-    `first` is the position of its first element among those of all parameters. `step` is on the
-    host."""
+    """The state of one parameter. The moments are this rank's part, as the parameter's own is, and
+    `positions` those of its elements. `step` is on the host."""
 
     parameter: nn.Parameter
-    first: int
+    positions: Positions
     step: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -114,7 +132,7 @@ class StagedMoments:
             if (kept := self._kept.get(name)) is None:
                 self._kept[name] = _Kept(
                     parameter=parameter,
-                    first=first + _offset(parameter),
+                    positions=_positions(parameter, first),
                     step=torch.zeros((), dtype=torch.float32),
                     exp_avg=self._zeros(parameter),
                     exp_avg_sq=self._zeros(parameter),
@@ -141,7 +159,8 @@ def staging_bytes(elements: int, training: TrainingSpec, *, device: str) -> int:
         return 0
     piece = min(PIECE, elements)
     if training.states == "bfloat16":
-        return piece * (4 * 4 + _OF_RANDOM_BITS)
+        divided = training.layout.tensor_parallel > 1
+        return piece * (4 * 4 + (_OF_THOSE_IN_COLUMNS if divided else _OF_RANDOM_BITS))
     on_host = training.moments == "host" and device != "cpu"
     return piece * 2 * 4 if on_host else 0
 
@@ -193,7 +212,7 @@ def _step(piece: Sequence[_Slice], settings: AdamWSettings, *, number: int) -> N
         if homes[0].dtype == torch.bfloat16:
             key = _mixed(3 * number + tensor)
             for each, value in zip(piece, values, strict=True):
-                round_(value, first=each.kept.first + each.start, key=key)
+                round_(value, each.kept.positions, start=each.start, key=key)
         if homes is not values:
             torch._foreach_copy_(homes, values, non_blocking=True)
 
@@ -216,24 +235,25 @@ def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 # --- Rounding -----------------------------------------------------------------------------------
 
 
-def round_(values: Tensor, *, first: int, key: int) -> None:
+def round_(values: Tensor, positions: Positions, *, start: int, key: int) -> None:
     """Makes each of `values`, float32 [n], one of the two numbers of bfloat16 between which it is:
     the one further from zero with the probability that makes the mean right. The random bits are
-    those of the positions from `first` on under the `key`.
+    those of the `positions` from the one numbered `start` on, under the `key`.
 
     A bfloat16 is the upper half of a float32: what is added to the lower half carries over with
     that probability, and then the lower half is dropped.
     """
     bits = values.view(torch.int32)
-    bits += random_bits(first, len(values), key=key, device=values.device)
+    bits += random_bits(positions, start, start + len(values), key=key, device=values.device)
     bits &= -0x10000
 
 
-def random_bits(first: int, count: int, *, key: int, device: torch.device) -> Tensor:
-    """Sixteen random bits, int32 [count], for each position from `first` on: the hash "lowbias32"
-    of it (C. Wellons, nullprogram.com/blog/2018/07/31), in the 32 bits that integers wrap at."""
-    wrapped = (first + key) % 2**32
-    x = torch.arange(wrapped, wrapped + count, device=device).to(torch.int32)
+def random_bits(
+    positions: Positions, start: int, end: int, *, key: int, device: torch.device
+) -> Tensor:
+    """Sixteen random bits, int32 [end - start], for each of the positions: the hash "lowbias32" of
+    it (C. Wellons, nullprogram.com/blog/2018/07/31), in the 32 bits that integers wrap at."""
+    x = positions.of(start, end, device=device).add_(key).to(torch.int32)
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF
@@ -253,15 +273,17 @@ def _mixed(number: int) -> int:
 # --- Where things are ---------------------------------------------------------------------------
 
 
-def _offset(parameter: nn.Parameter) -> int:
-    """The position in the whole parameter of this rank's first element: its rows are together."""
+def _positions(parameter: nn.Parameter, first: int) -> Positions:
+    """Those of this rank's part of a parameter whose first element is at `first`: rows that follow
+    each other, of a matrix that is divided by columns, too, some columns of them."""
     if not isinstance(parameter, DTensor):
-        return 0
-    _, (first, *others) = compute_local_shape_and_global_offset(
+        return Positions(first)
+    shape, (row, *column) = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    assert not any(others), f"{parameter.placements} is not by rows"
-    return int(first * math.prod(parameter.shape[1:]))
+    stride, width = math.prod(parameter.shape[1:]), math.prod(shape[1:])
+    assert stride == width or len(shape) == 2, f"{parameter.placements} is not by rows and columns"
+    return Positions(first + row * stride + sum(column), width=width, stride=stride)
 
 
 def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer_service.optimizers import AdamW, AdamWSettings, DiMuon, DiMuonSettings
 
@@ -66,8 +66,32 @@ def run_plain(dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor]
     return {**weights, **state}, norms
 
 
+def divide(model: Weights, mesh: DeviceMesh) -> None:
+    """One matrix by columns, one by rows, as ranks that compute together have them."""
+    for name, each in list(model.named_parameters()):
+        placement = {"a": Shard(1), "d": Shard(0)}.get(name, Replicate())
+        part = distribute_tensor(each.detach(), mesh, [placement], src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(part))
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor that lies in pieces as another one does."""
+    shape, first = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
+    mine = whole[tuple(slice(at, at + n) for at, n in zip(first, shape, strict=True))]
+    return DTensor.from_local(
+        mine.clone(), like.device_mesh, like.placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
 def run_rank(
-    rank: int, size: int, folder: str, dtype: torch.dtype | None = None, replicas: int = 1
+    rank: int,
+    size: int,
+    folder: str,
+    dtype: torch.dtype | None = None,
+    replicas: int = 1,
+    divided: bool = False,
 ) -> None:
     store = dist.FileStore(f"{folder}/store", size)
     store.set_timeout(PATIENCE)
@@ -79,27 +103,29 @@ def run_rank(
         if replicas > 1:
             names = ("replicas", "shards")
             mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
+        groups = [mesh.get_group(-1)]
+        if divided:
+            both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shards", "tensor"))
+            groups = both.get_all_groups()
+            mesh = both["shards"]
+            divide(model, both["tensor"])
         fully_shard(model, mesh=mesh)
         named = dict(model.named_parameters())
-        sum_over_shards = functools.partial(dist.all_reduce, group=mesh.get_group(-1))
+
+        def sum_over_replica(value: torch.Tensor) -> None:
+            for group in groups:
+                dist.all_reduce(value, group=group)
+
         optimizer = (
-            AdamW(named, sum_over_ranks=sum_over_shards)
+            AdamW(named, sum_over_ranks=sum_over_replica)
             if dtype
-            else DiMuon(named, outer={"table"}, sum_over_ranks=sum_over_shards)
+            else DiMuon(named, outer={"table"}, sum_over_ranks=sum_over_replica)
         )
         norms = []
         for step in range(STEPS):
             for name, parameter in named.items():
                 whole = gradient_of(name, step).to(parameter.dtype)
-                pieces, place = whole.chunk(shards), rank % shards
-                mine = pieces[place] if place < len(pieces) else whole[:0]
-                parameter.grad = DTensor.from_local(
-                    mine.clone(),
-                    mesh,
-                    parameter.placements,
-                    shape=whole.shape,
-                    stride=whole.stride(),
-                )
+                parameter.grad = part_of(whole, parameter)
             norms.append(optimizer.step(ADAMW if dtype else SETTINGS)["grad_norm"])
         found = {name: each.detach().full_tensor() for name, each in named.items()}
         for name, each in optimizer.state(create=False).items():
@@ -112,16 +138,21 @@ def run_rank(
 
 
 def run_ranks(
-    folder: Path, size: int, dtype: torch.dtype | None = None, *, replicas: int = 1
+    folder: Path,
+    size: int,
+    dtype: torch.dtype | None = None,
+    *,
+    replicas: int = 1,
+    divided: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=run_rank, args=(rank, size, str(folder), dtype, replicas))
+        context.Process(target=run_rank, args=(rank, size, str(folder), dtype, replicas, divided))
         for rank in range(1, size)
     ]
     for each in others:
         each.start()
-    run_rank(0, size, str(folder), dtype, replicas)
+    run_rank(0, size, str(folder), dtype, replicas, divided)
     for each in others:
         each.join(PATIENCE.total_seconds())
         assert each.exitcode == 0
@@ -129,10 +160,11 @@ def run_ranks(
     return found
 
 
+@pytest.mark.parametrize(("size", "divided"), [(2, False), (4, True)])
 def test_bfloat16_is_rounded_with_the_same_random_bits_on_any_number_of_ranks(
-    tmp_path: Path,
+    tmp_path: Path, size: int, divided: bool
 ) -> None:
-    found, norms = run_ranks(tmp_path, 2, torch.bfloat16)
+    found, norms = run_ranks(tmp_path, size, torch.bfloat16, divided=divided)
     expected, expected_norms = run_plain(torch.bfloat16)
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     assert found.keys() == expected.keys()

@@ -25,7 +25,7 @@ from tests.support.local_trainer import (
 )
 from trainer_service.optimizers import AdamWSettings, local
 from trainer_service.optimizers.adamw import Moments
-from trainer_service.optimizers.staged import StagedMoments, random_bits, round_
+from trainer_service.optimizers.staged import Positions, StagedMoments, random_bits, round_
 
 SETTINGS = AdamWSettings(
     learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0
@@ -65,7 +65,7 @@ def test_what_is_rounded_is_one_of_its_two_neighbours_and_right_in_the_mean():
     times, total = 400, torch.zeros_like(exact)
     for key in range(times):
         rounded = exact.clone()
-        round_(rounded, first=0, key=key * 7919)
+        round_(rounded, Positions(0), start=0, key=key * 7919)
         assert torch.all((rounded == below) | (rounded == above))
         total += rounded
     width = (above - below).abs()
@@ -77,20 +77,28 @@ def test_what_is_rounded_is_one_of_its_two_neighbours_and_right_in_the_mean():
 def test_what_bfloat16_can_say_stays_as_it_is():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-130, 3e38, torch.inf]).bfloat16().float()
     rounded = exact.clone()
-    round_(rounded, first=3, key=11)
+    round_(rounded, Positions(0), start=3, key=11)
     assert torch.equal(rounded, exact)
 
 
 def test_random_bits_are_those_of_a_position_wherever_a_piece_begins():
-    cpu = torch.device("cpu")
-    whole = random_bits(2**32 - 50, 100, key=9, device=cpu)
-    parts = [random_bits(2**32 - 50 + n, 25, key=9, device=cpu) for n in range(0, 100, 25)]
+    def bits(positions: Positions, start: int, end: int, *, key: int = 9) -> torch.Tensor:
+        return random_bits(positions, start, end, key=key, device=torch.device("cpu"))
+
+    first = 2**32 - 50
+    whole = bits(Positions(first), 0, 100)
+    parts = [bits(Positions(first), n, n + 25) for n in range(0, 100, 25)]
     assert torch.equal(torch.cat(parts), whole)
-    assert not torch.equal(whole, random_bits(2**32 - 50, 100, key=10, device=cpu))
+    parts = [bits(Positions(first + n), 0, 25) for n in range(0, 100, 25)]
+    assert torch.equal(torch.cat(parts), whole)
+    columns = Positions(first + 3, width=7, stride=10)  # 3 to 9 of a matrix with ten of them
+    parts = [bits(columns, 0, 33), bits(columns, 33, 70)]
+    assert torch.equal(torch.cat(parts).view(10, 7), whole.view(10, 10)[:, 3:])
+    assert not torch.equal(whole, bits(Positions(first), 0, 100, key=10))
 
 
 def test_random_bits_are_even_and_those_of_neighbours_have_nothing_to_do_with_each_other():
-    bits = random_bits(0, 2**18, key=5, device=torch.device("cpu"))
+    bits = random_bits(Positions(0), 0, 2**18, key=5, device=torch.device("cpu"))
     assert bits.min() >= 0
     for bit in range(16):
         assert ((bits >> bit) & 1).float().mean() == pytest.approx(0.5, abs=0.005)

@@ -103,13 +103,8 @@ def check(training: TrainingSpec) -> None:
 
 def test_what_is_not_for_ranks_that_divide_matrices_is_refused_before_the_start() -> None:
     check(TOGETHER)
-    for changes, reason in (
-        ({"optimizer": "dimuon"}, "no steps by dimuon"),
-        ({"states": "bfloat16"}, r"no states in bfloat16 \(tandem.states\)"),
-        ({"moments": "host"}, r"no moments on the host \(tandem.moments\)"),
-    ):
-        with pytest.raises(WorkerStartFailed, match=f"there are {reason} for ranks that divide"):
-            check(TOGETHER.model_copy(update=changes))
+    with pytest.raises(WorkerStartFailed, match="there are no steps by dimuon for ranks that div"):
+        check(TOGETHER.model_copy(update={"optimizer": "dimuon"}))
 
 
 @pytest.mark.parametrize(
