@@ -1,11 +1,12 @@
-"""Find processes by a mark in the environment that they inherit; fill a disk of their own."""
+"""Find processes by a mark in the environment that they inherit, and the cores of one; fill a disk
+of their own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,15 @@ def marked(mark: str) -> list[Process]:
 def group_of(leader: int, *, mark: str) -> list[Process]:
     """The processes of a worker, whose first process leads their group."""
     return [process for process in marked(mark) if process.group == leader]
+
+
+def cores_of(pid: int) -> set[int]:
+    """The cores that any thread of a process may use."""
+    cores: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            cores |= os.sched_getaffinity(int(task.name))
+    return cores
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds. Only how long a test goes on hoping; nothing is measured with it."""
 
 

@@ -20,8 +20,8 @@ from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, Worke
 SECRET = "a secret of this test"
 SESSION = "s-0123456789ab"
 RUN = f"{SESSION}:train:0"
-START_SECONDS = 120.0
-CALL_SECONDS = 60.0
+START_SECONDS = 240.0
+CALL_SECONDS = 120.0
 
 
 @dataclass

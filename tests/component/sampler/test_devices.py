@@ -9,25 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.processes import cores_of
 from tests.support.sampler_worker import PROMPT, sampler_process
 from tests.support.worker_process import CALL_SECONDS
-
-
-def cores_of_threads(pid: int) -> set[str]:
-    statuses = [task / "status" for task in Path(f"/proc/{pid}/task").iterdir()]
-    return {
-        line.split()[1]
-        for status in statuses
-        for line in status.read_text().splitlines()
-        if line.startswith("Cpus_allowed_list:")
-    }
 
 
 def test_all_threads_of_a_sampler_run_on_its_cores(model: Path):
     core = max(os.sched_getaffinity(0))
     with sampler_process(model, devices=(f"cpu:{core}",)) as client:
         client.sample(PROMPT)
-        assert cores_of_threads(client.process.pid) == {str(core)}
+        assert cores_of(client.process.pid) == {core}
 
 
 @pytest.mark.parametrize(

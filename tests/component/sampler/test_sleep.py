@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -208,5 +209,5 @@ def test_a_sampler_that_is_killed_while_it_wakes_leaves_no_process(model: Path):
         waking = client.send_wake()
         os.kill(client.process.pid, signal.SIGKILL)
         wait_until(lambda: not group_members(client.process.pid))
-        with pytest.raises(grpc.RpcError):
+        with suppress(grpc.RpcError):  # unless it woke just before
             waking.result()

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from tandem.agent.worker_process import group_members
 from tests.support.losses.batches import mixed_data
+from tests.support.processes import cores_of
 from tests.support.trainer_worker import request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
 
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-
-
-def cores_of_threads(pid: int) -> set[int]:
-    """The cores that any thread of a process may use."""
-    threads = (int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
-    return set().union(*(os.sched_getaffinity(thread) for thread in threads))
 
 
 @needs_two_cores
@@ -31,8 +25,8 @@ def test_each_rank_uses_its_own_cores_alone(models, tmp_path):
         client.output(request(mixed_data()))
         rank_0 = client.process.pid
         (rank_1,) = set(group_members(rank_0)) - {rank_0}
-        assert cores_of_threads(rank_0) == {first}
-        assert cores_of_threads(rank_1) == {second}
+        assert cores_of(rank_0) == {first}
+        assert cores_of(rank_1) == {second}
         assert client.describe().device == "cpu"
 
 

@@ -250,7 +250,7 @@ def test_a_stopped_node_is_told_though_there_is_nothing_to_do(hosts, model, tls,
 def test_a_stopped_rank_of_another_node_ends_the_operation_at_the_collective_timeout(
     hosts, model, tls, tmp_path
 ):
-    with two_nodes(hosts, model, tls, tmp_path, collective_timeout=6.0) as trainer:
+    with two_nodes(hosts, model, tls, tmp_path, collective_timeout=10.0) as trainer:
         (rank_1,) = trainer.ranks_of_member()
         os.kill(rank_1, signal.SIGSTOP)
         with pytest.raises(grpc.RpcError, match="imed out"):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tests.support.ranks import end_together
 from trainer_service.optimizers import AdamW, AdamWSettings, DiMuon, DiMuonSettings
 
 SHAPES = {"a": (6, 10), "b": (7, 3), "c": (1, 5), "d": (10, 6), "norm": (5,), "table": (9, 4)}
@@ -132,7 +133,7 @@ def run_rank(
             found[name] = each.full_tensor() if isinstance(each, DTensor) else each
         if rank == 0:
             torch.save((found, norms), f"{folder}/found.pt")
-        dist.barrier()  # gloo may abort a rank that still reads what the other has sent
+        end_together(store, rank=rank, size=size)
     finally:
         dist.destroy_process_group()
 

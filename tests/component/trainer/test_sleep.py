@@ -102,7 +102,7 @@ def test_a_trainer_that_sleeps_ends_with_the_weights_of_one_that_does_not(
 @pytest.fixture(scope="module")
 def two(models, tmp_path_factory):
     with trainer_process(
-        models["qwen3"], tmp_path_factory.mktemp("data"), ranks=2, lease=1, collective_timeout=3
+        models["qwen3"], tmp_path_factory.mktemp("data"), ranks=2, lease=1, collective_timeout=8
     ) as client:
         yield client
 
@@ -127,7 +127,7 @@ def test_ranks_that_sleep_for_long_do_not_time_out(two):
     two.hold(lease := newest(two) + 1)
     two.sleep()
     with pytest.raises(subprocess.TimeoutExpired):
-        two.process.wait(timeout=6)
+        two.process.wait(timeout=10)
     two.hold(lease + 1)
     assert not two.wake().HasField("failure")
     two.output(request(mixed_data()))

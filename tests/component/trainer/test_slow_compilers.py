@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.component.trainer.test_slow_disks import PATIENCE, run
 from trainer_service.compute.trainer import ControlGroup
 
-TIMEOUT = timedelta(seconds=2)
+TIMEOUT = timedelta(seconds=4)
 """Of a collective."""
 
 

@@ -18,6 +18,7 @@ from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.architectures import write_model
+from tests.support.ranks import end_together
 from tests.support.tiny_model import VOCABULARY
 from trainer_service.backends import TrainerBackend, World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
@@ -114,6 +115,7 @@ def run_rank(rank: int, folder: str) -> None:
             compare_divided(wrong, init_device_mesh("cpu", (2,)))
         if rank == 0:
             torch.save(found, f"{folder}/found.pt")
+        end_together(store, rank=rank, size=2)
     finally:
         dist.destroy_process_group()
 

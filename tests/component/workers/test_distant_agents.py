@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -25,15 +24,11 @@ from tandem.certificate import AGENT_NAME
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import GatewaySettings
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tests.support.ports import known_port
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 EPOCH = Epoch(number=1, superseded=lambda: None)
 KINDS = ("trainer", "sampler")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def authority(tmp_path) -> Authority:
 async def agents(authority, tmp_path):
     """Two agents with data directories of their own, and the settings of their gateway."""
     async with AsyncExitStack() as stack:
-        addresses = {kind: f"127.0.0.1:{free_port()}" for kind in KINDS}
+        addresses = {kind: f"127.0.0.1:{known_port()}" for kind in KINDS}
         for kind in KINDS:
             data_dir = tmp_path / kind
             data_dir.mkdir()

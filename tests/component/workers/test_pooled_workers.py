@@ -15,10 +15,11 @@ import pytest
 from tandem.agent.launcher import ProcessLauncher
 from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.worker import WorkerHandle, WorkerKind, WorkerReport, WorkerSpec
+from tests.support.processes import cores_of
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.support.worker_process import RUN, SECRET, SESSION, Started
 
 
@@ -63,8 +64,10 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Idle processes take a share of the processors in which they get idle while others test."""
+    """Idle processes take a share of the processors in which they get idle, and answer, while
+    others test."""
     monkeypatch.setenv("TANDEM_POOL_NICE", "3")
+    monkeypatch.setattr("tandem.agent.pool._HAND_OVER_SECONDS", PATIENCE)
 
 
 @contextlib.asynccontextmanager
@@ -90,21 +93,13 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
-def threads(pid: int) -> list[int]:
-    return [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
-
-
-def cores(pid: int) -> set[int]:
-    """Those that any thread of a process may run on."""
-    return set().union(*(os.sched_getaffinity(thread) for thread in threads(pid)))
-
-
 def niceness(pid: int) -> set[int]:
     """That of all threads of a process, and of its session where sessions have one."""
     process = Path(f"/proc/{pid}")
-    threads = {
-        os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in (process / "task").iterdir()
-    }
+    threads = set()
+    for each in (process / "task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            threads.add(os.getpriority(os.PRIO_PROCESS, int(each.name)))
     session = process / "autogroup"
     return threads | ({int(session.read_text().split()[-1])} if session.exists() else set())
 
@@ -127,7 +122,7 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
         assert '"event":"ready"' in pooled.log
         if sys.platform == "linux":
             assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
-            assert cores(pooled.pid) == {CORE}
+            assert cores_of(pooled.pid) == {CORE}
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
@@ -143,4 +138,4 @@ async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
         assert '"event":"ready"' in pooled.log
         if sys.platform == "linux":
             assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
-            assert cores(pooled.pid) == {CORE}
+            assert cores_of(pooled.pid) == {CORE}

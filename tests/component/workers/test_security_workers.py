@@ -64,7 +64,7 @@ async def call(opened: grpc.aio.Channel, method: MethodDescriptor, metadata) -> 
     parse = message_factory.GetMessageClass(method.output_type).FromString
     make = opened.unary_stream if method.server_streaming else opened.unary_unary
     calling = make(path, type(request).SerializeToString, parse)(
-        request, metadata=metadata, timeout=10
+        request, metadata=metadata, timeout=60
     )
     try:
         if method.server_streaming:
@@ -94,7 +94,7 @@ async def test_methods_that_there_are_not_say_no_more():
     async with channel() as opened:
         for path in ("/tandem.v1.Trainer/Admin", "/grpc.reflection.v1.ServerReflection/X", "/x/y"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await opened.unary_unary(path)(b"", timeout=10)
+                await opened.unary_unary(path)(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
