@@ -50,7 +50,7 @@ def test_version(stack: TestStack) -> None:
     environment = {**os.environ, "PYTHONPATH": os.environ.get("TANDEM_TEST_SDK", "")}
     command = [sys.executable, "-m", "tinker.cli", "version"]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+        command, env=environment, capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout == f"tinker {tinker.__version__}\n"
 

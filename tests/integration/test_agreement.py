@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 def test_sampled_logprobs_equal_the_trainers(any_run: TrainingClient) -> None:
     train(any_run, seed=11)
-    sampler = any_run.save_weights_and_get_sampling_client().result(timeout=120)
+    sampler = any_run.save_weights_and_get_sampling_client().result(timeout=240)
     prompts = sequences(4, seed=12)
     wholes, sampled = [], []
     for index, prompt in enumerate(prompts):
@@ -43,7 +43,7 @@ def test_after_every_publish_the_sampler_serves_exactly_the_new_weights(
     before = logprobs(any_run, tokens)
     for publish in range(3):
         train(any_run, seed=32 + publish, steps=2)
-        sampler = any_run.save_weights_and_get_sampling_client().result(timeout=120)
+        sampler = any_run.save_weights_and_get_sampling_client().result(timeout=240)
         now = logprobs(any_run, tokens)
         assert largest_difference(before, now) > 100 * TOLERANCE, "the weights hardly moved"
         assert largest_difference(now, prompt_logprobs(sampler, tokens)) < TOLERANCE

@@ -36,7 +36,7 @@ def losses(run: TrainingClient, steps: int) -> list[float]:
     found = []
     for _ in range(steps):
         output = run.forward_backward(DATA, "cross_entropy")
-        run.optim_step(adam()).result(timeout=120)  # a trainer may have to start
+        run.optim_step(adam()).result(timeout=240)  # a trainer may have to start
         found.append(output.result(timeout=SOON).metrics["loss:sum"])
     return found
 

@@ -21,8 +21,8 @@ def next_steps(run: TrainingClient) -> list[float]:
     data = [supervised(tokens) for tokens in sequences(6, seed=171)]
     for _ in range(3):
         computed = run.forward_backward(data, "cross_entropy")
-        run.optim_step(types.AdamParams(learning_rate=3e-3)).result(timeout=60)
-        found.append(computed.result(timeout=60).metrics["loss:sum"])
+        run.optim_step(types.AdamParams(learning_rate=3e-3)).result(timeout=240)
+        found.append(computed.result(timeout=240).metrics["loss:sum"])
     return found
 
 
@@ -50,27 +50,27 @@ def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
 ) -> None:
     """From another session, after the source is deleted, and while the first run went on."""
     train(run, seed=176)
-    path = run.save_state("source", overwrite=True).result(timeout=60).path
+    path = run.save_state("source", overwrite=True).result(timeout=240).path
     before = state_of(stack, path, tmp_path)
     assert any(name.startswith("optimizer.") for name in before)
     expected = next_steps(run)
-    after = state_of(stack, run.save_state("after", overwrite=True).result(60).path, tmp_path)
+    after = state_of(stack, run.save_state("after", overwrite=True).result(240).path, tmp_path)
     changed = [n for n in before if n.startswith("model.") and not torch.equal(before[n], after[n])]
     assert changed, "the steps moved the weights"
 
     rest = tinker.RestClient(
         base_url=stack.stack.endpoint.url, api_key=stack.stack.endpoint.api_key
     )
-    copy = rest.copy_weights(path, "archive").result(timeout=60)
-    rest.delete_checkpoint_from_tinker_path(path).result(timeout=60)
+    copy = rest.copy_weights(path, "archive").result(timeout=240)
+    rest.delete_checkpoint_from_tinker_path(path).result(timeout=240)
     with stack.service() as other:
-        continued = other.create_training_client_from_state_with_optimizer(copy).result(timeout=120)
+        continued = other.create_training_client_from_state_with_optimizer(copy).result(timeout=240)
         assert_same_bits(
-            before, state_of(stack, continued.save_state("x").result(60).path, tmp_path)
+            before, state_of(stack, continued.save_state("x").result(240).path, tmp_path)
         )
         assert next_steps(continued) == expected
         assert_same_bits(
-            after, state_of(stack, continued.save_state("y").result(60).path, tmp_path)
+            after, state_of(stack, continued.save_state("y").result(240).path, tmp_path)
         )
 
 
@@ -81,7 +81,7 @@ def test_a_downloaded_state_computes_the_trainers_logprobs_in_transformers(
     probes = sequences(3, seed=177)
     train(run, seed=178)
     expected = logprobs(run, probes)
-    path = run.save_state("downloaded", overwrite=True).result(timeout=60).path
+    path = run.save_state("downloaded", overwrite=True).result(timeout=240).path
     train(run, seed=179)  # the state stays what it was
     endpoint = stack.stack.endpoint
     arguments = ("checkpoint", "download", path, "--output", str(tmp_path))

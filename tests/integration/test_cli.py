@@ -17,6 +17,7 @@ import pytest
 from tinker import TrainingClient
 
 from tests.support.processes import marked
+from tests.support.sdk import SOON
 from tests.support.stacks import LLAMA, TIED, TestStack
 from tests.support.waiting import wait_until
 
@@ -24,7 +25,7 @@ TANDEM = str(Path(sys.executable).parent / "tandem")
 
 
 def tandem(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([TANDEM, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([TANDEM, *arguments], capture_output=True, text=True, timeout=240)
     assert (done.returncode == 0) == ok, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done
@@ -40,7 +41,7 @@ class Command:
     def interrupt(self) -> int:
         """Ctrl-C; the exit status. Nothing may be left."""
         self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=240)
         wait_until(lambda: not marked(self.mark), what="the command's processes have ended")
         return status
 
@@ -90,11 +91,12 @@ def test_up_prints_a_url_and_a_key_that_work_and_ctrl_c_ends_it(
     answer = httpx.get(
         f"{printed['url']}/api/v1/get_server_capabilities",
         headers={"X-API-Key": printed["api_key"]},
+        timeout=SOON,
     )
     assert [model["model_name"] for model in answer.json()["supported_models"]] == [TIED]
     assert command.interrupt() == 0
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{printed['url']}/api/v1/healthz")
+        httpx.get(f"{printed['url']}/api/v1/healthz", timeout=SOON)
 
 
 def test_models_are_added_and_listed(
@@ -119,7 +121,7 @@ def test_status_shows_sessions_runs_samplers_and_workers(
     stack: TestStack, run: TrainingClient
 ) -> None:
     at = ("--data-dir", str(stack.data_dir))
-    run.save_weights_and_get_sampling_client().result(timeout=120)
+    run.save_weights_and_get_sampling_client().result(timeout=240)
     status = json.loads(tandem("status", "--json", *at).stdout)
     mine = next(row for row in status["runs"] if row["id"] == run.model_id)
     assert (mine["state"], mine["base_model"], mine["queued"]) == ("ready", TIED, 0)

@@ -50,7 +50,7 @@ class Faulty:
 
     def create_again(self) -> TrainingClient:
         creating = self.service.create_training_client_from_state_with_optimizer(self.state)
-        self.run = creating.result(timeout=120)
+        self.run = creating.result(timeout=240)
         return self.run
 
 
@@ -70,7 +70,7 @@ def faulty(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ):
         run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
         train(run, seed=192)
-        state = run.save_state("before").result(timeout=60).path
+        state = run.save_state("before").result(timeout=240).path
         for future in train_on(run, 1, 2, 3, 4):
             future.result(timeout=SOON)
         yield Faulty(stack, service, state, weights_of(stack, run), run, mounted)
@@ -155,7 +155,7 @@ def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
 def test_a_killed_sampler_comes_back_with_the_weights_it_had(faulty: Faulty) -> None:
     stack, run = faulty.stack, faulty.run
     tokens = sequences(2, seed=194)
-    sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
+    sampler = run.save_weights_and_get_sampling_client().result(timeout=240)
     then = logprobs(run, tokens)
     assert largest_difference(then, prompt_logprobs(sampler, tokens)) < 1e-4
     worker = stack.worker("sampler", session_id=session_of(run))
@@ -167,7 +167,7 @@ def test_a_killed_sampler_comes_back_with_the_weights_it_had(faulty: Faulty) -> 
     again = stack.worker("sampler", session_id=session_of(run))
     assert again["pid"] != worker["pid"]
     train(run, seed=195)
-    newer = run.save_weights_and_get_sampling_client().result(timeout=120)
+    newer = run.save_weights_and_get_sampling_client().result(timeout=240)
     assert largest_difference(logprobs(run, tokens), prompt_logprobs(newer, tokens)) < 1e-4
     assert stack.run(run)["state"] == "ready", "the run did not notice"
 
@@ -178,7 +178,7 @@ def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(faul
     run, weights = faulty.run, faulty.stack.data_dir / "weights"
     tokens = sequences(3, seed=201)
     train(run, seed=202)
-    old = run.save_weights_and_get_sampling_client().result(timeout=120)
+    old = run.save_weights_and_get_sampling_client().result(timeout=240)
     then = logprobs(run, tokens)
     train(run, seed=203)
     now = logprobs(run, tokens)
@@ -191,7 +191,7 @@ def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(faul
     assert not list(weights.glob("*/.partial-*"))
 
     (weights / "filler").unlink()
-    new = run.save_weights_and_get_sampling_client().result(timeout=120)
+    new = run.save_weights_and_get_sampling_client().result(timeout=240)
     assert largest_difference(now, prompt_logprobs(new, tokens)) < 1e-4
     assert largest_difference(then, prompt_logprobs(old, tokens)) < 1e-4
 
@@ -266,7 +266,7 @@ def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
     with running(tmp_path, models=models) as stack, stack.service() as service:
         run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
         train(run, seed=207)
-        sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
+        sampler = run.save_weights_and_get_sampling_client().result(timeout=240)
         asked = [8, MAX_LENGTH - 4]
         expected = [tokens_of(drawn(sampler, tokens=most)) for most in asked]
         engine = stack.worker("sampler", session_id=session_of(run))["pid"]
@@ -277,7 +277,7 @@ def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
             again = [tokens_of(each) for each in (drawn(sampler, tokens=8), under_way)]
             assert again == expected
         train(run, seed=208)
-        newer = run.save_weights_and_get_sampling_client().result(timeout=120)
+        newer = run.save_weights_and_get_sampling_client().result(timeout=240)
         tokens = sequences(2, seed=209)
         assert largest_difference(logprobs(run, tokens), prompt_logprobs(newer, tokens)) < 1e-4
         assert stack.worker("sampler", session_id=session_of(run))["pid"] == engine

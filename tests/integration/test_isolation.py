@@ -17,7 +17,7 @@ import pytest
 from tinker import TrainingClient
 
 from tests.support.files import tree
-from tests.support.sdk import sample
+from tests.support.sdk import SOON, sample
 from tests.support.stacks import TIED, TestStack, running
 from tests.support.waiting import wait_until
 
@@ -111,10 +111,10 @@ def test_workers_serve_metrics_and_nothing_else_over_http(
     """No administration of an engine: the engine is a library in the worker, without a server."""
     for worker in ready(isolated).values():
         base = f"http://127.0.0.1:{worker['metrics_port']}"
-        metrics = httpx.get(f"{base}/metrics").text
+        metrics = httpx.get(f"{base}/metrics", timeout=SOON).text
         for path in ("v1/models", "health", "sleep", "collective_rpc", "load_lora_adapter", "x"):
             for method in ("GET", "POST"):
-                answer = httpx.request(method, f"{base}/{path}")
+                answer = httpx.request(method, f"{base}/{path}", timeout=SOON)
                 shown = answer.text if answer.is_success else ""
                 assert not shown or shown.startswith("# HELP"), (path, shown[:200])
         assert isolated.stack.endpoint.api_key not in metrics
@@ -130,8 +130,10 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
     secrets = {key, signing, *drawn}
     for url in (isolated.stack.endpoint.url,):
         for headers in ({"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}):
-            assert httpx.get(f"{url}/api/v1/sessions", headers=headers).status_code == 401
-        assert httpx.post(f"{url}/api/v1/auth/token", params={"k": KEY}, content=KEY).is_error
+            answer = httpx.get(f"{url}/api/v1/sessions", headers=headers, timeout=SOON)
+            assert answer.status_code == 401
+        wrong = {"params": {"k": KEY}, "content": KEY}
+        assert httpx.post(f"{url}/api/v1/auth/token", timeout=SOON, **wrong).is_error
     workers = ready(isolated)
     processes = isolated.processes()
     for process in processes:
@@ -151,12 +153,12 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
     with isolated.stack.client() as client:
 
         def told() -> bool:
-            metrics = httpx.get(f"{isolated.stack.endpoint.url}/metrics").text
+            metrics = httpx.get(f"{isolated.stack.endpoint.url}/metrics", timeout=SOON).text
             return 'tandem_gateway_worker_exits_total{kind="sampler"} 1.0' in metrics
 
         wait_until(told, what="the gateway knows that the sampler died")
         seen = [client.get(path).text for path in ("status", "config", "version")]
-    seen.append(httpx.get(f"{isolated.stack.endpoint.url}/metrics").text)
+    seen.append(httpx.get(f"{isolated.stack.endpoint.url}/metrics", timeout=SOON).text)
     seen += [path.read_text(errors="replace") for path in isolated.data_dir.glob("logs/*")]
     assert any("SIGABRT" in text for text in seen), "the crash is told"
     assert any("Fatal Python error: Aborted" in text for text in seen), "and where it was"
@@ -178,7 +180,7 @@ def test_everything_in_the_data_directory_is_for_its_owner_alone(
         return stat.S_IMODE(path.stat().st_mode)
 
     assert mode(isolated.data_dir) == 0o700
-    training.save_state("private").result(timeout=60)
+    training.save_state("private").result(timeout=240)
     for path in tree(isolated.data_dir):
         if path.suffix != ".safetensors":  # the library sets a mode of its own; folders are closed
             with suppress(FileNotFoundError):  # removed meanwhile

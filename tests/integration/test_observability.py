@@ -23,12 +23,13 @@ def test_metrics_of_gateway_trainer_and_sampler_answer(
     stack: TestStack, run: TrainingClient
 ) -> None:
     train(run, seed=211, steps=1)
-    sample(run.save_weights_and_get_sampling_client().result(timeout=120), [7, 8, 9])
-    gateway = httpx.get(f"{stack.stack.endpoint.url}/metrics")
+    sample(run.save_weights_and_get_sampling_client().result(timeout=240), [7, 8, 9])
+    gateway = httpx.get(f"{stack.stack.endpoint.url}/metrics", timeout=SOON)
     assert any(name.startswith("tandem_") for name in names(gateway.text))
     ready = [worker for worker in stack.status()["workers"] if worker["state"] == "ready"]
     for worker in ready:
-        answer = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics")
+        url = f"http://127.0.0.1:{worker['metrics_port']}/metrics"
+        answer = httpx.get(url, timeout=SOON)
         assert any(name.startswith(f"tandem_{worker['kind']}_") for name in names(answer.text))
     assert {worker["kind"] for worker in ready} == {"trainer", "sampler"}
 
@@ -36,7 +37,7 @@ def test_metrics_of_gateway_trainer_and_sampler_answer(
 def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
     stack: TestStack, run: TrainingClient
 ) -> None:
-    sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
+    sampler = run.save_weights_and_get_sampling_client().result(timeout=240)
     refusal(lambda: sample(sampler, [VOCABULARY]))  # each service tells of something in its log
     refusal(lambda: run.optim_step(adam()).result(timeout=SOON))
     train(run, seed=212, steps=1)

@@ -139,7 +139,7 @@ def test_a_streamed_chat_is_the_one_that_is_not_streamed(client):
 
 def test_a_request_after_a_save_is_answered_with_the_new_weights(client, training):
     run = training.model_id
-    first = training.save_weights_for_sampler("first").result(timeout=120).path
+    first = training.save_weights_for_sampler("first").result(timeout=240).path
     more = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 0}
     before = client.completions.create(model=run, **more)
     assert before.tandem_weight_version.startswith(f"{run}/v")
@@ -148,8 +148,8 @@ def test_a_request_after_a_save_is_answered_with_the_new_weights(client, trainin
     tokens = tokens_of(client, PROMPT + "!!!!!!!!!!!!")
     for _ in range(6):
         training.forward_backward([supervised(tokens)], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=0.05)).result(timeout=120)
-    trained = training.save_weights_and_get_sampling_client().result(timeout=120)
+        training.optim_step(types.AdamParams(learning_rate=0.05)).result(timeout=240)
+    trained = training.save_weights_and_get_sampling_client().result(timeout=240)
 
     after = client.completions.create(model=run, **more)
     assert after.tandem_weight_version > before.tandem_weight_version

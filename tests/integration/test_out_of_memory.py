@@ -27,7 +27,7 @@ def trained(stack: TestStack, run: TrainingClient, *, name: str) -> dict[str, np
         run.optim_step(adam()),
     ]
     for each in pending:
-        each.result(timeout=120)  # a trainer may have to start
+        each.result(timeout=240)  # a trainer may have to start
     run.save_weights_for_sampler(name).result(timeout=SOON)
     return stack.published(run)
 

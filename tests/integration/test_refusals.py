@@ -139,7 +139,7 @@ def test_a_bad_sample_is_refused_and_the_next_one_is_served(
     run: TrainingClient, service: ServiceClient, name: str
 ) -> None:
     type_, arguments = SAMPLES[name]
-    sampler = service.create_sampling_client(base_model=TIED).result(timeout=120)
+    sampler = service.create_sampling_client(base_model=TIED).result(timeout=240)
     asked = {"num_samples": 1, **arguments()}
     asked["prompt"] = types.ModelInput.from_ints(asked["prompt"])
     refused = refusal(lambda: sampler.sample(**asked).result(timeout=SOON))

@@ -26,14 +26,14 @@ def test_a_finished_session_leaves_no_worker_and_no_unnamed_version_but_its_chec
 ) -> None:
     tokens = sequences(2, seed=181)
     other = stack.service()
-    run = other.create_lora_training_client(f"{TIED}:full").result(timeout=120)
+    run = other.create_lora_training_client(f"{TIED}:full").result(timeout=240)
     session_id = session_of(run)
     train(run, seed=182)
     saved = logprobs(run, tokens)
     for _ in range(3):
-        run.save_weights_and_get_sampling_client().result(timeout=120)
-    run.save_weights_for_sampler("kept").result(timeout=60)
-    path = run.save_state("kept").result(timeout=60).path
+        run.save_weights_and_get_sampling_client().result(timeout=240)
+    run.save_weights_for_sampler("kept").result(timeout=240)
+    path = run.save_state("kept").result(timeout=240).path
     folder = version_path(stack.data_dir, f"{run.model_id}/x").parent
     partial = folder / ".partial-v000099-00000000"  # as a publish that was cut off leaves it
     partial.mkdir()
@@ -57,7 +57,7 @@ def test_a_finished_session_leaves_no_worker_and_no_unnamed_version_but_its_chec
         what="what was unnamed or unfinished has been collected",
     )
     assert not partial.exists()
-    continued = service.create_training_client_from_state(path).result(timeout=120)
+    continued = service.create_training_client_from_state(path).result(timeout=240)
     assert all((a == b).all() for a, b in zip(saved, logprobs(continued, tokens), strict=True))
     named = f"tinker://{run.model_id}/sampler_weights/kept"
-    assert service.create_sampling_client(model_path=named).result(timeout=60)
+    assert service.create_sampling_client(model_path=named).result(timeout=240)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_recipe(
-    stack: TestStack, module: str, folder: Path, *, timeout: float = 240, **options: object
+    stack: TestStack, module: str, folder: Path, *, timeout: float = 480, **options: object
 ) -> list[dict]:
     """Runs it to its end in `folder`; returns the metrics that it logged, step by step."""
     endpoint = stack.stack.endpoint

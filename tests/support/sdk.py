@@ -24,8 +24,8 @@ Floats = NDArray[np.float32]
 
 START = "start"
 """The checkpoint of a run's beginning."""
-TIMEOUT = 120.0
-SOON = 30.0
+TIMEOUT = 240.0
+SOON = 90.0
 """Within which a refusal must come: far less than the SDK's five minutes of retries."""
 
 
@@ -105,7 +105,7 @@ def rewind(training: TrainingClient) -> TrainingClient:
 def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:
     """The trainer's logprobs of tokens[1:], [length - 1] for each sequence; nothing is trained."""
     future = training.forward([supervised(sequence) for sequence in tokens], "cross_entropy")
-    return outputs(future.result(timeout=120))
+    return outputs(future.result(timeout=TIMEOUT))
 
 
 def outputs(result: types.ForwardBackwardOutput) -> list[Floats]:
@@ -128,7 +128,7 @@ def train(training: TrainingClient, *, seed: int, steps: int = 3, rate: float = 
             training.optim_step(types.AdamParams(learning_rate=rate)),
         ]
     for future in pending:
-        future.result(timeout=120)
+        future.result(timeout=TIMEOUT)
 
 
 def largest_difference(left: list[Floats], right: list[Floats]) -> float:

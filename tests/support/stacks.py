@@ -26,6 +26,7 @@ VOCABULARY = 128
 MAX_LENGTH = 256
 SMALL = {
     "port": "0",
+    "session_ttl": "600",  # not every client of these tests sends heartbeats
     # What these tests compare is float32 to 1e-4; and on a GPU several engines share one.
     "trainer_dtype": "float32",
     "sampler_dtype": "float32",
@@ -126,7 +127,7 @@ def running(
 ) -> Iterator[TestStack]:
     mark = f"test-{uuid.uuid4().hex}"
     settings = {**SMALL, **(settings or {}), "test_mark": mark}
-    stack = Stack(data_dir=data_dir, settings=settings, say=say)
+    stack = Stack(data_dir=data_dir, settings=settings, say=say, start_timeout=240)
     with stack:
         for name, path in models.items():
             stack.add_model(name=name, path=path)

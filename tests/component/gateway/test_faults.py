@@ -189,7 +189,7 @@ def test_a_second_gateway_on_the_same_data_directory_is_refused(gate):
         env={"TANDEM_DATA_DIR": str(gate.settings.data_dir), "TANDEM_PORT": "0", "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 1

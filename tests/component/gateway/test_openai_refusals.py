@@ -128,7 +128,7 @@ def test_a_wrong_key_is_an_authentication_error(gate):
     for key in ("tml-wrong", "x"):
         error = refusal(openai.AuthenticationError, complete, client_of(gate, key=key))
         assert (error.type, error.code) == ("authentication_error", "invalid_api_key")
-    with httpx.Client(base_url=gate.url) as nobody:
+    with httpx.Client(base_url=gate.url, timeout=30) as nobody:
         for headers in ({}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
             assert nobody.get("/v1/models", headers=headers).status_code == 401
         assert nobody.get("/v1/models", headers={"X-API-Key": KEY}).status_code == 200

@@ -58,8 +58,8 @@ def test_a_key_in_any_place_of_a_request_is_in_no_log_no_answer_and_no_metric(tm
                 ]
             assert {answer.status_code for answer in answers} == {401}
             assert all(key not in answer.text for answer in answers)
-            assert key not in httpx.get(f"{gate.url}/metrics").text
-        with httpx.Client(base_url=gate.url, headers={"X-API-Key": good}) as client:
+            assert key not in httpx.get(f"{gate.url}/metrics", timeout=30).text
+        with httpx.Client(base_url=gate.url, headers={"X-API-Key": good}, timeout=30) as client:
             client.get(f"/api/v1/samplers/{NEW}")
             client.post("/api/v1/create_session", json={"tags": NEW})
             config = client.get("/api/tandem/v1/config", headers={"X-API-Key": world.keys["admin"]})

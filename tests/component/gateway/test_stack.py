@@ -67,12 +67,12 @@ def test_a_killed_agent_comes_back_and_its_gateway_has_stayed(stack, said):
     assert agent_pid(stack) not in (agent, gateway)
     assert said[0].startswith("the agent ended by itself and is started again: it was killed by")
     assert stack.endpoint.pid == gateway
-    assert answers(stack.endpoint)
+    wait_until(lambda: answers(stack.endpoint))
 
 
 def test_one_that_stands_still_is_killed_and_comes_back(tmp_path):
     said = []
-    settings = {"port": "0", "worker_unresponsive_timeout": "10"}
+    settings = {"port": "0", "worker_unresponsive_timeout": "20"}
     with Stack(data_dir=tmp_path, settings=settings, tell=said.append) as stack:
         before, agent = stack.endpoint, agent_pid(stack)
         for pid in (before.pid, agent):
@@ -80,7 +80,7 @@ def test_one_that_stands_still_is_killed_and_comes_back(tmp_path):
         wait_until(lambda: another(stack, before.pid), what="another gateway answers")
         assert agent_pid(stack) != agent
     for name in ("gateway", "agent"):
-        why = f"the {name} ended by itself and is started again: it answered nothing for 10 s"
+        why = f"the {name} ended by itself and is started again: it answered nothing for 20 s"
         assert any(sentence.startswith(why) for sentence in said), said
 
 
@@ -101,7 +101,7 @@ def test_a_second_stack_on_the_same_data_directory_is_refused(stack):
         Stack(data_dir=stack.data_dir, settings={"port": "0"}),
     ):
         pass
-    assert answers(stack.endpoint), "the first has stayed"
+    wait_until(lambda: answers(stack.endpoint), what="the first has stayed")
 
 
 def test_a_gateway_that_cannot_start_again_ends_the_stack_with_its_reason(tmp_path):

@@ -130,7 +130,7 @@ def test_up_says_that_a_gateway_that_was_killed_is_started_again(tmp_path):
         os.kill(printed(command)["pid"], signal.SIGKILL)
         said = command.stderr.readline()
         command.terminate()
-        command.communicate(timeout=60)
+        command.communicate(timeout=240)
     assert command.returncode == 0
     assert said.startswith("warning: the gateway ended by itself and is started again: ")
     assert "it was killed by SIGKILL" in said
@@ -158,7 +158,7 @@ def test_nothing_is_left_of_gateway_and_agent_however_up_ends(tmp_path, monkeypa
         for part in ("-m gateway", "-m tandem.agent"):
             assert any(part in each for each in commands), commands
         command.send_signal(number)
-        command.communicate(timeout=60)
+        command.communicate(timeout=240)
         wait_until(lambda: not marked(mark), what="every process of it has ended")
 
 
@@ -169,7 +169,7 @@ def test_up_warns_of_a_database_that_was_lost(tmp_path):
         assert command.stderr is not None
         said = command.stderr.readline()
         command.terminate()
-        command.communicate(timeout=60)
+        command.communicate(timeout=240)
     assert said.startswith("warning: the database does not belong to this data directory")
     assert "`tandem checkpoints adopt`" in said
 

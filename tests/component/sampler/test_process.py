@@ -78,7 +78,7 @@ def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: Sample
 
     def answered() -> list[str]:
         metrics = f"http://127.0.0.1:{sampler.report.metrics_port}/metrics"
-        lines = httpx.get(metrics).text.splitlines()
+        lines = httpx.get(metrics, timeout=CALL_SECONDS).text.splitlines()
         return [line for line in lines if line.startswith("tandem_sampler_requests_total")]
 
     before = answered()

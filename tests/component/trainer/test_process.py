@@ -249,7 +249,8 @@ def test_a_call_without_the_secret_is_refused(one):
 def test_metrics_count_operations_and_steps(two):
     two.output(request(mixed_data()))
     step = two.optim_step()
-    page = httpx.get(f"http://127.0.0.1:{two.report.metrics_port}/metrics").text
+    url = f"http://127.0.0.1:{two.report.metrics_port}/metrics"
+    page = httpx.get(url, timeout=CALL_SECONDS).text
     samples = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(page)

@@ -22,7 +22,7 @@ except Exception as error:
 {then}
 """
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
     ).stdout.strip()
 
 
