@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -31,3 +31,17 @@ def run_in_virtual_time(main: Coroutine[None, None, Result]) -> Result:
 
     with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(scenario: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
+    """Make a test of a coroutine."""
+
+    def run() -> None:
+        run_in_virtual_time(scenario())
+
+    run.__name__ = scenario.__name__
+    return run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

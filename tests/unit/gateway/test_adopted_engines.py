@@ -20,7 +20,7 @@ from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE
 from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
 from tests.support.model_files import write_weights
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import now, run_in_virtual_time
 
 DESCRIBE_TIMEOUT = 30.0
 """Virtual seconds."""
@@ -34,10 +34,6 @@ def new_world(tmp_path):
 @pytest.fixture
 def world(new_world) -> World:
     return new_world()
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def test_an_engine_is_adopted_with_what_it_has_and_answers_as_before(world):

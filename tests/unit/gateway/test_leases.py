@@ -10,19 +10,7 @@ import pytest
 
 from tandem.settings import SharingSettings
 from tests.support.gateway.leased_workers import World
-from tests.support.virtual_time import run_in_virtual_time
-
-
-def in_virtual_time(scenario):
-    def run() -> None:
-        run_in_virtual_time(scenario())
-
-    run.__name__ = scenario.__name__
-    return run
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from tests.support.virtual_time import in_virtual_time, now, run_in_virtual_time
 
 
 @in_virtual_time
@@ -316,162 +304,6 @@ async def test_without_a_lease_to_share_everybody_is_always_awake():
 
 
 @in_virtual_time
-async def test_state_goes_to_host_memory_while_it_fits_and_then_to_a_file():
-    world = World(budget=10, disk=100)
-    a, b, c = (world.worker(key, size=6) for key in "abc")
-    for worker in (a, b, c):
-        await worker.compute(0.1)
-    assert (a.log, b.log, world.memory.used) == (["sleep"], ["spill"], 6)
-    await b.compute(0.1)
-    assert (b.log, c.log) == (["spill", "wake"], ["spill"])
-
-
-@in_virtual_time
-async def test_an_engine_whose_weights_do_not_fit_drops_them():
-    world = World(budget=10)
-    a, b, c = (world.worker(key, size=6, kind="sampler") for key in "abc")
-    for worker in (a, b, c):
-        await worker.compute(0.1)
-    assert (a.process.host, b.process.host, world.memory.used) == (6, 0, 6)
-
-
-@in_virtual_time
-async def test_whoever_finds_no_room_stays_awake_and_goes_on_and_the_others_hear_why():
-    world = World(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
-    a, b, c = (world.worker(key, size=6) for key in "abc")
-    await a.compute(0.1)
-    await b.compute(0.1)
-    waiting = asyncio.create_task(c.compute(0.1))
-    await asyncio.sleep(1)
-    why = c.lease.explain()
-    assert "cannot be put to sleep: workers have" in why
-    assert "TANDEM_HOST_MEMORY_BYTES" in why
-    assert "TANDEM_SPILL_DIR" in why
-    await b.compute(0.1)
-    assert b.log == []
-    world.devices.disk = 6
-    await waiting
-    assert b.log == ["spill"]
-
-
-@in_virtual_time
-async def test_who_finds_no_room_to_sleep_for_as_long_as_anyone_waits_is_ended():
-    world = World(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
-    a, b, c = (world.worker(key, size=6) for key in "abc")
-    await a.compute(0.1)
-    await b.compute(0.1)
-    began, lost = now(), b.process
-    await c.compute(0.1)
-    assert 60 <= now() - began < 70
-    assert not lost.alive
-    await b.compute(0.1)
-
-
-@in_virtual_time
-async def test_a_disk_that_is_full_in_the_middle_of_a_sleep_costs_nobody_the_state():
-    world = World(budget=5, disk=100, settings=SharingSettings(quantum=0.5, max_wait=60))
-    a, b = (world.worker(key, size=6) for key in "ab")
-    await a.compute(0.1)
-    a.lease.residence.said = 0  # it is larger than was thought
-    world.devices.disk = 1
-    waiting = asyncio.create_task(b.compute(0.1))
-    await asyncio.sleep(1)
-    assert a.log == ["refuse", "refuse"]
-    assert "its state is larger; the disk is full" in b.lease.explain()
-    world.devices.disk = 100
-    await waiting
-    assert a.log[-1] == "spill"
-
-
-@in_virtual_time
-async def test_where_devices_have_the_hosts_memory_sleepers_leave_it_for_who_is_to_wake():
-    world = World(on_host=True, budget=10, disk=100)
-    a, b, c = (world.worker(key, size=4) for key in "abc")
-    for worker in (a, b):
-        await worker.compute(0.1)
-    assert world.memory.used == 8
-    assert a.log == ["sleep"]
-    await c.compute(0.1)
-    assert (a.process.host, b.process.host, c.process.host) == (4, 0, 4)
-    d = world.worker("d", size=6, kind="sampler")
-    await d.compute(0.1)
-    assert [each.process.host for each in (a, b, c, d)] == [4, 0, 0, 6]
-    await c.compute(0.1)
-    assert d.process.host == 0, "it has dropped its weights"
-
-
-@in_virtual_time
-async def test_a_sleeper_whose_disk_fails_is_asked_now_and_then_and_ended_when_that_is_overdue():
-    settings = SharingSettings(quantum=0.5, max_wait=60)
-    world = World(on_host=True, budget=10, disk=100, settings=settings)
-    a, b, c = (world.worker(key, size=size) for key, size in [("a", 4), ("b", 4), ("c", 8)])
-    for worker in (a, b):
-        await worker.compute(0.1)
-    b.die()
-    world.devices.disk_fails = True
-    waiting, sleeper = asyncio.create_task(c.compute(0.1)), a.process
-    await asyncio.sleep(50)
-    assert 9 <= a.log.count("wake") <= 11
-    assert sleeper.alive
-    await waiting
-    assert now() < 70
-    assert not sleeper.alive
-    world.devices.disk_fails = False
-    await a.compute(0.1)
-
-
-@in_virtual_time
-async def test_a_trainer_leaves_as_much_of_the_device_as_the_next_worker_is_said_to_need():
-    world = World(device_memory=10, processes=2)
-    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4, says=5)
-    for worker in (a, b, a, b):
-        await worker.compute(0.1)
-    assert (a.process.left, a.process.host) == (5, 8), "3 would have been enough"
-    await a.compute(0.1)
-    assert b.process.left == 1
-    assert (a.log, b.log) == (["sleep", "wake", "sleep", "wake"], ["sleep", "wake", "sleep"])
-
-
-@in_virtual_time
-async def test_who_sleeps_in_part_sleeps_wholly_before_one_wakes_that_needs_more_or_says_nothing():
-    world = World(device_memory=10, processes=2)
-    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4, says=5)
-    for worker in (a, b, a, b):
-        await worker.compute(0.1)
-    assert a.process.left == 5
-    c = world.worker("c", size=10)
-    await c.compute(0.1)
-    assert (a.process.left, b.process.left) == (0, 0)
-    assert a.log == ["sleep", "wake", "sleep", "wake", "sleep"]
-
-
-@in_virtual_time
-async def test_who_says_nothing_wakes_beside_what_of_a_sleeper_cannot_leave_the_devices():
-    world = World(device_memory=10, processes=2)
-    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4)
-    await a.compute(0.1)
-    a.process.stuck = 2
-    await b.compute(0.1)
-    assert (a.process.left, a.log) == (2, ["sleep"])
-
-
-@in_virtual_time
-async def test_a_sleeper_that_can_leave_no_more_of_the_devices_is_ended_when_that_is_overdue():
-    world = World(device_memory=10, processes=2, settings=SharingSettings(quantum=0.5, max_wait=60))
-    a, b = world.worker("a", size=8, says=9), world.worker("b", size=9, says=10)
-    await a.compute(0.1)
-    sleeper, a.process.stuck = a.process, 2
-    waiting = asyncio.create_task(b.compute(0.1))
-    await asyncio.sleep(50)
-    assert "has left some of its state on the devices" in b.lease.explain()
-    assert (a.log, sleeper.alive) == (["sleep"], True), "it is not woken again and again"
-    await waiting
-    assert 60 <= now() < 70
-    assert not sleeper.alive
-    await a.compute(0.1)
-
-
-@in_virtual_time
 async def test_a_lease_that_an_earlier_gateway_has_granted_counts_as_no_wait():
     world = World()
     a, b = world.worker("a"), world.worker("b")
@@ -493,20 +325,6 @@ def waits(world: World) -> list[float | None]:
         )
         for what in ("count", "sum")
     ]
-
-
-@in_virtual_time
-async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
-    world = World(budget=10, disk=100)
-    a, b = (world.worker(key, size=6) for key in "ab")
-    await a.compute(0.1)
-    await b.compute(0.1)
-    await world.restart()
-    await asyncio.sleep(1)
-    assert (a.lease.residence.host, a.lease.residence.measured) == (6, True)
-    assert a.lease.state == "free"
-    await a.compute(0.1)
-    assert (a.process.awake, b.process.disk) == (True, 6)
 
 
 async def random_life(seed: int, *, events: int) -> None:

@@ -23,7 +23,7 @@ from gateway.storage.tables import lease_spans
 from tandem.devices import parse_device
 from tandem.settings import SharingSettings
 from tests.support.gateway.leased_workers import World, not_leased
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 ANN = Caller(owner="ann", key_id="k-2", role="member")
@@ -37,14 +37,6 @@ TWO_DEVICES = DeviceGroup(
 ONE_DEVICE = DeviceGroup(
     name="sample", roles=frozenset({"sampler"}), devices=(parse_device("cpu:2"),)
 )
-
-
-def in_virtual_time(scenario):
-    def run() -> None:
-        run_in_virtual_time(scenario())
-
-    run.__name__ = scenario.__name__
-    return run
 
 
 def seen(world: World) -> list[Occupant]:

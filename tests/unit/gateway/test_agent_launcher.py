@@ -1,0 +1,108 @@
+"""What the launcher says of workers whose agent freezes, breaks off and is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.agent import AgentLauncher
+from tandem.errors import WorkerMayRun
+from tandem.v1 import agent_pb2
+from tests.support.virtual_time import run_in_virtual_time
+
+
+class Agents:
+    """Stands for the stub: `stop` answers, or raises, what it is told to; each stream of exits ends
+    with the connection, or as an agent ends that has stopped its workers."""
+
+    def __init__(self) -> None:
+        self.answer: agent_pb2.StopWorkerReply | grpc.StatusCode = agent_pb2.StopWorkerReply()
+        self.streams: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def Stop(self, request, **_more):
+        if isinstance(self.answer, grpc.StatusCode):
+            raise broken(self.answer)
+        return self.answer
+
+    async def Watch(self, request, **_more):
+        while True:
+            match await self.streams.get():
+                case "broke":
+                    raise broken(grpc.StatusCode.UNAVAILABLE)
+                case "ended":
+                    return
+                case running:
+                    yield agent_pb2.WatchReply(running=running)
+
+
+def broken(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, "it broke")
+
+
+def launcher_of(agents: Agents, folder, *workers: str) -> AgentLauncher:
+    epoch = Epoch(number=1, superseded=lambda: None)
+    launcher = AgentLauncher(data_dir=folder, timeout=60, stop_timeout=10, epoch=epoch)
+    vars(launcher)["_stub"] = agents
+    for worker_id in workers:
+        launcher._workers[worker_id] = agent_pb2.AgentWorker(worker_id=worker_id, kind="trainer")
+    return launcher
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNAVAILABLE,
+        agent_pb2.StopWorkerReply(failure=WorkerMayRun("it is stuck").to_failure()),
+    ],
+    ids=["it is frozen", "it has ended", "it says so"],
+)
+def test_a_worker_is_not_gone_unless_its_agent_says_so(tmp_path, answer):
+    async def scenario() -> None:
+        agents = Agents()
+        agents.answer = answer
+        launcher = launcher_of(agents, tmp_path, "w")
+        with pytest.raises(WorkerMayRun):
+            await launcher.stop("w")
+        agents.answer = agent_pb2.StopWorkerReply()
+        await launcher.stop("w")
+
+    run_in_virtual_time(scenario())
+
+
+async def told(watch) -> str:
+    """Return of which worker it is told that it ended."""
+    async with asyncio.timeout(60):
+        return (await anext(watch)).worker_id
+
+
+async def nothing_is_told(watch) -> asyncio.Task[str]:
+    waiting = asyncio.create_task(told(watch))
+    await asyncio.sleep(50)
+    assert not waiting.done()
+    return waiting
+
+
+def test_a_connection_that_broke_says_nothing_and_the_next_agent_what_is_left(tmp_path):
+    async def scenario() -> None:
+        agents = Agents()
+        launcher = launcher_of(agents, tmp_path, "a", "b")
+        watch = launcher.watch()
+        agents.streams.put_nowait(["a", "b"])
+        agents.streams.put_nowait("broke")
+        waiting = await nothing_is_told(watch)
+        assert not launcher.reports
+        agents.streams.put_nowait(["b"])
+        assert await waiting == "a"
+        assert launcher.reports
+        agents.streams.put_nowait("ended")
+        assert await told(watch) == "b"
+        await launcher.close(leaving=True)
+
+    run_in_virtual_time(scenario())
