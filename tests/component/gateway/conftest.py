@@ -36,3 +36,19 @@ def training(service):
 @pytest.fixture
 def rest(gate):
     return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a gateway in the folder of the test."""
+
+    def with_(**changes):
+        return running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=20, **changes)
+
+    return with_
+
+
+@pytest.fixture
+def no_wait(monkeypatch):
+    """Trainers that cannot be started are tried again at once."""
+    monkeypatch.setattr("gateway.workers.backoff.Backoff.failed", lambda _: 0.0)

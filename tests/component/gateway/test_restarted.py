@@ -13,18 +13,10 @@ from tinker import types
 from gateway.storage.tables import operations, usage
 from tandem.wire.v1 import tinker_pb2
 from tests.component.gateway.test_custom_loss_gateway import halved
-from tests.component.gateway.test_restored import (
-    OFTEN,
-    SELDOM,
-    run_of,
-    snapshots,
-    train,
-    undisturbed,
-)
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
-from tests.support.gateway.runs import Run
+from tests.support.gateway.runs import OFTEN, SELDOM, Run, run_of, snapshots, train, undisturbed
 from tests.support.ports import known_port
 from tests.support.sdk import supervised
 from tests.support.waiting import PATIENCE, wait_until

@@ -266,3 +266,22 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             assert checksum_file(Path(request.path) / entry["name"]).model_dump() == entry
         self.step = record["step"]
         return trainer_pb2.LoadCheckpointReply(step=self.step)
+
+
+async def die(trainer: FakeTrainer, reason: str) -> None:
+    """Let a trainer die in the middle of a call."""
+    assert trainer.launcher is not None
+    killing = asyncio.create_task(trainer.launcher.kill(trainer.spec.worker_id, reason))
+    await asyncio.shield(killing)
+
+
+def dies_at(seq_id: int) -> type[FakeTrainer]:
+    """A trainer that dies whenever it is at this batch."""
+
+    class Fragile(FakeTrainer):
+        async def ForwardBackward(self, request, context):
+            if request.header.seq_id - 1 == seq_id:
+                await die(self, "it ran out of memory")
+            return await super().ForwardBackward(request, context)
+
+    return Fragile

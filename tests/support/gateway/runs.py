@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from tests.support.gateway.fake_trainer import FakeTrainer
+from pathlib import Path
+
+from tests.support.gateway.fake_trainer import FakeTrainer, after
 from tests.support.gateway.running import forward_backward_bytes
 
 PROTO = {"Content-Type": "application/x-protobuf"}
+
+OFTEN = {"share": 1.0, "replay": 0.0}
+SELDOM = {"replay": 1e6, "share": 1e-9}
+"""How snapshots are taken."""
 
 
 class Run:
     def __init__(self, gate, run_id, worker_id, trainer, client) -> None:
         self.gate, self.id, self.worker_id = gate, run_id, worker_id
         self.trainer, self.client = trainer, client
+
+    @classmethod
+    def new(cls, gate) -> Run:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        worker_id, trainer = gate.worker(f"trainer-{session}")
+        return cls(gate, run_id, worker_id, trainer, gate.http())
 
     def step(self, seq_id: int, **changes):
         fields = {"learning_rate": 0.1} | changes
@@ -48,3 +61,34 @@ class Run:
 
     def release(self):
         self.gate.run(self.trainer.gate.set)
+
+
+def train(run: Run, *numbers: int) -> list[dict]:
+    """Steps of two operations each: a batch 2n-1 and a step 2n. Returns their outcomes."""
+    for number in numbers:
+        assert run.backward(2 * number - 1).status_code == 200
+        run.outcome(2 * number - 1)
+        assert run.step(2 * number).status_code == 200
+    return [run.outcome(2 * number).json() for number in numbers]
+
+
+def undisturbed(steps: int) -> str:
+    """What a trainer knows after so many steps of `train`."""
+    history = ""
+    for seq_id in range(1, 2 * steps + 1):
+        history = after(history, "forward_backward" if seq_id % 2 else "optim_step", seq_id)
+    return history
+
+
+def snapshots(gate) -> list[Path]:
+    return sorted((gate.settings.data_dir / "snapshots").glob("*/*"))
+
+
+def save(run: Run, seq_id: int, name: str) -> str:
+    body = {"model_id": run.id, "seq_id": seq_id, "path": name}
+    assert run.client.post("/api/v1/save_weights", json=body).status_code == 200
+    return run.outcome(seq_id).json()["path"]
+
+
+def run_of(run: Run):
+    return run.gate.gateway.runs.get(run.id)
