@@ -9,14 +9,15 @@ what many adapters change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 
-from sampler_service.weights.sums import sum_of
+from sampler_service.weights.sums import sum_of, sums_of_workers
 from tandem.model_config import read_json
 
 if TYPE_CHECKING:
@@ -26,19 +27,34 @@ _EXPERTS = ".experts"
 """Adapters of experts are stacked, and partly repeated: their canary has to do."""
 
 
-def adapter_differs(manager: LoRAModelManager, number: int, directory: Path) -> bool:
-    """Return whether an adapter that was just added is another than its files."""
+@dataclass(frozen=True)
+class AdapterSums:
+    """What a worker `holds` of an adapter, by layer and part, and what all of it is in the
+    files."""
+
+    held: dict[str, int]
+    wanted: int
+
+
+def adapter_sums(manager: LoRAModelManager, number: int, directory: Path) -> AdapterSums:
+    """Return the sums of an adapter that was just added."""
     dtype = manager.lora_config.lora_dtype
     config = read_json(directory / "adapter_config.json")
     rank, alpha = float(str(config["r"])), float(str(config["lora_alpha"]))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    wanted = _sum(_of_files(directory, scale, dtype), dtype)
     slot = manager.lora_index_to_id.index(number)
-    return _sum(_in_slot(manager, slot, rank=int(rank)), dtype) != wanted
+    return AdapterSums(
+        held={
+            name: sum_of(tensor, dtype) for name, tensor in _in_slot(manager, slot, rank=int(rank))
+        },
+        wanted=sum(sum_of(tensor, dtype) for tensor in _of_files(directory, scale, dtype)),
+    )
 
 
-def _sum(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> int:
-    return sum(sum_of(tensor, dtype) for tensor in tensors) % 2**64
+def adapters_differ(workers: Sequence[AdapterSums]) -> bool:
+    """Return whether the workers of an engine hold another adapter than that of the files."""
+    held = sums_of_workers([worker.held for worker in workers])
+    return (sum(held.values()) - workers[0].wanted) % 2**64 != 0
 
 
 def _of_files(directory: Path, scale: float, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -50,13 +66,19 @@ def _of_files(directory: Path, scale: float, dtype: torch.dtype) -> Iterator[tor
                     yield value if scale == 1 or ".lora_A." in name else value * scale
 
 
-def _in_slot(manager: LoRAModelManager, slot: int, *, rank: int) -> Iterator[torch.Tensor]:
+def _in_slot(
+    manager: LoRAModelManager, slot: int, *, rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield A [.., largest rank, in] and B [.., out, rank] of each layer, and of each part of one
-    (q, k, v). Beyond its rank, A is zeros, and so it does not matter what B is there."""
+    (q, k, v), with a name. Beyond its rank, A is zeros, and so it does not matter what B is
+    there."""
     for name, layer in manager.modules.items():
-        if _EXPERTS not in name:
-            yield from (each[slot] for each in _parts(layer.lora_a_stacked))
-            yield from (each[slot][..., :rank] for each in _parts(layer.lora_b_stacked))
+        if _EXPERTS in name:
+            continue
+        for number, a in enumerate(_parts(layer.lora_a_stacked)):
+            yield f"{name}.A{number}", a[slot]
+        for number, b in enumerate(_parts(layer.lora_b_stacked)):
+            yield f"{name}.B{number}", b[slot][..., :rank]
 
 
 def _parts(stack: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

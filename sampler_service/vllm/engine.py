@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
-import torch
 import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -54,6 +53,7 @@ from sampler_service.engine import (
     StepOutput,
     WeightsTouched,
 )
+from sampler_service.vllm.adapter_sums import adapters_differ
 from sampler_service.vllm.configuration import choose_device, engine_args, engine_config
 from sampler_service.vllm.grammars import (
     PRECOMPILED,
@@ -73,7 +73,6 @@ from sampler_service.vllm.internals import (
     when_lost,
 )
 from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper
-from sampler_service.vllm.packed_weights import note_packed_weights
 from sampler_service.vllm.prefix_cache import (
     CACHE_LIMIT_ARGUMENT,
     LEADER_ARGUMENT,
@@ -207,8 +206,6 @@ class VllmEngine:
         """`sleeps`: `sleep` will be called. `on_lost` is called, in another thread, when a process
         that the engine has started dies: it is of no use then."""
         args = engine_args(model, settings, sleeps=sleeps)
-        if choose_device(settings.device) == "cpu":
-            note_packed_weights(getattr(torch, args.dtype))
         self._model = model
         self._settings = settings
         config = engine_config(args, fit=not settings.max_model_len)
@@ -501,9 +498,8 @@ class VllmEngine:
             raise LoadFailed(f"vLLM refuses {name} as an adapter: {error}") from error
         if not added:
             raise LoadFailed(f"vLLM refuses {name} as an adapter")
-        method = WeightsExtension.tandem_adapter_differs
-        differing = self._on_workers(method, number, str(directory))
-        if differing == [True]:  # of several workers, each holds a part, and the canary has to do
+        method = WeightsExtension.tandem_adapter_sums
+        if adapters_differ(self._on_workers(method, number, str(directory))):
             self._engine.remove_lora(number)
             raise LoadFailed(f"{name}: the engine does not hold this adapter, but other numbers")
         self._adapters[name] = request

@@ -78,6 +78,10 @@ NAMES = (
     # Of the first model runner, in the worker.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+    "vllm.model_executor.layers.linear:QKVParallelLinear.num_kv_head_replicas",
+    "vllm.model_executor.layers.linear:QKVParallelLinear.num_heads",
+    "vllm.model_executor.layers.linear:QKVParallelLinear.head_size",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.input_batch",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.query_start_loc",
@@ -324,6 +328,15 @@ def forget_packed_experts(runner: GPUModelRunner) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
+
+
+def parts_of_worker(layer: torch.nn.Module, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a worker has of a layer's weight or bias, in parts that it has alone or that
+    others have as well: where there are fewer keys and values than workers, these apart."""
+    if getattr(layer, "num_kv_head_replicas", 1) == 1:
+        return {"": parameter}
+    queries = layer.num_heads * layer.head_size
+    return {"": parameter[:queries], ".keys_and_values": parameter[queries:]}
 
 
 def adapters_of(runner: GPUModelRunner) -> Iterable[PunicaWrapperCPU]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
-from sampler_service.vllm.adapter_sums import adapter_differs
+from sampler_service.vllm.adapter_sums import AdapterSums, adapter_sums
 from sampler_service.vllm.internals import (
     adapters_in,
     adapters_of,
@@ -90,9 +90,9 @@ class WeightsExtension:
         """Return the sum of each parameter's numbers."""
         return parameter_sums(self.model_runner.get_model(), self.model_runner.model_config.dtype)
 
-    def tandem_adapter_differs(self, number: int, directory: str) -> bool:
-        """Return whether an adapter that was just added is another than its files."""
-        return adapter_differs(adapters_in(self.model_runner), number, Path(directory))
+    def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
+        """Return the sums of an adapter that was just added."""
+        return adapter_sums(adapters_in(self.model_runner), number, Path(directory))
 
     def tandem_use_adapter(self, ids: list[str], adapter: LoRARequest) -> None:
         use_adapter_in(self.model_runner, ids, adapter)

@@ -15,7 +15,7 @@ probability of some 2^-32: this is against mistakes, not against forgery.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,14 +75,12 @@ def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
     return sums
 
 
-def sums_of_workers(workers: Sequence[dict[str, int]]) -> WeightSums:
-    """Add up the parameters of all workers of an engine: each has a part of one, or, where they
-    have the same, all of it."""
+def sums_of_workers(workers: Sequence[Mapping[str, int]]) -> WeightSums:
+    """Add up the parameters of all workers of an engine. Those that have different numbers have
+    different parts; those that have the same have one part, which is counted once."""
     names = sorted({name for worker in workers for name in worker})
-    of_all = [{worker.get(name, 0) for worker in workers} for name in names]
     return sums_of(
-        (name, values.pop() if len(values) == 1 else sum(w.get(name, 0) for w in workers))
-        for name, values in zip(names, of_all, strict=True)
+        (name, sum({worker[name] for worker in workers if name in worker})) for name in names
     )
 
 

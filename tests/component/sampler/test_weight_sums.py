@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
+from tests.support.adapter_files import EVERYTHING, write_adapter_files
+from tests.support.architectures import write_model
 from tests.support.sampler_worker import LENGTH, publish
 from tests.support.tiny_model import write_tiny_model
 
@@ -133,3 +135,95 @@ def test_a_load_that_did_not_happen_is_refused(
     assert set(results) == set(sabotages)
     for refusal in results.values():
         assert "does not hold these weights" in refusal
+
+
+_TRY_TWO = """
+import json, os, sys
+from dataclasses import replace
+from pathlib import Path
+
+from sampler_service.engine import WeightsTouched
+from sampler_service.vllm import engine as vllm_engine
+from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from tandem.errors import LoadFailed
+from tandem.settings import SamplerSettings
+
+def main():
+    made = vllm_engine.engine_args
+    extension = "tests.support.forgetful_worker.ForgetfulExtension"
+    vllm_engine.engine_args = lambda *args, **kwargs: replace(
+        made(*args, **kwargs), worker_extension_cls=extension
+    )
+    model, old, new = map(Path, sys.argv[1:4])
+    settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 2**24, "ranks": 2}
+    settings["max_lora_rank"] = 4 * len(sys.argv[4:])
+    engine = vllm_engine.VllmEngine(model, SamplerSettings(**settings))
+    loader = Loader(engine, base=model, tolerance=default_tolerance("bfloat16"))
+
+    def load(path):
+        name = json.loads((path / "manifest.json").read_text())["version"]
+        verified = loader.verify(WeightVersion(name=name, path=path), lambda: None)
+        try:
+            loader.place(verified)
+            loader.confirm(verified)
+        except WeightsTouched as error:
+            return error.message
+        return ""
+
+    def add(path):
+        try:
+            engine.add_adapter("adapter", path)
+            engine.remove_adapter("adapter")
+        except LoadFailed as error:
+            return error.message
+        return ""
+
+    def attempt():
+        return [load(new), *map(add, map(Path, sys.argv[4:]))]
+
+    results = [load(old), attempt()]
+    load(old)
+    Path(os.environ["FORGETFUL"]).touch()
+    results.append(attempt())
+    Path(os.environ["FORGETFUL"]).unlink()
+    results.append(attempt())
+    print("RESULTS", json.dumps(results))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads"),
+    [("qwen3", 1), pytest.param("qwen3_moe", 2, marks=pytest.mark.nightly)],
+)
+def test_a_worker_of_two_that_did_not_load_is_noticed(
+    tmp_path: Path, architecture: str, heads: int
+):
+    """Each has a part of most tensors, and all of some: of keys and values with one head."""
+    model = write_model(tmp_path / "base", architecture, num_key_value_heads=heads)
+    adapters = []
+    if architecture == "qwen3":
+        adapters.append(
+            write_adapter_files(tmp_path / "4", model, seed=1, rank=4, modules=EVERYTHING)
+        )
+    folders = [nudged(model, tmp_path / "old")]
+    folders.append(nudged(folders[0], tmp_path / "new", at=0.7))
+    old, new = (Path(publish(each, tmp_path, number=n).path) for n, each in enumerate(folders))
+    script = tmp_path / "two.py"  # which vLLM's processes import again
+    script.write_text(_TRY_TWO)
+    environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, (model, old, new, *adapters))],
+        env={**environment, "FORGETFUL": str(tmp_path / "forget"), "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, loaded, forgotten, again = json.loads(done.stdout.partition("RESULTS ")[2])
+    assert [first, *loaded, *again] == [""] * (3 + 2 * len(adapters))
+    assert "does not hold these weights" in forgotten[0]
+    assert all("does not hold this adapter" in refusal for refusal in forgotten[1:])
+    assert "weights_compared_by_canary_alone" not in done.stderr + done.stdout

@@ -82,10 +82,11 @@ def test_files_are_added_up_in_the_engines_type_by_block(tmp_path: Path):
     assert differing(sums, {**sums, "3": 0, "10": 0, "": 1}) == ["block 3", "the rest"]
 
 
-def test_workers_have_parts_of_a_parameter_or_all_have_the_whole():
+def test_workers_have_parts_of_a_parameter_or_several_have_the_same_one():
     one, other = {"0.q.weight": 5, "norm.weight": 7}, {"0.q.weight": 6, "norm.weight": 7}
     assert sums_of_workers([one, other]) == {"0": 11, "": 7}
     assert sums_of_workers([one]) == {"0": 5, "": 7}
+    assert sums_of_workers([{"0.k": 1}, {"0.k": 1}, {"0.k": 2}, {"0.k": 2}]) == {"0": 3}
 
 
 # --- What is made of them -----------------------------------------------------------------
