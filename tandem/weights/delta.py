@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = 2**20
 """A piece that is being compared, and all that comes of it, stays in a core's cache."""
 _HEADER = struct.Struct("<QII")
 _WORD = np.dtype("<u2")
@@ -50,7 +50,7 @@ def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
         if not count:
             return []
         if count * (1 + _WORD.itemsize) < new.size:
-            positions = _positions(different)
+            positions = _positions(different, count)
             gaps, values = _gaps(positions), words[positions].view(np.uint8)
             if gaps.size + values.size < new.size:
                 header = _HEADER.pack(start, gaps.size, values.size)
@@ -60,9 +60,10 @@ def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
     return [memoryview(_HEADER.pack(start, 0, new.size)), new.data]
 
 
-def _positions(different: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """As `np.flatnonzero`, in half of the time where few are: of eight at a time first."""
-    if different.size % 8:
+def _positions(different: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
+    """As `np.flatnonzero`, in half of the time where few are: of eight at a time first. Above a
+    tenth, numpy takes another way, which is faster."""
+    if different.size % 8 or count * 10 > different.size:
         return np.flatnonzero(different)
     eights = different.view(np.uint64)
     found = np.flatnonzero(eights != 0)

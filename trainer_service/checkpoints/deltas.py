@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +22,7 @@ import numpy as np
 from tandem.errors import LoadFailed
 from tandem.telemetry import get_log
 from tandem.weights import Checksum, FileEntry, open_base
-from tandem.weights.delta import PIECE_BYTES, encode
+from tandem.weights.delta import PIECE_BYTES, Bytes, encode
 from tandem.weights.manifest import PATCH_SUFFIX
 from trainer_service.checkpoints.storage import HashedFile, Progress
 
@@ -43,36 +48,66 @@ def has_header(file: Path, header: bytes) -> bool:
         return False
 
 
+_AT_ONCE = 2**18
+"""Bytes of a tensor that another thread would not compare any sooner."""
+
+
 class PatchedFile:
     """A new file, given in the order of its bytes, of which only what differs from `base` is
-    written. Raises `OSError`."""
+    written. Its pieces are compared in `threads`, beside the one that hashes and writes. Raises
+    `OSError`."""
 
-    def __init__(self, path: Path, *, base: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, *, base: Path, progress: Progress, threads: int) -> None:
         self.name = path.name
-        self._base = base.open("rb")
+        self._base = base.open("rb", buffering=0)
         self._patch = HashedFile(path.with_name(path.name + PATCH_SUFFIX), progress=progress)
         self._checksum = Checksum()
         self._place = 0
-        self._old = np.empty(PIECE_BYTES, np.uint8)
+        self._ahead = 2 * threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compare")
+        self._old = threading.local()
 
     def write(self, content: bytes | memoryview) -> int:
         """Take the header, or one tensor."""
         whole = np.frombuffer(content, np.uint8)
-        for start in range(0, whole.size, PIECE_BYTES):
-            new = whole[start : start + PIECE_BYTES]
-            old = self._old[: new.size]
-            if self._base.readinto(old.data) != old.size:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), self._base.name)
-            for part in encode(old, new, start=self._place):
-                self._patch.write(part)
-            self._checksum.update(new.data)
-            self._place += new.size
+        if whole.size <= _AT_ONCE:
+            self._take(whole, self._compare(whole, self._place))
+            return whole.size
+        pieces = [whole[at : at + PIECE_BYTES] for at in range(0, whole.size, PIECE_BYTES)]
+        starts = range(self._place, self._place + whole.size, PIECE_BYTES)
+        compared: deque[Future[list[memoryview]]] = deque()
+        waiting = zip(pieces, starts, strict=True)
+        try:
+            for new in pieces:
+                for piece in islice(waiting, self._ahead - len(compared)):
+                    compared.append(self._pool.submit(self._compare, *piece))
+                self._take(new, compared.popleft().result())
+        finally:
+            wait_for(compared)  # they read the tensor, which is gone afterwards
         return whole.size
+
+    def _take(self, new: Bytes, change: list[memoryview]) -> None:
+        """Take the next piece, with its change."""
+        for part in change:
+            self._patch.write(part)
+        self._checksum.update(new.data)
+        self._place += new.size
+
+    def _compare(self, new: Bytes, start: int) -> list[memoryview]:
+        """Return the change of a piece. A thread keeps what it reads into, since new memory has to
+        be cleared first."""
+        if not hasattr(self._old, "piece"):
+            self._old.piece = np.empty(PIECE_BYTES, np.uint8)
+        old: Bytes = self._old.piece[: new.size]
+        if os.preadv(self._base.fileno(), [old.data], start) != old.size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), self._base.name)
+        return encode(old, new, start=start)
 
     def sync(self) -> None:
         self._patch.sync()
 
     def close(self) -> None:
+        self._pool.shutdown()
         self._base.close()
         self._patch.close()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
@@ -272,7 +273,8 @@ def _new_file(
 ) -> HashedFile | PatchedFile:
     """A file for these tensors: patched, if the `base` has one with the same."""
     if base is not None and has_header(base / path.name, _writer(path.name, exports).header):
-        return PatchedFile(path, base=base / path.name, progress=progress)
+        threads = torch.get_num_threads()
+        return PatchedFile(path, base=base / path.name, progress=progress, threads=threads)
     return HashedFile(path, progress=progress)
 
 
