@@ -87,9 +87,10 @@ fuzz: setup      ## Sends the gateway what no client would send. ARGS="--request
 chaos: setup     ## Kills, freezes, cuts and fills what experiments train on. ARGS="--faults 10 --seed 1 --ranks 2"
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
-nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, engines of all architectures, 100,000 requests of the fuzzer.
+nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, engines of all architectures and in processes of their own, 100,000 requests of the fuzzer.
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest -m nightly
+	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)
 
 api-docs: setup  ## Writes docs/api.md, out of the application's own routes.

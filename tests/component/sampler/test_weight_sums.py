@@ -24,23 +24,55 @@ from tests.support.tiny_model import write_tiny_model
 
 _TRY = """
 import json, sys
+from functools import partial
 from pathlib import Path
 
 from sampler_service.engine import WeightsTouched
-from sampler_service.vllm import worker_extension
-from sampler_service.vllm.engine import VllmEngine
+from sampler_service.service.engine_process import EngineProcess
+from sampler_service.vllm.start import start_engine
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.settings import SamplerSettings
 
 model, old, new = map(Path, sys.argv[1:4])
-rank = int(sys.argv[4])
+rank, engine_process = int(sys.argv[4]), sys.argv[5]
 settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 2**24, "max_lora_rank": rank}
-engine = VllmEngine(model, SamplerSettings(**settings))
-loader = Loader(engine, base=model, tolerance=default_tolerance("bfloat16"))
-extension, read = worker_extension.WeightsExtension, worker_extension.read_tensors
-load, repack = extension.tandem_load, worker_extension.repack_heads
+order = model.parent / "sabotage"
 
-def attempt(path):
+def start(on_lost):
+    engine = start_engine(model, SamplerSettings(**settings), on_lost, sleeps=False)
+    from sampler_service.vllm import worker_extension
+
+    extension, read = worker_extension.WeightsExtension, worker_extension.read_tensors
+    load, repack = extension.tandem_load, worker_extension.repack_heads
+
+    def mixed(stale):
+        before = dict(read(old))
+        return lambda path: ((n, before[n] if stale in n else t) for n, t in read(path))
+
+    def tandem_load(worker, directory):
+        worker_extension.repack_heads, worker_extension.read_tensors = repack, read
+        sabotage = order.read_text()
+        if sabotage == "ignored":
+            return set()
+        if sabotage == "version before":
+            return load(worker, str(old))
+        if sabotage == "head not packed":
+            worker_extension.repack_heads = lambda model: None
+        elif sabotage:
+            worker_extension.read_tensors = mixed(sabotage)
+        return load(worker, directory)
+
+    extension.tandem_load = tandem_load
+    return engine
+
+if engine_process == "on":
+    engine = EngineProcess.fork(start, model=model, patience=120).connect(lambda: None)
+else:
+    engine = start(lambda: None)
+loader = Loader(engine, base=model, tolerance=default_tolerance("bfloat16"))
+
+def attempt(path, *, sabotage=""):
+    order.write_text(sabotage)
     name = f"base/{path.name}"
     if path != model:
         name = json.loads((path / "manifest.json").read_text())["version"]
@@ -51,34 +83,15 @@ def attempt(path):
     except WeightsTouched as error:
         return error.message
 
-def mixed(stale):
-    before = dict(read(old))
-    return lambda path: ((n, before[n] if stale in n else t) for n, t in read(path))
-
-def instead(done):
-    def tandem_load(worker, directory):
-        return done(worker)
-    return tandem_load
-
 results = {path.name: attempt(path) for path in (model, old, new)}
 results["base again"] = attempt(model)
-for sabotage in sys.argv[5:]:
+for sabotage in sys.argv[6:]:
     results["before " + sabotage] = attempt(old)
-    if sabotage == "ignored":
-        extension.tandem_load = instead(lambda worker: set())
-    elif sabotage == "version before":
-        extension.tandem_load = instead(lambda worker: load(worker, str(old)))
-    elif sabotage == "head not packed":
-        worker_extension.repack_heads = lambda model: None
-    else:
-        worker_extension.read_tensors = mixed(sabotage)
-    results[sabotage] = attempt(new)
+    results[sabotage] = attempt(new, sabotage=sabotage)
     if sabotage == "ignored":
         loader._compare_sums = lambda verified: None
-        results["ignored, by the canary alone"] = attempt(new)
+        results["ignored, by the canary alone"] = attempt(new, sabotage=sabotage)
         del loader._compare_sums
-    extension.tandem_load, worker_extension.repack_heads = load, repack
-    worker_extension.read_tensors = read
 print("RESULTS", json.dumps(results))
 """
 
@@ -99,19 +112,20 @@ def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rank", "sabotages"),
+    ("architecture", "rank", "engine_process", "sabotages"),
     [
         (
             "qwen3",
             0,
+            "off",
             ["ignored", "version before", "head not packed", "1.self_attn.v_proj", "2.mlp.down"],
         ),
-        ("qwen3_moe", 0, ["ignored", "2.mlp.experts"]),
-        ("llama", 4, ["ignored", "lm_head", "0.input_layernorm"]),
+        ("qwen3_moe", 0, "off", ["ignored", "2.mlp.experts"]),
+        ("llama", 4, "on", ["ignored", "lm_head", "0.input_layernorm"]),
     ],
 )
 def test_a_load_that_did_not_happen_is_refused(
-    tmp_path: Path, architecture, rank: int, sabotages: list[str]
+    tmp_path: Path, architecture, rank: int, engine_process: str, sabotages: list[str]
 ):
     model = write_tiny_model(
         tmp_path / "base", architecture=architecture, head_dim=32, max_length=LENGTH
@@ -119,8 +133,9 @@ def test_a_load_that_did_not_happen_is_refused(
     folders = [nudged(model, tmp_path / "old")]
     folders.append(nudged(folders[0], tmp_path / "new", at=0.5))
     old, new = (Path(publish(each, tmp_path, number=n).path) for n, each in enumerate(folders))
+    arguments = (model, old, new, rank, engine_process)
     done = subprocess.run(
-        [sys.executable, "-c", _TRY, *map(str, (model, old, new, rank)), *sabotages],
+        [sys.executable, "-c", _TRY, *map(str, arguments), *sabotages],
         env=sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp()),
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
@@ -43,7 +44,9 @@ def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
         devices=(f"cpu:{CORE}",) if sys.platform == "linux" else (),
         trainer=TrainerSettings(device="cpu", threads=1) if kind == "trainer" else None,
         sampler=(
-            SamplerSettings(device="cpu", kv_cache_bytes=64 * 2**20) if kind == "sampler" else None
+            SamplerSettings(device="cpu", kv_cache_bytes=64 * 2**20, engine_process="on")
+            if kind == "sampler"
+            else None
         ),
     )
 
@@ -126,6 +129,8 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
+    """Also in a process of its own, which is forked from that which was idle."""
+
     def sampled(worker: Running) -> None:
         with SamplerClient(worker.started, model) as client:
             answer = client.sample(PROMPT, seed=2, max_tokens=20, stop=[], prompt_logprobs=True)
@@ -136,6 +141,7 @@ async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
         assert pooled.was_idle
         await asyncio.to_thread(sampled, pooled)
         assert '"event":"ready"' in pooled.log
-        if sys.platform == "linux":
-            assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
-            assert cores_of(pooled.pid) == {CORE}
+        (engine,) = psutil.Process(pooled.pid).children()
+        for pid in (pooled.pid, engine.pid) if sys.platform == "linux" else ():
+            assert niceness(pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
+            assert cores_of(pid) == {CORE}
