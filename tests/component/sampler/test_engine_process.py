@@ -3,6 +3,8 @@ neither process outlives the other."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -64,3 +66,66 @@ def test_a_sampler_ends_with_its_engine_and_says_so(model: Path):
         assert "was killed by signal 9" in failure.message
         assert client.process.wait(timeout=CALL_SECONDS) == 1
         assert not group_members(client.process.pid)
+
+
+_WITH_A_FAKE = """
+import time
+from pathlib import Path
+from sampler_service.engine import EngineRequest, StepOutput
+from sampler_service.service.engine_process import EngineProcess, EngineProcessEnded
+from tests.support.fake_engine import FakeEngine
+
+class Stuck(FakeEngine):
+    def abort(self, ids):
+        super().abort([id_ for id_ in ids if id_ in self.left])
+
+    def load(self, directory):
+        time.sleep(60)
+
+def stuck(on_lost):
+    time.sleep(60)
+
+def request(steps):
+    return EngineRequest(id="r", prompt=[1], num_samples=1, max_tokens=steps)
+
+def raised(call):
+    try:
+        call()
+    except EngineProcessEnded as error:
+        return str(error)
+
+def forked(start, patience):
+    return EngineProcess.fork(start, model=Path("m"), patience=patience)
+
+engine = forked(lambda on_lost: Stuck(), 0.5).connect(lambda: None)
+def sampled(steps):
+    engine.add(request(steps))
+    while True:
+        for result in engine.step().results:
+            return result
+
+assert len(sampled(3).samples[0].tokens) == 3
+engine.add(request(2))
+while not engine._ahead.results:
+    engine.memory()  # it computes ahead, without a step
+engine.abort(["r"])
+assert engine.settle() == StepOutput(), "of what was dropped nothing is left"
+assert len(sampled(4).samples[0].tokens) == 4
+assert sampled(101).failure.type == "sequence_too_long"
+print(raised(lambda: engine.load(Path("m"))))
+engine.end()
+process = forked(stuck, 0.5)
+print(raised(lambda: process.connect(lambda: None)))
+process.end()
+"""
+
+
+def test_nothing_is_left_of_what_was_dropped_and_no_call_is_waited_for_without_a_deadline():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_A_FAKE], capture_output=True, text=True, timeout=CALL_SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [
+        "its process did not end load within 0.5 s",
+        "its process did not end its start within 0.5 s",
+    ]
