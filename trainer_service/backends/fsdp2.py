@@ -319,7 +319,11 @@ class Fsdp2Backend(TrainerBackend):
         small = small_model(path) if self._world.size > 1 or self._casts else None
         model = self._model if small is None else small
         check_causal(model)
-        self.packs = settings.packing == "on" and can_pack(model)
+        tried = model
+        if small is not None and self._world.device != "cpu":
+            # A GPU's kernel takes neither every type nor every size of heads.
+            tried = copy.deepcopy(small).to(self._world.device, torch_dtype(self.dtype))
+        self.packs = settings.packing == "on" and can_pack(tried)
         if self.packs and small is not None:
             pack(self._model)
         if self._compiled and not self.packs:

@@ -11,12 +11,14 @@ been run here. `docs/performance.md` has measurements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ IMPLEMENTATION = "tandem_packed"
 _TRIAL = "tandem_trial"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """By the type of the logits: how far a packed row may be off."""
+_TOLD_OF_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""Torch 2.11 takes fewer heads of keys and values without being told."""
 Run = tuple[int, int]
 """Equally long neighbours of a row: how many sequences, and the tokens of each."""
 
@@ -208,8 +212,7 @@ def _on_gpu(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _TOLD_OF_GROUPS else {}
     attended: Tensor = varlen_attn(
         query,
         key,
@@ -221,7 +224,7 @@ def _on_gpu(
         scale=scaling,
         # A window counts the token itself, the kernel only those before it.
         window_size=((window or 0) - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **groups,
     )
     return attended
 
