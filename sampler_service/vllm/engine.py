@@ -320,7 +320,9 @@ class VllmEngine:
                 length=len(request.prompt),
             )
         if request.grammar is not None:
-            pending.grammars[index] = self._grammars.next_is(request.grammar)
+            pending.grammars[index] = self._grammars.next_is(
+                request.grammar, request.stop_token_ids
+            )
         id_ = self._engine.add_request(
             _sample_id(request.id, index),
             {"type": "token", "prompt_token_ids": request.prompt},

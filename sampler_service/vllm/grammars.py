@@ -25,6 +25,8 @@ from sampler_service.structured_output import CompiledGrammar, on_one_line
 from sampler_service.vllm.internals import use_grammars
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from llguidance import LLMatcher
     from vllm.config import ModelConfig, StructuredOutputsConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -50,11 +52,11 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     """One sample's position in its grammar. When it cannot go on, `error` says why and vLLM ends
     the sample. The matcher is made on first use, because not all samples run at once."""
 
-    def __init__(self, grammar: CompiledGrammar) -> None:
+    def __init__(self, grammar: CompiledGrammar, stops: Iterable[int]) -> None:
+        self.stops = frozenset(stops)
         self._grammar = grammar
         self._matcher: LLMatcher | None = None
         self._ended = False
-        self.stops: frozenset[int] = frozenset()
         self.error = ""
 
     def _current(self) -> LLMatcher:
@@ -107,8 +109,8 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
     """Hands vLLM the grammars that it would compile. Literal use: `grammars =
-    PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar)` before each
-    `engine.add_request` that has one."""
+    PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)` before
+    each `engine.add_request` that has one."""
 
     @classmethod
     def install(cls, engine: LLMEngine) -> PrecompiledGrammars:
@@ -122,9 +124,9 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
         use_grammars(engine, backend)
         return backend
 
-    def next_is(self, grammar: CompiledGrammar) -> SampleGrammar:
-        """Set the grammar of the next request to be added."""
-        self._next = SampleGrammar(grammar)
+    def next_is(self, grammar: CompiledGrammar, stops: Iterable[int]) -> SampleGrammar:
+        """Set the grammar of the next request to be added, which ends with one of `stops`."""
+        self._next = SampleGrammar(grammar, stops)
         return self._next
 
     def compile_grammar(
@@ -133,9 +135,8 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Called by vLLM within `add_request`."""
+        """Called by vLLM within `add_request`; by some of its versions without the stop tokens."""
         assert grammar_spec == PRECOMPILED
-        self._next.stops = frozenset(stop_token_ids or ())
         return self._next
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:

