@@ -131,7 +131,7 @@ def test_places_and_the_queue_survive_a_restart(start):
         assert keys(gate) == {run, f"{first}/tiny/0"}
         for session in (first, second):
             client.post("/api/v1/session_heartbeat", json={"session_id": session})
-        wait_until(lambda: trainers(gate) == [first] and gate.gateway.places.waiting)
+        wait_until(lambda: trainers(gate) == [first] and gate.gateway.places.queue.waiting)
         assert asked(client, waiting).json()["queue_state_reason"].startswith("1st in the queue")
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200
