@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import numpy as np
 import psutil
 from rich.console import Console
@@ -29,12 +28,15 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.raw_http import Connection
+from gateway.workers.epoch import Epoch
+from gateway.workers.sampler_client import SamplerClient
+from gateway.workers.worker import Worker
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.settings import SamplerSettings
 from tandem.stack import Stack
-from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerSpec
+from tandem.v1 import common_pb2, sampler_pb2
+from tandem.worker import WorkerSpec
 
 HEARTBEAT_SECONDS = 10.0
 MAX_TOKENS = 16
@@ -130,17 +132,17 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
         session_id="s-direct",
         sampler=SamplerSettings(),
     )
-    metadata = ((SECRET_METADATA_KEY, secret),)
     version = common_pb2.WeightVersion(name=f"base/{MODEL}", path=str(model))
     try:
-        worker = await launcher.start(spec)
+        handle = await launcher.start(spec)
         await launcher.wait_ready(spec.worker_id)
-        async with grpc.aio.insecure_channel(worker.address, options=GRPC_OPTIONS) as channel:
-            stub = sampler_pb2_grpc.SamplerStub(channel)
+        worker = Worker.of(handle, Epoch(number=1, superseded=lambda: None))
+        async with worker.channel:
+            sampler = SamplerClient(worker, timeout=120, give_up=print)
 
             def client(index: int) -> Ask:
                 async def ask(number: int) -> None:
-                    reply = await stub.Sample(
+                    reply = await sampler.sample(
                         sampler_pb2.SampleRequest(
                             operation_id=f"{index}:{number}",
                             session_id="s-direct",
@@ -155,9 +157,7 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
                                 seed=seed(index, number),
                             ),
                             seq_id=number,
-                        ),
-                        metadata=metadata,
-                        timeout=120,
+                        )
                     )
                     assert not reply.HasField("failure"), reply.failure
 

@@ -2,14 +2,15 @@
 
 Each gateway has a higher epoch than those before it, and sends it with every call. A worker, or an
 agent, refuses the calls of all earlier gateways from the first call of a later one on: a gateway
-that was frozen, and goes on when another has taken over, reaches nobody any more. A call without
-an epoch is no gateway's: that of the agent which waits for a worker to serve.
+that was frozen, and goes on when another has taken over, reaches nobody any more, not even by a
+stream that it opened before. A call without an epoch is no gateway's: that of the agent which waits
+for a worker to serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,6 +22,10 @@ NEWEST_EPOCH_METADATA_KEY = "tandem-newest-epoch"
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+Answer: TypeAlias = Callable[
+    [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[None]
+]
+"""Answers a stream by what it writes to its context."""
 
 
 class EpochInterceptor(grpc.aio.ServerInterceptor):
@@ -45,22 +50,47 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
             if epoch < self._newest:
                 return grpc.unary_unary_rpc_method_handler(self._refusal(epoch))
             self._newest = epoch
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        if given is None or handler is None or not handler.request_streaming:
+            return handler
+        return grpc.stream_stream_rpc_method_handler(
+            # The types are those of gRPC's other server, which has threads.
+            self._while_newest(handler.stream_stream, epoch),  # type: ignore[arg-type]
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _while_newest(self, answer: Answer[Request, Reply], epoch: int) -> Answer[Request, Reply]:
+        """Return what answers a stream until a request comes after a later gateway's call."""
+
+        async def answer_while_newest(
+            requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
+        ) -> None:
+            async def heard() -> AsyncIterator[Request]:
+                async for request in requests:
+                    if epoch < self._newest:
+                        await self._refuse(epoch, context)
+                    yield request
+
+            await answer(heard(), context)
+
+        return answer_while_newest
 
     def _refusal(
         self, epoch: int
     ) -> Callable[[Request, grpc.aio.ServicerContext[Request, Reply]], Awaitable[Reply]]:
-        newest = self._newest
-
         async def refuse(
             _request: Request, context: grpc.aio.ServicerContext[Request, Reply]
         ) -> Reply:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"another gateway, of epoch {newest}, has taken over from this one, of epoch "
-                f"{epoch}, whose calls are not heard any more",
-                ((NEWEST_EPOCH_METADATA_KEY, str(newest)),),
-            )
+            await self._refuse(epoch, context)
             raise AssertionError("abort raises")
 
         return refuse
+
+    async def _refuse(self, epoch: int, context: grpc.aio.ServicerContext[Request, Reply]) -> None:
+        await context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"another gateway, of epoch {self._newest}, has taken over from this one, of epoch "
+            f"{epoch}, whose calls are not heard any more",
+            ((NEWEST_EPOCH_METADATA_KEY, str(self._newest)),),
+        )

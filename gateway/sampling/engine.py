@@ -28,8 +28,9 @@ from gateway.placement.queue import EngineSlot
 from gateway.placement.room import Place
 from gateway.usage.meter import TimeShares
 from gateway.workers.backoff import Backoff
-from gateway.workers.clients import EXIT_REPORT_PATIENCE, SamplerClient, WorkerUnavailable
+from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
 from gateway.workers.fleet import Fleet
+from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.settings import SamplerSettings, SharingSettings

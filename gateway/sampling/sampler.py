@@ -32,7 +32,8 @@ from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
 from gateway.usage.meter import SampleMeter
-from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
+from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker
 from tandem.errors import InternalError, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log

@@ -2,6 +2,6 @@
 
 `launchers` start and stop workers. `fleet` gives each `worker` an id, a secret, a row and a
 channel, and reports those that end; `heartbeats` finds those that do not answer, and `backoff` says
-when one that failed is started again. `clients` are the gRPC calls of a trainer and of a sampler,
-with their deadlines and errors, and `epoch` is what these carry.
+when one that failed is started again. `clients` are the gRPC calls to a trainer, with
+their deadlines and errors, `sampler_client` those to a sampler, and `epoch` is what all carry.
 """

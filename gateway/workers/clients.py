@@ -1,10 +1,11 @@
-"""The gRPC calls to workers: each with secret and epoch, a bound on its time and typed errors."""
+"""The gRPC calls to trainers, and what all calls have: secret and epoch, a bound on their time and
+typed errors."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -13,26 +14,20 @@ import grpc.aio
 
 from gateway.workers.worker import Worker
 from tandem.errors import InternalError, OperationTimedOut, OutOfMemory, WorkerDied, without_paths
-from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
-_DESCRIBE_TIMEOUT = 30.0
+DESCRIBE_TIMEOUT = 30.0
 _REMOVAL_TIMEOUT = 60.0
 _PROGRESS_TIMEOUT = 5.0
 _IDLE_INTERVAL = 0.1
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds within which the launcher reports the end of a worker whose connection broke."""
 
-_SILENCE = 2
-"""How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
-
 Request = TypeVar("Request", contravariant=True)
 Operation = TypeVar("Operation", bound="HasHeader")
 Reply = TypeVar("Reply", covariant=True)
 Answer = TypeVar("Answer")
-
-Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
-"""Receives the new tokens of a sample."""
 
 
 class Method(Protocol[Request, Reply]):
@@ -125,11 +120,13 @@ class TrainerClient:
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest(run_id=self._run_id)
-        return await self._in_turn(self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
+        return await self._in_turn(self.stub.Describe, request, timeout=DESCRIBE_TIMEOUT)
 
     async def progress(self) -> trainer_pb2.ProgressReply:
         request = trainer_pb2.ProgressRequest(run_id=self._run_id)
-        return await _call(self.worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
+        return await call_worker(
+            self.worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT
+        )
 
     async def add_run(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
         return await self._in_turn(self.stub.AddRun, request)
@@ -155,7 +152,7 @@ class TrainerClient:
         """The time that it may take counts from `begun`: operations are sent ahead, and those
         before it may take their time. The call's own deadline, which its worker is told, allows
         for all of them."""
-        answer = _call(self.worker, method, request, timeout=self._call_timeout)
+        answer = call_worker(self.worker, method, request, timeout=self._call_timeout)
         with self._calls.sent(request.header.run_id, request.header.seq_id):
             if begun.done():
                 return await self._in_time(answer)
@@ -196,7 +193,7 @@ class TrainerClient:
         the time of an operation."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        task = asyncio.create_task(_call(self.worker, method, request))
+        task = asyncio.create_task(call_worker(self.worker, method, request))
         try:
             while not task.done():
                 at_least = began + (timeout or self._timeout)
@@ -215,7 +212,9 @@ class TrainerClient:
         self, request: trainer_pb2.AwaitSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
         request.run_id = self._run_id
-        return await _call(self.worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
+        return await call_worker(
+            self.worker, self.stub.AwaitSnapshot, request, timeout=self._timeout
+        )
 
     async def take_snapshot(
         self, request: trainer_pb2.TakeSnapshotRequest
@@ -226,12 +225,12 @@ class TrainerClient:
     async def sleep(
         self, request: common_pb2.SleepRequest, *, timeout: float
     ) -> common_pb2.SwitchReply:
-        return await _call(self.worker, self.stub.Sleep, request, timeout=timeout)
+        return await call_worker(self.worker, self.stub.Sleep, request, timeout=timeout)
 
     async def wake(
         self, request: common_pb2.WakeRequest, *, timeout: float
     ) -> common_pb2.SwitchReply:
-        return await _call(self.worker, self.stub.Wake, request, timeout=timeout)
+        return await call_worker(self.worker, self.stub.Wake, request, timeout=timeout)
 
     def forward_backward(
         self, payload: bytes
@@ -252,95 +251,6 @@ class TrainerClient:
         return send
 
 
-class SamplerClient:
-    """Raises as `TrainerClient`.
-
-    How long a sample may take, from when the engine begins it, is the sampler's to decide:
-    `timeout` seconds, before which it may wait for many others; no deadline of a call could allow
-    for them. A sampler that answers nobody for `_SILENCE` times as long has failed: `give_up` is
-    called with a sentence.
-    """
-
-    def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
-        self.worker = worker
-        self._stub = sampler_pb2_grpc.SamplerStub(worker.channel)
-        self._patience = _SILENCE * timeout
-        self._give_up = give_up
-        self._heard_at = 0.0
-        self._telling = 0
-
-    async def describe(self) -> sampler_pb2.DescribeSamplerReply:
-        request = sampler_pb2.DescribeSamplerRequest()
-        return await _call(self.worker, self._stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
-
-    async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
-        return await self._unless_silent(_call(self.worker, self._stub.Load, request))
-
-    async def sleep(
-        self, request: common_pb2.SleepRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await _call(self.worker, self._stub.Sleep, request, timeout=timeout)
-
-    async def wake(
-        self, request: common_pb2.WakeRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await _call(self.worker, self._stub.Wake, request, timeout=timeout)
-
-    async def sample(
-        self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
-    ) -> sampler_pb2.SampleReply:
-        """Return all samples; pass their tokens to `tell`, if given, as they are drawn. Nothing
-        more is read while `tell` waits."""
-        if tell is None:
-            return await self._unless_silent(_call(self.worker, self._stub.Sample, request))
-        return await self._unless_silent(self._stream(request, tell))
-
-    async def _stream(
-        self, request: sampler_pb2.SampleRequest, tell: Tell
-    ) -> sampler_pb2.SampleReply:
-        async with _errors_translated(self.worker):
-            call = self._stub.SampleStream(request, metadata=self.worker.metadata)
-            try:
-                async for event in call:
-                    if event.HasField("reply"):
-                        return event.reply
-                    self._telling += 1
-                    try:
-                        await tell(event.delta)
-                    finally:
-                        self._telling -= 1
-                        self._note_heard()
-            finally:
-                call.cancel()  # does nothing to a call that has ended
-            raise InternalError("the sampler ended a stream without an answer")
-
-    async def _unless_silent(self, answer: Coroutine[None, None, Answer]) -> Answer:
-        """Return the answer, unless the sampler is silent for too long: to this call and all
-        others. Raises `OperationTimedOut` then."""
-        loop = asyncio.get_running_loop()
-        task, sent_at = asyncio.create_task(answer), loop.time()
-        try:
-            while not task.done():
-                if self._telling:  # it is not the sampler that is waited for
-                    self._note_heard()
-                left = max(sent_at, self._heard_at) + self._patience - loop.time()
-                if left <= 0:
-                    silence = (
-                        f"the sampler has answered nothing for {self._patience:g} s, "
-                        f"{_SILENCE} times TANDEM_SAMPLER_OPERATION_TIMEOUT"
-                    )
-                    self._give_up(silence)
-                    raise OperationTimedOut(silence)
-                await asyncio.wait([task], timeout=left)
-            self._note_heard()
-            return task.result()
-        finally:
-            task.cancel()
-
-    def _note_heard(self) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
-
-
 def _varint(value: int) -> bytes:
     """Encode a number as protobuf does: seven bits a byte, the lowest first."""
     encoded = bytearray()
@@ -351,19 +261,19 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-async def _call(
+async def call_worker(
     worker: Worker,
     method: Method[Request, Reply],
     request: Request,
     *,
     timeout: float | None = None,
 ) -> Reply:
-    async with _errors_translated(worker):
+    async with errors_translated(worker):
         return await method(request, metadata=worker.metadata, timeout=timeout)
 
 
 @asynccontextmanager
-async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
+async def errors_translated(worker: Worker) -> AsyncIterator[None]:
     """Raise gRPC's errors as those that the clients promise."""
     kind = worker.handle.kind
     try:

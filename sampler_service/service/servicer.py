@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -16,18 +18,21 @@ from sampler_service.engine import EngineDelta, EngineFacts, EngineState, SleepL
 from sampler_service.lifecycle import Switch
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
-from sampler_service.service.request_parser import parse_request
+from sampler_service.service.request_parser import ParsedRequest, parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response, versions_of
-from sampler_service.structured_output import GrammarCompiler
+from sampler_service.service.sample_stream import SampleStream
+from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
 from sampler_service.weights.loader import WeightVersion
-from sampler_service.work import SampleJob
-from tandem.errors import InvalidRequest, TandemError
+from sampler_service.work import Sampled, SampleJob
+from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.fencing import Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
+
+OnDeltas = Callable[[Sequence[EngineDelta], WeightVersion], None]
 
 _STATES = {
     EngineState.AWAKE: sampler_pb2.SAMPLER_STATE_AWAKE,
@@ -112,13 +117,54 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             canary_difference=outcome.canary_difference,
         )
 
-    async def Sample(
+    async def Sample(  # type: ignore[override]
         self,
-        request: sampler_pb2.SampleRequest,
-        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
-    ) -> sampler_pb2.SampleReply:
-        serving = await self._leased_engine(context)
-        return await self._answer(request, serving)
+        requests: AsyncIterator[sampler_pb2.SampleRequests],
+        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
+    ) -> None:
+        stream = SampleStream()
+        reading = asyncio.create_task(self._read(requests, stream, context))
+        reading.add_done_callback(lambda _: stream.complete())
+        try:
+            while batch := await stream.take():
+                await self._write(batch, context)
+            await reading
+        finally:
+            reading.cancel()
+            stream.close()  # and so the requests leave the engine
+
+    async def _read(
+        self,
+        requests: AsyncIterator[sampler_pb2.SampleRequests],
+        stream: SampleStream,
+        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
+    ) -> None:
+        """Hand over what arrives. Whatever else it raises, the stream is of no use then, and what
+        has not been answered is cancelled."""
+        try:
+            async for batch in requests:
+                serving = await self._leased_engine(context)
+                for request in batch.requests:
+                    self._begin(request, serving, stream)
+                for number in batch.cancelled:
+                    stream.cancel(number)
+        except BaseException:
+            stream.close()
+            raise
+
+    def _begin(
+        self, request: sampler_pb2.SampleRequest, serving: Serving, stream: SampleStream
+    ) -> None:
+        if request.HasField("structured"):  # its grammar has to be compiled
+            stream.add_late(request.number, self._answer(request, serving))
+            return
+        try:
+            asked = self._parse(request, serving)
+            answer = self._submit(asked)
+        except Exception as error:  # noqa: BLE001 - others' samples are on the stream, too
+            stream.put(request.number, self._refused(request, error, serving.facts))
+        else:
+            stream.add(request.number, answer, partial(self._reply, asked))
 
     async def SampleStream(  # type: ignore[override]
         self,
@@ -140,9 +186,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             answer.cancel()  # and with it the request, if it is still in the engine
 
     async def _write(
-        self,
-        event: sampler_pb2.SampleEvent,
-        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
+        self, event: _Reply, context: grpc.aio.ServicerContext[_Request, _Reply]
     ) -> None:
         """Send a part of a stream; abort the call if its reader has stopped reading."""
         try:
@@ -201,36 +245,68 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         serving: Serving,
         *,
-        on_deltas: Callable[[Sequence[EngineDelta], WeightVersion], None] | None = None,
+        on_deltas: OnDeltas | None = None,
     ) -> sampler_pb2.SampleReply:
         """Return the reply to a request; a refusal or a failure is a reply, too."""
-        started = time.monotonic()
         try:
-            parsed = parse_request(request, serving.facts)
+            asked = self._parse(request, serving)
             grammar = None
-            if parsed.grammar is not None:
-                grammar = await serving.grammars.compile(parsed.grammar)
-            job = SampleJob(
+            if asked.parsed.grammar is not None:
+                grammar = await serving.grammars.compile(asked.parsed.grammar)
+            answer = self._submit(asked, grammar=grammar, on_deltas=on_deltas)
+            await asyncio.wrap_future(answer)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._refused(request, error, serving.facts)
+        return self._reply(asked, answer)
+
+    def _parse(self, request: sampler_pb2.SampleRequest, serving: Serving) -> _Asked:
+        return _Asked(
+            message=request,
+            serving=serving,
+            parsed=parse_request(request, serving.facts),
+            version=_parse_version(request.version),
+            at=time.monotonic(),
+        )
+
+    def _submit(
+        self,
+        asked: _Asked,
+        *,
+        grammar: CompiledGrammar | None = None,
+        on_deltas: OnDeltas | None = None,
+    ) -> Future[Sampled]:
+        request = asked.message
+        return asked.serving.scheduler.submit(
+            SampleJob(
                 request=replace(
-                    parsed.request,
+                    asked.parsed.request,
                     # A repeated operation may find its first call still running.
                     id=f"{request.operation_id}#{next(self._numbers)}",
                     grammar=grammar,
                     streamed=on_deltas is not None,
                 ),
-                version=_parse_version(request.version),
+                version=asked.version,
                 session_id=request.session_id,
                 seq_id=request.seq_id,
                 in_flight=request.in_flight,
                 on_deltas=on_deltas,
             )
-            sampled = await asyncio.wrap_future(serving.scheduler.submit(job))
-        except TandemError as error:
-            return self._refused(request, error, serving.facts)
-        sampled_from = versions_of(sampled) if request.in_flight else []
-        response = encode_response(
-            sampled.result, version=sampled.version.name, versions=sampled_from, parsed=parsed
         )
+
+    def _reply(self, asked: _Asked, answer: Future[Sampled]) -> sampler_pb2.SampleReply:
+        """Return the reply to a request that has ended."""
+        request, facts = asked.message, asked.serving.facts
+        try:
+            sampled = answer.result()
+            sampled_from = versions_of(sampled) if request.in_flight else []
+            response = encode_response(
+                sampled.result,
+                version=sampled.version.name,
+                versions=sampled_from,
+                parsed=asked.parsed,
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._refused(request, error, facts)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
@@ -239,17 +315,20 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             sampled_tokens=self._metrics.answered(
                 sampled.result,
                 prompt_tokens=prompt_tokens,
-                seconds=time.monotonic() - started,
+                seconds=time.monotonic() - asked.at,
             ),
             cached_tokens=sampled.result.cached_tokens,
             seconds=sampled.seconds,
-            max_length=serving.facts.max_length,
+            max_length=facts.max_length,
             samples=[sampler_pb2.SampleVersions(runs=runs) for runs in sampled_from],
         )
 
     def _refused(
-        self, request: sampler_pb2.SampleRequest, error: TandemError, facts: EngineFacts
+        self, request: sampler_pb2.SampleRequest, error: Exception, facts: EngineFacts
     ) -> sampler_pb2.SampleReply:
+        if not isinstance(error, TandemError):
+            self._log.error("sample_failed", request_id=request.operation_id, exc_info=error)
+            error = InternalError(f"{type(error).__name__} in the sampler; see its log")
         self._metrics.refused(error.type)
         self._log.info(
             "sample_refused",
@@ -278,6 +357,17 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)
         await self._fence.check(context)
         return serving
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request, as it came `at` a time on the monotonic clock, and what answers it."""
+
+    message: sampler_pb2.SampleRequest
+    serving: Serving
+    parsed: ParsedRequest
+    version: WeightVersion
+    at: float
 
 
 def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:

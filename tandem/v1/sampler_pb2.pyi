@@ -257,6 +257,44 @@ class StructuredOutput(google.protobuf.message.Message):
 Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
 
 @typing.final
+class SampleRequests(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    CANCELLED_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleRequest]: ...
+    @property
+    def cancelled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The numbers of requests on this stream that nobody waits for any more."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___SampleRequest] | None = ...,
+        cancelled: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancelled", b"cancelled", "requests", b"requests"]) -> None: ...
+
+Global___SampleRequests: typing_extensions.TypeAlias = SampleRequests
+
+@typing.final
+class SampleReplies(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: builtins.int
+    @property
+    def replies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleReply]: ...
+    def __init__(
+        self,
+        *,
+        replies: collections.abc.Iterable[Global___SampleReply] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replies", b"replies"]) -> None: ...
+
+Global___SampleReplies: typing_extensions.TypeAlias = SampleReplies
+
+@typing.final
 class SampleRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -275,6 +313,7 @@ class SampleRequest(google.protobuf.message.Message):
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: builtins.int
     STRUCTURED_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -299,6 +338,8 @@ class SampleRequest(google.protobuf.message.Message):
     """Sample from `version` or a newer one of its run that another request or load has named
     `in_flight`. When such a version is loaded, the request goes on with it, and is not waited for.
     """
+    number: builtins.int
+    """Which of its stream's requests it is; its reply has the same number."""
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
@@ -323,9 +364,10 @@ class SampleRequest(google.protobuf.message.Message):
         prompt_logprobs_last_n: builtins.int | None = ...,
         structured: Global___StructuredOutput | None = ...,
         in_flight: builtins.bool = ...,
+        number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "number", b"number", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
@@ -410,6 +452,7 @@ class SampleReply(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     MAX_LENGTH_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """A tandem.wire.v1.SampleResponse, handed to the client as it is."""
     prompt_tokens: builtins.int
@@ -419,6 +462,7 @@ class SampleReply(google.protobuf.message.Message):
     """From the admission into the engine to the answer."""
     max_length: builtins.int
     """The longest sequence that the engine takes, in tokens: also in a refusal."""
+    number: builtins.int
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -441,9 +485,10 @@ class SampleReply(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         max_length: builtins.int = ...,
         samples: collections.abc.Iterable[Global___SampleVersions] | None = ...,
+        number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "response", b"response", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "max_length", b"max_length", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "samples", b"samples", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "max_length", b"max_length", "number", b"number", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "samples", b"samples", "seconds", b"seconds", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["response", "failure"] | None: ...
 
 Global___SampleReply: typing_extensions.TypeAlias = SampleReply

@@ -45,10 +45,10 @@ class SamplerStub(object):
                 request_serializer=tandem_dot_v1_dot_sampler__pb2.LoadRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_sampler__pb2.LoadReply.FromString,
                 _registered_method=True)
-        self.Sample = channel.unary_unary(
+        self.Sample = channel.stream_stream(
                 '/tandem.v1.Sampler/Sample',
-                request_serializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleReply.FromString,
+                request_serializer=tandem_dot_v1_dot_sampler__pb2.SampleRequests.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleReplies.FromString,
                 _registered_method=True)
         self.SampleStream = channel.unary_stream(
                 '/tandem.v1.Sampler/SampleStream',
@@ -84,16 +84,19 @@ class SamplerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Sample(self, request, context):
-        """Samples from exactly the version named. Where another one is loaded, the request
-        waits its turn and the engine changes over.
+    def Sample(self, request_iterator, context):
+        """Samples from exactly the versions named. Where another one is loaded, a request
+        waits its turn and the engine changes over. All requests of a caller are on one stream, as
+        many in a message as there are by then, and so are their replies, each when it is there. A
+        stream that its caller ends is answered to its last request; one that breaks cancels them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleStream(self, request, context):
-        """The same, with the tokens told as they are drawn. The last message has `reply`.
+        """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
+        a stream of its own, so that a reader that is slow holds up no other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,10 +128,10 @@ def add_SamplerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_sampler__pb2.LoadRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_sampler__pb2.LoadReply.SerializeToString,
             ),
-            'Sample': grpc.unary_unary_rpc_method_handler(
+            'Sample': grpc.stream_stream_rpc_method_handler(
                     servicer.Sample,
-                    request_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_sampler__pb2.SampleReply.SerializeToString,
+                    request_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleRequests.FromString,
+                    response_serializer=tandem_dot_v1_dot_sampler__pb2.SampleReplies.SerializeToString,
             ),
             'SampleStream': grpc.unary_stream_rpc_method_handler(
                     servicer.SampleStream,
@@ -211,7 +214,7 @@ class Sampler(object):
             _registered_method=True)
 
     @staticmethod
-    def Sample(request,
+    def Sample(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -221,12 +224,12 @@ class Sampler(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/tandem.v1.Sampler/Sample',
-            tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
-            tandem_dot_v1_dot_sampler__pb2.SampleReply.FromString,
+            tandem_dot_v1_dot_sampler__pb2.SampleRequests.SerializeToString,
+            tandem_dot_v1_dot_sampler__pb2.SampleReplies.FromString,
             options,
             channel_credentials,
             insecure,

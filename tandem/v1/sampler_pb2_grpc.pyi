@@ -60,17 +60,17 @@ _SamplerLoadType = typing_extensions.TypeVar(
 
 _SamplerSampleType = typing_extensions.TypeVar(
     '_SamplerSampleType',
-    grpc.UnaryUnaryMultiCallable[
-        tandem.v1.sampler_pb2.SampleRequest,
-        tandem.v1.sampler_pb2.SampleReply,
+    grpc.StreamStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequests,
+        tandem.v1.sampler_pb2.SampleReplies,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tandem.v1.sampler_pb2.SampleRequest,
-        tandem.v1.sampler_pb2.SampleReply,
+    grpc.aio.StreamStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequests,
+        tandem.v1.sampler_pb2.SampleReplies,
     ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tandem.v1.sampler_pb2.SampleRequest,
-        tandem.v1.sampler_pb2.SampleReply,
+    default=grpc.StreamStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequests,
+        tandem.v1.sampler_pb2.SampleReplies,
     ],
 )
 
@@ -133,9 +133,9 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
             tandem.v1.sampler_pb2.LoadRequest,
             tandem.v1.sampler_pb2.LoadReply,
         ],
-        grpc.UnaryUnaryMultiCallable[
-            tandem.v1.sampler_pb2.SampleRequest,
-            tandem.v1.sampler_pb2.SampleReply,
+        grpc.StreamStreamMultiCallable[
+            tandem.v1.sampler_pb2.SampleRequests,
+            tandem.v1.sampler_pb2.SampleReplies,
         ],
         grpc.UnaryStreamMultiCallable[
             tandem.v1.sampler_pb2.SampleRequest,
@@ -161,9 +161,9 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
             tandem.v1.sampler_pb2.LoadRequest,
             tandem.v1.sampler_pb2.LoadReply,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tandem.v1.sampler_pb2.SampleRequest,
-            tandem.v1.sampler_pb2.SampleReply,
+        grpc.aio.StreamStreamMultiCallable[
+            tandem.v1.sampler_pb2.SampleRequests,
+            tandem.v1.sampler_pb2.SampleReplies,
         ],
         grpc.aio.UnaryStreamMultiCallable[
             tandem.v1.sampler_pb2.SampleRequest,
@@ -187,12 +187,16 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
     """
 
     Sample: _SamplerSampleType
-    """Samples from exactly the version named. Where another one is loaded, the request
-    waits its turn and the engine changes over.
+    """Samples from exactly the versions named. Where another one is loaded, a request
+    waits its turn and the engine changes over. All requests of a caller are on one stream, as
+    many in a message as there are by then, and so are their replies, each when it is there. A
+    stream that its caller ends is answered to its last request; one that breaks cancels them.
     """
 
     SampleStream: _SamplerSampleStreamType
-    """The same, with the tokens told as they are drawn. The last message has `reply`."""
+    """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
+    a stream of its own, so that a reader that is slow holds up no other.
+    """
 
     Sleep: _SamplerSleepType
     """Weights and KV cache off the device, once what runs has ended."""
@@ -208,9 +212,9 @@ SamplerAsyncStub: typing_extensions.TypeAlias = SamplerStub[
         tandem.v1.sampler_pb2.LoadRequest,
         tandem.v1.sampler_pb2.LoadReply,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tandem.v1.sampler_pb2.SampleRequest,
-        tandem.v1.sampler_pb2.SampleReply,
+    grpc.aio.StreamStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequests,
+        tandem.v1.sampler_pb2.SampleReplies,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         tandem.v1.sampler_pb2.SampleRequest,
@@ -247,11 +251,13 @@ class SamplerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Sample(
         self,
-        request: tandem.v1.sampler_pb2.SampleRequest,
+        request_iterator: _MaybeAsyncIterator[tandem.v1.sampler_pb2.SampleRequests],
         context: _ServicerContext,
-    ) -> typing.Union[tandem.v1.sampler_pb2.SampleReply, collections.abc.Awaitable[tandem.v1.sampler_pb2.SampleReply]]:
-        """Samples from exactly the version named. Where another one is loaded, the request
-        waits its turn and the engine changes over.
+    ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleReplies], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleReplies]]:
+        """Samples from exactly the versions named. Where another one is loaded, a request
+        waits its turn and the engine changes over. All requests of a caller are on one stream, as
+        many in a message as there are by then, and so are their replies, each when it is there. A
+        stream that its caller ends is answered to its last request; one that breaks cancels them.
         """
 
     @abc.abstractmethod
@@ -260,7 +266,9 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.sampler_pb2.SampleRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleEvent], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleEvent]]:
-        """The same, with the tokens told as they are drawn. The last message has `reply`."""
+        """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
+        a stream of its own, so that a reader that is slow holds up no other.
+        """
 
     @abc.abstractmethod
     def Sleep(

@@ -205,6 +205,24 @@ def same(one: Sampled, other: Sampled) -> bool:
     )
 
 
+class Answer:
+    """The answer to a single request on its stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def result(self) -> sampler_pb2.SampleReply:
+        (replies,) = self._stream
+        (reply,) = replies.replies
+        return reply
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    def done(self) -> bool:
+        return bool(self._stream.done())
+
+
 class SamplerClient(WorkerClient):
     def __init__(self, started: Started, model: Path) -> None:
         super().__init__(started)
@@ -304,8 +322,14 @@ class SamplerClient(WorkerClient):
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:
-        """Call and return a future."""
-        return self.stub.Sample.future(request, metadata=self.metadata, timeout=CALL_SECONDS)
+        """Send a request on a stream of its own, and return a future."""
+        return Answer(
+            self.stub.Sample(
+                iter([sampler_pb2.SampleRequests(requests=[request])]),
+                metadata=self.metadata,
+                timeout=CALL_SECONDS,
+            )
+        )
 
     def sample_all(self, requests: Sequence[sampler_pb2.SampleRequest]) -> list[Sampled]:
         """Send all requests at once and wait for all answers."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -46,10 +48,41 @@ def test_a_mistake_is_answered_and_affects_no_other_request(sampler: SamplerClie
     assert same(decoded(replies[0]), decoded(replies[4]))
 
 
+def test_requests_on_one_stream_are_answered_each_when_it_is_there(sampler: SamplerClient):
+    requests = [
+        sampler.request(PROMPT, n=500, max_tokens=500, stop=[]),
+        *(sampler.request(PROMPT, seed=seed, n=2) for seed in range(5)),
+        sampler.request(PROMPT, max_tokens=0),
+    ]
+    for number, request in enumerate(requests):
+        request.number = number
+    ended = threading.Event()
+
+    def batches() -> Iterator[sampler_pb2.SampleRequests]:
+        yield sampler_pb2.SampleRequests(requests=requests)
+        ended.wait(CALL_SECONDS)
+        yield sampler_pb2.SampleRequests(cancelled=[0])
+
+    stream = sampler.stub.Sample(batches(), metadata=sampler.metadata, timeout=CALL_SECONDS)
+    replies = {}
+    for batch in stream:
+        replies |= {reply.number: reply for reply in batch.replies}
+        if len(replies) == 6:
+            ended.set()
+    assert sorted(replies) == [1, 2, 3, 4, 5, 6]
+    assert replies[6].failure.type == "invalid_request"
+    for number in range(1, 6):
+        alone = sampler.sample(PROMPT, seed=number - 1, n=2)
+        assert same(decoded(replies[number]), alone)
+    wait_until(lambda: not sampler.describe().running)
+
+
 def test_a_call_without_the_secret_is_refused(sampler: SamplerClient):
     for metadata in ((), ((SECRET_METADATA_KEY, "wrong"),)):
+        request = sampler_pb2.SampleRequests(requests=[sampler.request(PROMPT)])
+        call = sampler.stub.Sample(iter([request]), metadata=metadata, timeout=CALL_SECONDS)
         with pytest.raises(grpc.RpcError) as raised:
-            sampler.stub.Sample(sampler.request(PROMPT), metadata=metadata, timeout=CALL_SECONDS)
+            next(call)
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -67,9 +100,9 @@ def test_a_cancelled_call_leaves_nothing_running(either: SamplerClient):
 CALLER = """
 import sys, grpc
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
-request = sampler_pb2.SampleRequest.FromString(sys.stdin.buffer.read())
+request = sampler_pb2.SampleRequests.FromString(sys.stdin.buffer.read())
 stub = sampler_pb2_grpc.SamplerStub(grpc.insecure_channel(sys.argv[1]))
-stub.Sample(request, metadata=((sys.argv[2], sys.argv[3]),))
+next(stub.Sample(iter([request]), metadata=((sys.argv[2], sys.argv[3]),)))
 """
 
 
@@ -82,7 +115,9 @@ def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: Sample
         return [line for line in lines if line.startswith("tandem_sampler_requests_total")]
 
     before = answered()
-    long = sampler.request(PROMPT, n=500, max_tokens=500, stop=[])
+    long = sampler_pb2.SampleRequests(
+        requests=[sampler.request(PROMPT, n=500, max_tokens=500, stop=[])]
+    )
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, sampler.report.address, SECRET_METADATA_KEY, SECRET],
         stdin=subprocess.PIPE,

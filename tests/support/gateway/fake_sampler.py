@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.gateway.fake_sleep import FakeSleep
+from tests.support.gateway.sample_streams import answered
 
 
 class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
@@ -41,7 +43,11 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
             await slow.wait()
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
 
-    async def Sample(self, request, context):
+    async def Sample(self, requests, context):
+        async for replies in answered(requests, partial(self._answer, context)):
+            await context.write(replies)
+
+    async def _answer(self, context, request):
         assert dict(context.invocation_metadata())[SECRET_METADATA_KEY] == self.spec.secret
         self.check_awake()
         self.requests.append(request)
@@ -101,7 +107,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         gate, self.gate = self.gate, asyncio.Event()
         self.gate.set()
         try:
-            reply = await self.Sample(request, context)
+            reply = await self._answer(context, request)
         finally:
             self.gate = gate
         response = tinker_pb2.SampleResponse.FromString(reply.response)

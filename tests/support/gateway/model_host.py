@@ -22,6 +22,7 @@ from tests.support.gateway.model_workers import (
     ModelWorker,
     broken,
 )
+from tests.support.gateway.sample_streams import answered
 
 
 class ModelHost:
@@ -153,6 +154,19 @@ class ModelChannel:
                 raise broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
 
         return lambda *args, **more: ModelCall(call(*args, **more))
+
+    def stream_stream(self, method: str, *_args, **_more) -> Callable[..., AsyncIterator[Any]]:
+        """Each request travels by itself."""
+        name = method.rpartition("/")[2]
+
+        async def stream(requests, *, metadata):
+            if (worker := self._worker) is None:
+                raise broken()
+            assert dict(metadata)[SECRET_METADATA_KEY] == worker.spec.secret
+            async for replies in answered(requests, partial(self._call, worker, name)):
+                yield replies
+
+        return stream
 
     async def _call(self, worker: ModelWorker, name: str, request: Any) -> Any:
         if isinstance(request, bytes):

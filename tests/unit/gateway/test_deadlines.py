@@ -17,17 +17,22 @@ from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunB
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
-from gateway.workers.clients import CallOrder, SamplerClient, TrainerClient
+from gateway.workers.clients import CallOrder, TrainerClient
+from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tests.support.gateway.leased_workers import not_leased_groups
+from tests.support.gateway.sample_streams import answered
 from tests.support.virtual_time import run_in_virtual_time
 
 WORKER: Any = SimpleNamespace(
     channel=SimpleNamespace(
-        unary_unary=lambda *_args, **_more: None, unary_stream=lambda *_args, **_more: None
+        unary_unary=lambda *_args, **_more: None,
+        unary_stream=lambda *_args, **_more: None,
+        stream_stream=lambda *_args, **_more: None,
     ),
+    lease=0,
     handle=SimpleNamespace(kind="worker"),
     metadata=(),
 )
@@ -164,7 +169,14 @@ async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
 def sampler(seconds: dict[int, float], given_up: list[str]) -> SamplerClient:
     """`given_up` is told why the sampler was given up."""
     client: Any = SamplerClient(WORKER, timeout=LIMIT, give_up=given_up.append)
-    client._stub.Sample = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
+    engine = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
+
+    async def answer(_request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
+        return sampler_pb2.SampleReply.FromString(
+            (await engine(_request, metadata=())).SerializeToString()
+        )
+
+    client._stub.Sample = lambda requests, metadata: answered(requests, answer)
     return client
 
 

@@ -1,0 +1,193 @@
+"""The gRPC calls to a sampler. Its samples are all on one stream, and its answers, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from itertools import count
+from typing import TypeVar
+
+from gateway.workers.clients import (
+    DESCRIBE_TIMEOUT,
+    WorkerUnavailable,
+    call_worker,
+    errors_translated,
+)
+from gateway.workers.worker import Worker
+from tandem.errors import InternalError, OperationTimedOut
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+
+_SILENCE = 2
+"""How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
+
+Answer = TypeVar("Answer")
+
+Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
+"""Receives the new tokens of a sample."""
+
+
+class SamplerClient:
+    """Raises as `TrainerClient`.
+
+    How long a sample may take, from when the engine begins it, is the sampler's to decide:
+    `timeout` seconds, before which it may wait for many others; no deadline of a call could allow
+    for them. A sampler that answers nobody for `_SILENCE` times as long has failed: `give_up` is
+    called with a sentence.
+    """
+
+    def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
+        self.worker = worker
+        self._stub = sampler_pb2_grpc.SamplerStub(worker.channel)
+        self._patience = _SILENCE * timeout
+        self._give_up = give_up
+        self._samples: SampleStream | None = None
+        self._heard_at = 0.0
+        self._telling = 0
+
+    async def describe(self) -> sampler_pb2.DescribeSamplerReply:
+        request = sampler_pb2.DescribeSamplerRequest()
+        return await call_worker(
+            self.worker, self._stub.Describe, request, timeout=DESCRIBE_TIMEOUT
+        )
+
+    async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
+        return await self._unless_silent(call_worker(self.worker, self._stub.Load, request))
+
+    async def sleep(
+        self, request: common_pb2.SleepRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await call_worker(self.worker, self._stub.Sleep, request, timeout=timeout)
+
+    async def wake(
+        self, request: common_pb2.WakeRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await call_worker(self.worker, self._stub.Wake, request, timeout=timeout)
+
+    async def sample(
+        self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
+    ) -> sampler_pb2.SampleReply:
+        """Return all samples; pass their tokens to `tell`, if given, as they are drawn. Nothing
+        more is read while `tell` waits."""
+        answer = self._open_samples().send(request) if tell is None else self._told(request, tell)
+        return await self._unless_silent(answer)
+
+    def _open_samples(self) -> SampleStream:
+        """Return the stream of samples: a new one after one that broke, and for another lease."""
+        before = self._samples
+        if before is None or before.ended or before.lease != self.worker.lease:
+            if before is not None:
+                before.end()
+            self._samples = SampleStream(self.worker, self._stub)
+        assert self._samples is not None
+        return self._samples
+
+    async def _told(
+        self, request: sampler_pb2.SampleRequest, tell: Tell
+    ) -> sampler_pb2.SampleReply:
+        async with errors_translated(self.worker):
+            stream = self._stub.SampleStream(request, metadata=self.worker.metadata)
+            try:
+                async for event in stream:
+                    if event.HasField("reply"):
+                        return event.reply
+                    self._telling += 1
+                    try:
+                        await tell(event.delta)
+                    finally:
+                        self._telling -= 1
+                        self._note_heard()
+            finally:
+                stream.cancel()  # does nothing to a call that has ended
+            raise InternalError("the sampler ended a stream without an answer")
+
+    async def _unless_silent(self, answer: Awaitable[Answer]) -> Answer:
+        """Return the answer, unless the sampler is silent for too long: to this call and all
+        others. Raises `OperationTimedOut` then."""
+        loop = asyncio.get_running_loop()
+        awaited, sent_at = asyncio.ensure_future(answer), loop.time()
+        try:
+            while not awaited.done():
+                if self._telling:  # it is not the sampler that is waited for
+                    self._note_heard()
+                left = max(sent_at, self._heard_at) + self._patience - loop.time()
+                if left <= 0:
+                    silence = (
+                        f"the sampler has answered nothing for {self._patience:g} s, "
+                        f"{_SILENCE} times TANDEM_SAMPLER_OPERATION_TIMEOUT"
+                    )
+                    self._give_up(silence)
+                    raise OperationTimedOut(silence)
+                await asyncio.wait([awaited], timeout=left)
+            self._note_heard()
+            return awaited.result()
+        finally:
+            awaited.cancel()
+
+    def _note_heard(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+
+
+class SampleStream:
+    """One stream of requests and replies, under the lease that the worker had when it was opened.
+
+    What is sent in one turn of the event loop goes as one message: a call for each request would
+    cost the gateway and the sampler more than all else that they do for it. Cancelling an answer
+    cancels its request. When the stream breaks, all answers raise why.
+    """
+
+    def __init__(self, worker: Worker, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:
+        self.lease = worker.lease
+        self.ended = False
+        self._worker = worker
+        self._numbers = count()
+        self._awaited: dict[int, asyncio.Future[sampler_pb2.SampleReply]] = {}
+        self._unsent = sampler_pb2.SampleRequests()
+        self._changed = asyncio.Event()
+        self._reading = asyncio.create_task(self._read(stub), name="samples")
+
+    def send(self, request: sampler_pb2.SampleRequest) -> asyncio.Future[sampler_pb2.SampleReply]:
+        """Send a copy of a request; return the reply to come."""
+        number = next(self._numbers)
+        sent = self._unsent.requests.add()
+        sent.CopyFrom(request)
+        sent.number = number
+        answer = self._awaited[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(partial(self._ended, number))
+        self._changed.set()
+        return answer
+
+    def end(self) -> None:
+        """Send nothing more; what was sent is still answered."""
+        self.ended = True
+        self._changed.set()
+
+    def _ended(self, number: int, answer: asyncio.Future[sampler_pb2.SampleReply]) -> None:
+        if self._awaited.pop(number, None) is not None and answer.cancelled():
+            self._unsent.cancelled.append(number)
+            self._changed.set()
+
+    async def _batches(self) -> AsyncIterator[sampler_pb2.SampleRequests]:
+        """Yield what there is to send. gRPC asks for more once it has taken that."""
+        while not self.ended or self._unsent.ByteSize():
+            await self._changed.wait()
+            self._changed.clear()
+            batch, self._unsent = self._unsent, sampler_pb2.SampleRequests()
+            if batch.requests or batch.cancelled:
+                yield batch
+
+    async def _read(self, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:
+        try:
+            async with errors_translated(self._worker):
+                batches = stub.Sample(self._batches(), metadata=self._worker.metadata)
+                async for batch in batches:
+                    for reply in batch.replies:
+                        answer = self._awaited.get(reply.number)
+                        if answer is not None and not answer.done():
+                            answer.set_result(reply)
+            raise WorkerUnavailable("the sampler has ended the stream of samples")
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+            self.ended = True
+            for answer in [*self._awaited.values()]:
+                if not answer.done():
+                    answer.set_exception(error)
