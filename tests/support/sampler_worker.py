@@ -219,9 +219,6 @@ class Answer:
     def cancel(self) -> None:
         self._stream.cancel()
 
-    def done(self) -> bool:
-        return bool(self._stream.done())
-
 
 class SamplerClient(WorkerClient):
     def __init__(self, started: Started, model: Path) -> None:

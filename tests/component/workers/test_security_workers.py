@@ -62,9 +62,12 @@ async def call(opened: grpc.aio.Channel, method: MethodDescriptor, metadata) -> 
     request = message_factory.GetMessageClass(method.input_type)()
     path = f"/{method.containing_service.full_name}/{method.name}"
     parse = message_factory.GetMessageClass(method.output_type).FromString
-    make = opened.unary_stream if method.server_streaming else opened.unary_unary
+    if method.client_streaming:
+        make = opened.stream_stream
+    else:
+        make = opened.unary_stream if method.server_streaming else opened.unary_unary
     calling = make(path, type(request).SerializeToString, parse)(
-        request, metadata=metadata, timeout=60
+        iter([request]) if method.client_streaming else request, metadata=metadata, timeout=60
     )
     try:
         if method.server_streaming:
@@ -80,7 +83,7 @@ async def call(opened: grpc.aio.Channel, method: MethodDescriptor, metadata) -> 
 def test_the_services_are_those_of_the_workers():
     names = {method.containing_service.full_name for method in METHODS}
     assert names == {"tandem.v1.Trainer", "tandem.v1.Sampler", "grpc.health.v1.Health"}
-    assert not any(method.client_streaming for method in METHODS)
+    assert {each.name for each in METHODS if each.client_streaming} == {"Sample"}
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
