@@ -81,6 +81,12 @@ from trainer_service.models.logprobs import (
 )
 from trainer_service.models.memory_plan import MemoryPlan, wanted_tokens
 from trainer_service.models.packing import can_pack, pack, row_inputs
+from trainer_service.models.products import (
+    faster_by_onednn,
+    linear,
+    multiply_by_onednn,
+    row_length,
+)
 from trainer_service.models.tensor_parallel import (
     compare_divided,
     divide_matrices,
@@ -136,6 +142,7 @@ class Fsdp2Backend(TrainerBackend):
         )
         self._compiled = compiles(settings.compile, world.device)
         self._warm: set[str] = set()  # of all runs that share the model
+        self._by_onednn = False
         training = self.training
         check_trainable(model_path)
         self.plan = self._plan(model_path, settings)
@@ -328,6 +335,12 @@ class Fsdp2Backend(TrainerBackend):
             pack(self._model)
         if self._compiled and not self.packs:
             mask_windows(self._model)
+        # Rows that are not packed come in too many sizes.
+        self._by_onednn = self._compiled and self.packs and not self._casts
+        self._by_onednn &= faster_by_onednn(self.device)
+        if self._by_onednn:
+            multiply_by_onednn(self._model)
+            self._active.multiply_by(linear)
         self._divide(settings, apart=comes_apart(model))
         self._groups.reshard()
 
@@ -419,6 +432,9 @@ class Fsdp2Backend(TrainerBackend):
             self.backward(loss)
 
         return compute_share(self, batch, share, keep=keep, done=done)
+
+    def row_length(self, tokens: int) -> int:
+        return row_length(tokens) if self._by_onednn else tokens
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         with torch.set_grad_enabled(gradients):

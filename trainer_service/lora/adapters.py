@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +83,11 @@ class ActiveAdapters:
             for layer in self.layers:
                 layer.adapter = adapters.get(layer.name)
 
+    def multiply_by(self, linear: Callable[..., Tensor]) -> None:
+        """Let the frozen parameters of all layers be used by this in place of torch's linear."""
+        for layer in self.layers:
+            layer.linear = linear
+
     def divide(self, parts: Mapping[str, PartOfAdapter]) -> None:
         """Let each layer compute with its rank's part, by module name."""
         for layer in self.layers:
@@ -106,11 +111,12 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.name = name
         self.adapter: Adapter | None = None
         self.part_of: PartOfAdapter | None = None
+        self.linear: Callable[..., Tensor] = functional.linear
         active.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
-        y = functional.linear(x, self.weight, self.bias)
+        y = self.linear(x, self.weight, self.bias)
         adapter = self.adapter
         if adapter is None:
             return y
