@@ -156,21 +156,21 @@ class Bench:
         self.show("lora publish", rows)
 
     def training(self) -> None:
-        floor = training.plain(self.model, rounds=self.rounds)
-        compiled = training.plain(self.model, rounds=self.rounds, compiled=True)
-        ours = {}
-        for name, model, ranks, asks in (
-            ("1 rank", "bench/model:full", 1, {}),
-            ("2 ranks", "bench/model:full", 2, {}),
-            ("LoRA 32", "bench/model", 1, {}),
-            ("1 rank, compiled", "bench/model:full", 1, _COMPILED),
-            ("LoRA 32, compiled", "bench/model", 1, _COMPILED),
-        ):
-            with self.stack(self.model, ranks=ranks) as (stack, service):
+        ranks_and_asks: dict[str, tuple[str, int, dict[str, str]]] = {
+            "1 rank": ("bench/model:full", 1, {}),
+            "2 ranks": ("bench/model:full", 2, {}),
+            "LoRA 32": ("bench/model", 1, {}),
+            "1 rank, compiled": ("bench/model:full", 1, _COMPILED),
+            "LoRA 32, compiled": ("bench/model", 1, _COMPILED),
+        }
+        with ExitStack() as opened:
+            ways = opened.enter_context(training.floors(self.model))
+            for name, (model, ranks, asks) in ranks_and_asks.items():
+                stack, service = opened.enter_context(self.stack(self.model, ranks=ranks))
                 client = service.create_lora_training_client(model, user_metadata=asks).result()
                 wait_ready(stack.endpoint)
-                ours[name] = training.through_tandem(client, rounds=self.rounds)
-        self.show("training", training.compare(floor, compiled, ours))
+                ways[name] = training.through_tandem(stack, client)
+            self.show("training", training.compare(ways, rounds=self.rounds))
 
     def updates(self) -> None:
         self.show("updates", updates.measure(self.model, rounds=3 * self.rounds))

@@ -1,14 +1,14 @@
 """A plain transformers training loop: only forward and backward over a batch.
 
-Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS ROUNDS [compiled]`);
-prints one JSON object: tokens per second of each round, for each batch and each way to split it.
-Padding is on the right, as collators do it. `whole` is one forward pass over everything; `sorted`
-takes passes of 16 sequences of similar length, which need little padding and stay in the cache.
+Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS [compiled]`,
+`benchmarks.in_turn`); answers with the seconds of a batch, and those of processors, split in one of
+`WAYS`. Padding is on the right, as collators do it. `whole` is one forward pass over everything;
+`sorted` takes passes of 16 sequences of similar length, which need little padding and stay in the
+cache. `compiled` is the whole model by `torch.compile`, with dynamic lengths.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.training_batches import BATCHES, batch, targets
-
-WAYS = {"whole": 10**9, "sorted": 16}
+from benchmarks.in_turn import answers
+from benchmarks.training_batches import WAYS, batch
 
 
 def forward_backward(model: torch.nn.Module, sequences: list[list[int]], *, rows: int) -> None:
@@ -41,23 +40,21 @@ def forward_backward(model: torch.nn.Module, sequences: list[list[int]], *, rows
 
 
 def main() -> None:
-    path, threads, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    path, threads = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    if "compiled" in sys.argv[4:]:
+    if "compiled" in sys.argv[3:]:
         model.forward = torch.compile(model.forward, dynamic=True)
-    results: dict[str, dict[str, list[float]]] = {}
-    for name in BATCHES:
+
+    def once(name: str, way: str) -> tuple[float, float]:
         sequences = batch(name)
-        for way, rows in WAYS.items():
-            speeds = results.setdefault(name, {}).setdefault(way, [])
-            for _ in range(rounds + 2):
-                started = time.perf_counter()
-                forward_backward(model, sequences, rows=rows)
-                speeds.append(targets(sequences) / (time.perf_counter() - started))
-                model.zero_grad()
-            del speeds[:2]
-    print(json.dumps(results))
+        began, busy = time.perf_counter(), time.process_time()
+        forward_backward(model, sequences, rows=WAYS[way])
+        spent = time.perf_counter() - began, time.process_time() - busy
+        model.zero_grad()
+        return spent
+
+    answers(once)
 
 
 if __name__ == "__main__":

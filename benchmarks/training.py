@@ -1,45 +1,62 @@
-"""forward_backward through Tandem, beside a plain transformers loop over the same batch."""
+"""forward_backward through Tandem, beside plain transformers loops over the same batches, eager and
+compiled, in ways that take turns."""
 
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import tinker
 from tinker import types
 
-from benchmarks.sampling import run_module
-from benchmarks.training_batches import BATCHES, batch, targets
+from benchmarks.in_turn import asked
+from benchmarks.rl_step import busy_seconds
+from benchmarks.sampling import floor_environment
+from benchmarks.training_batches import BATCHES, WAYS, batch, targets
+from tandem.stack import Stack
+
+PLAIN, COMPILED = "plain", "compiled"
+Way = Callable[[str], tuple[float, float]]
+"""Computes a batch of this name; returns the seconds, and those of the trainer's processors."""
+_WARM_UP = 2
 
 
-def plain(model: Path, *, rounds: int, compiled: bool = False) -> dict[str, tuple[float, str]]:
-    """Return for each batch the best median of tokens per second, and how it was reached."""
-    best: dict[str, tuple[float, str]] = {}
-    for threads in (1, 2):
-        arguments = [str(model), str(threads), str(rounds), *(["compiled"] if compiled else [])]
-        answer = run_module("benchmarks.plain_training", *arguments, threads=threads)
-        for name, ways in answer.items():  # type: ignore[attr-defined]
-            for way, speeds in ways.items():
-                found = (statistics.median(speeds), f"{way}, {threads} thread(s)")
-                best[name] = max(best.get(name, (0.0, "")), found)
-    return best
+@contextmanager
+def floors(model: Path, *, threads: tuple[int, ...] = (1, 2)) -> Iterator[dict[str, Way]]:
+    """The loops: so many threads, batches whole or in parts, eager or compiled. Those that are
+    compiled start one after the other, and compile as they are first asked."""
+    made: dict[str, Way] = {}
+    with ExitStack() as opened:
+        for kind in (PLAIN, COMPILED):
+            for count in threads:
+                arguments = (str(model), str(count), *([COMPILED] if kind == COMPILED else []))
+                environment = floor_environment(threads=count)
+                started = asked("benchmarks.plain_training", *arguments, environment=environment)
+                ask, _ = opened.enter_context(started)
+                for way in WAYS:
+
+                    def once(name: str, ask: Callable = ask, way: str = way) -> tuple[float, float]:
+                        return tuple(ask([name, way]))
+
+                    made[f"{kind}, {way}, {count} thread(s)"] = once
+        yield made
 
 
-def through_tandem(client: tinker.TrainingClient, *, rounds: int) -> dict[str, float]:
-    """Return median tokens per second of requests in turn, after two for warm-up."""
-    medians = {}
-    for name in BATCHES:
-        sequences = batch(name)
-        data = [_datum(sequence) for sequence in sequences]
-        speeds = []
-        for _ in range(rounds + 2):
-            started = time.perf_counter()
-            client.forward_backward(data, "cross_entropy").result()
-            speeds.append(targets(sequences) / (time.perf_counter() - started))
+def through_tandem(stack: Stack, client: tinker.TrainingClient) -> Way:
+    data = {name: [_datum(sequence) for sequence in batch(name)] for name in BATCHES}
+
+    def once(name: str) -> tuple[float, float]:
+        before, began = busy_seconds(stack)["trainer CPU"], perf_counter()
+        client.forward_backward(data[name], "cross_entropy").result()
+        seconds = perf_counter() - began
+        busy = busy_seconds(stack)["trainer CPU"] - before
         client.optim_step(types.AdamParams(learning_rate=0.0)).result()
-        medians[name] = statistics.median(speeds[2:])
-    return medians
+        return seconds, busy
+
+    return once
 
 
 def _datum(sequence: list[int]) -> types.Datum:
@@ -53,26 +70,42 @@ def _datum(sequence: list[int]) -> types.Datum:
     )
 
 
-def compare(
-    floor: dict[str, tuple[float, str]],
-    compiled: dict[str, tuple[float, str]],
-    ours: dict[str, dict[str, float]],
-) -> list[dict[str, object]]:
-    """Return a row for each batch; `ours` is by column, such as "1 rank"."""
-    rows = []
+def compare(ways: dict[str, Way], *, rounds: int) -> list[dict[str, object]]:
+    """Return a row for each batch and each way: of the loops the fastest plain and the fastest
+    compiled one. Medians of rounds in which each had its turn, after two that do not count; ratios
+    are those of the tokens per second, and per second of processors, of each round."""
+    rows: list[dict[str, object]] = []
     for name in BATCHES:
-        best, way = floor[name]
-        compiled_best, compiled_way = compiled[name]
-        row: dict[str, object] = {
-            "batch": name,
-            "plain tokens/s": round(best),
-            "plain loop": way,
-            "compiled tokens/s": round(compiled_best),
-            "compiled loop": compiled_way,
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for number in range(rounds + _WARM_UP):
+            for way, once in ways.items():
+                measured = once(name)
+                if number >= _WARM_UP:
+                    found[way].append(measured)
+        best = {
+            kind: min(
+                (way for way in ways if way.startswith(f"{kind},")),
+                key=lambda way: statistics.median(seconds for seconds, _ in found[way]),
+            )
+            for kind in (PLAIN, COMPILED)
         }
-        for column, speeds in ours.items():
-            row[f"{column} tokens/s"] = round(speeds[name])
-            row[f"{column} ratio"] = round(speeds[name] / best, 3)
-            row[f"{column} to compiled"] = round(speeds[name] / compiled_best, 3)
-        rows.append(row)
+        ours = [way for way in ways if not way.startswith((f"{PLAIN},", f"{COMPILED},"))]
+        tokens = targets(batch(name))
+        for way in (*best.values(), *ours):
+            rows.append(
+                {
+                    "batch": name,
+                    "way": way,
+                    "tokens/s": round(tokens / statistics.median(s for s, _ in found[way])),
+                    "× plain": _ratio(found[best[PLAIN]], found[way], 0),
+                    "× compiled": _ratio(found[best[COMPILED]], found[way], 0),
+                    "processor s": round(statistics.median(busy for _, busy in found[way]), 3),
+                    "× compiled, by processor": _ratio(found[best[COMPILED]], found[way], 1),
+                }
+            )
     return rows
+
+
+def _ratio(floor: list[tuple[float, float]], ours: list[tuple[float, float]], which: int) -> float:
+    pairs = zip(floor, ours, strict=True)
+    return round(statistics.median(theirs[which] / mine[which] for theirs, mine in pairs), 3)

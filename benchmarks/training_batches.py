@@ -11,6 +11,9 @@ BATCHES = {
 }
 """Number of sequences, and the bounds of their uniformly distributed lengths."""
 
+WAYS = {"whole": 10**9, "sorted": 16}
+"""How a plain loop divides a batch: sequences in a forward pass at most."""
+
 VOCABULARY = 98
 
 
