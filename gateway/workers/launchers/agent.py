@@ -4,15 +4,16 @@ this host, or that of another one, or of a container, at an address."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import cast
 
 import grpc
 import grpc.aio
 
+from gateway.workers.clients import Method, Reply, Request
 from gateway.workers.epoch import Epoch
 from tandem.agent.address import agent_address, socket_path
 from tandem.authority import Authority
@@ -42,21 +43,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-
-Request = TypeVar("Request", contravariant=True)
-Reply = TypeVar("Reply", covariant=True)
-
-
-class Method(Protocol[Request, Reply]):
-    """A method of the agent's stub."""
-
-    def __call__(
-        self,
-        request: Request,
-        *,
-        metadata: tuple[tuple[str, str], ...],
-        timeout: float | None = None,
-    ) -> Awaitable[Reply]: ...
 
 
 @dataclass(eq=False, kw_only=True)
