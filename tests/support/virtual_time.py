@@ -11,25 +11,41 @@ Result = TypeVar("Result")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits for nothing, and adds up what it was to wait for."""
+    """Waits for threads alone, and adds up what else it was to wait for."""
 
     waited = 0.0
+    threads_at_work = 0
 
     def select(self, timeout: float | None = None):
-        self.waited += timeout or 0.0
-        return super().select(0 if timeout is not None else None)
+        if timeout is None or (timeout > 0 and self.threads_at_work):
+            return super().select(None)
+        self.waited += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """No time passes while a thread works: how far it came would depend on the machine."""
+
+    def __init__(self, selector: _Selector) -> None:
+        super().__init__(selector)
+        self._of_time = selector
+
+    def time(self) -> float:
+        return self._of_time.waited
+
+    def run_in_executor(self, executor, func, *args):
+        self._of_time.threads_at_work += 1
+        done = super().run_in_executor(executor, func, *args)
+        done.add_done_callback(self._note_done)
+        return done
+
+    def _note_done(self, _done: asyncio.Future) -> None:
+        self._of_time.threads_at_work -= 1
 
 
 def run_in_virtual_time(main: Coroutine[None, None, Result]) -> Result:
-    """Run what waits for timers alone: hours pass at once, each to the second."""
-
-    def make_loop() -> asyncio.AbstractEventLoop:
-        selector = _Selector()
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.waited
-        return loop
-
-    with asyncio.Runner(loop_factory=make_loop) as runner:
+    """Run what waits for timers and threads alone: hours pass at once, each to the second."""
+    with asyncio.Runner(loop_factory=lambda: _Loop(_Selector())) as runner:
         return runner.run(main)
 
 

@@ -29,7 +29,7 @@ class World:
         self.under_way: list[tuple[Engine, Work]] = []
 
     async def give(self, work: Work) -> Engine:
-        engine = await asyncio.wait_for(self.balancer.assign(work), 5)
+        engine = await asyncio.wait_for(self.balancer.assign(work), 60)
         self.under_way.append((engine, work))
         return engine
 
@@ -152,12 +152,12 @@ async def test_requests_wait_while_no_engine_has_room_and_are_given_in_order():
     assert not any(task.done() for task in waiting)
     ended = world.under_way.pop(3)
     world.balancer.end(*ended)
-    assert await asyncio.wait_for(waiting[0], 5) is ended[0]
+    assert await asyncio.wait_for(waiting[0], 60) is ended[0]
     assert not waiting[1].done()
     waiting[1].cancel()
     await asyncio.gather(waiting[1], return_exceptions=True)
     world.balancer.end(*world.under_way.pop(0))
-    await asyncio.wait_for(waiting[2], 5)
+    await asyncio.wait_for(waiting[2], 60)
 
 
 async def test_an_engine_that_begins_to_serve_gets_what_waits():
@@ -168,7 +168,7 @@ async def test_an_engine_that_begins_to_serve_gets_what_waits():
     await asyncio.sleep(0)
     world.engines.append(Engine("late"))
     world.balancer.look()
-    assert (await asyncio.wait_for(waiting, 5)).process == "late"
+    assert (await asyncio.wait_for(waiting, 60)).process == "late"
 
 
 async def test_a_request_that_is_larger_than_the_room_of_an_engine_is_served_all_the_same():

@@ -156,7 +156,7 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
     path = folder(store, relative)
     pins.pin(relative)
     collecting = asyncio.create_task(store.collector.collect(RUN))
-    await asyncio.wait_for(seen.wait(), 10)
+    await asyncio.wait_for(seen.wait(), 60)
     await store.checkpoints.put(checkpoint(store, relative))
     pins.unpin(relative)
     go_on.set()

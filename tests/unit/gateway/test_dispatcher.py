@@ -221,7 +221,7 @@ async def test_an_operation_that_ends_the_run_has_its_error_and_stops_the_others
     world.runner.errors[1] = raised
     world.put(1, 2, 4)
     with pytest.raises(RunBroken) as broken:
-        await asyncio.wait_for(world.serve(), 10)
+        await asyncio.wait_for(world.serve(), 60)
     assert isinstance(broken.value.error, expected)
     assert world.outcomes == {1: broken.value.error}
     world.dispatcher.end(broken.value.error)

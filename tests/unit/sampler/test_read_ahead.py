@@ -137,9 +137,9 @@ def test_an_idle_engine_in_a_thread_of_its_own_loads_what_was_read_and_notices_w
     wait_until(lambda: bench.scheduler.status.waiting == 0)
     new = bench.ask(NEW, "new")
     wait_until(lambda: len(reads.begun) == 2)
-    assert bench.ask(BASE, "meanwhile").result(timeout=10).version == BASE
+    assert bench.ask(BASE, "meanwhile").result(timeout=60).version == BASE
     reads.finish()
-    assert new.result(timeout=10).version == NEW
+    assert new.result(timeout=60).version == NEW
     assert bench.loader.reads == ["run/v1"]
 
 
@@ -164,7 +164,7 @@ def test_a_wake_waits_for_what_is_being_read():
     done = threading.Event()
 
     def read_in_a_thread(read) -> None:
-        threading.Thread(target=lambda: (done.wait(10), read()), daemon=True).start()
+        threading.Thread(target=lambda: (done.wait(60), read()), daemon=True).start()
 
     bench.scheduler._reader._start = read_in_a_thread
     wake = bench.scheduler.wake()
@@ -190,6 +190,6 @@ def test_the_thread_of_a_version_that_is_given_up_ends():
         verify, start=lambda read: threading.Thread(target=read, daemon=True).start(), **start
     )
     reader.want(NEW)
-    assert began.wait(10)
+    assert began.wait(60)
     reader.want(None)
-    assert ended.wait(10)
+    assert ended.wait(60)

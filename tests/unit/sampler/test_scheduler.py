@@ -233,11 +233,11 @@ def test_an_idle_engine_in_a_thread_of_its_own_wakes_for_a_request():
     thread = threading.Thread(target=bench.scheduler.run, daemon=True)
     thread.start()
     for name in ("a", "b"):
-        assert bench.ask(BASE, name).result(timeout=10).version == BASE
+        assert bench.ask(BASE, name).result(timeout=60).version == BASE
     bench.engine.broken = True
     with pytest.raises(WorkerDied):
-        bench.ask(BASE, "c").result(timeout=10)
-    thread.join(timeout=10)
+        bench.ask(BASE, "c").result(timeout=60)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 

@@ -222,12 +222,12 @@ def test_an_engine_that_is_asleep_in_a_thread_of_its_own_wakes_when_told_to():
     thread = threading.Thread(target=bench.scheduler.run, daemon=True)
     thread.start()
     for level in SleepLevel:
-        assert bench.scheduler.sleep(level).result(timeout=10).bytes_moved == 100
+        assert bench.scheduler.sleep(level).result(timeout=60).bytes_moved == 100
         answer = bench.ask(BASE, level.name)
-        assert bench.scheduler.wake().result(timeout=10).bytes_moved == 100
-        assert answer.result(timeout=10).version == BASE
+        assert bench.scheduler.wake().result(timeout=60).bytes_moved == 100
+        assert answer.result(timeout=60).version == BASE
     bench.engine.broken = True
     with pytest.raises(WorkerDied):
-        bench.ask(BASE, "last").result(timeout=10)
-    thread.join(timeout=10)
+        bench.ask(BASE, "last").result(timeout=60)
+    thread.join(timeout=60)
     assert not thread.is_alive()

@@ -367,16 +367,22 @@ def test_a_run_is_added_once(model):
 # --- Memory -----------------------------------------------------------------------------------
 
 
+def all_tensors() -> list[torch.Tensor]:
+    """Those of this process."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
 def held_bytes() -> int:
     """The bytes of all tensors in this process, each storage counted once."""
-    gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    found = all_tensors()
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     storages = [each.untyped_storage() for each in found]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def test_a_further_run_needs_memory_for_its_adapter_alone_and_gives_it_back(model):
+    _of_earlier_tests = all_tensors()  # none of them goes meanwhile
     shared = host(model, "a")
     before = held_bytes()
     add(shared, "b")
