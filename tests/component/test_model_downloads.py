@@ -125,7 +125,7 @@ def test_a_command_that_was_ended_goes_on_with_the_files_that_are_missing(hub, p
         with pytest.raises(AssertionError, match=f"already, by process {process.pid} of"):
             add(place)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.wait(240) == 128 + signal.SIGTERM
         assert "run the command again to go on" in process.stderr.read()
     hub.holds = ""
     hub.held.set()
@@ -325,7 +325,7 @@ def test_it_needs_no_folder_but_its_own(hub, place):
         cwd="/proc",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

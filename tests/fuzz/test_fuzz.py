@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tandem.errors import UserError
 from tandem.wire.v1 import tinker_pb2
-from tests.fuzz import json_bodies, protobuf
+from tests.fuzz import protobuf
 from tests.fuzz.secrets import SecretFound, Watch
-from tests.fuzz.seeds import custom_loss_body, protobuf_seeds
-from tests.fuzz.trainer import Checked, bounded_memory, resident_bytes
-from trainer_service.losses import find_loss
+from tests.fuzz.seeds import protobuf_seeds
+from tests.fuzz.trainer import Checked, damaged_losses, resident_bytes
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 3000
 MORE_FOR_THE_TRAINER = 8000
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_gateway_answers_whatever_it_is_sent():
     """No 5xx, no hang, no growth, no secret told; and a good request is still computed. In a
     process of its own, whose memory and logs are its own."""
@@ -36,7 +35,7 @@ def test_the_gateway_answers_whatever_it_is_sent():
         "--seed",
         "20260701",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1180)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert f"{REQUESTS} requests" in done.stdout
     assert " 0 faults" in done.stdout
@@ -56,16 +55,8 @@ def test_the_trainer_refuses_what_is_wrong_with_nothing_but_its_own_errors():
 
 
 def test_the_trainer_refuses_damaged_custom_losses_with_nothing_but_its_own_errors():
-    seed = json.loads(custom_loss_body())
-    found = set()
-    with bounded_memory(2**30):
-        for number in range(3000):
-            body = json_bodies.mutate(Random(f"loss:{number}"), seed)
-            try:
-                find_loss("custom", definition=body)
-                found.add("ok")
-            except UserError as error:
-                found.add(error.type)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        found = alone.submit(damaged_losses, 3000).result()
     assert found == {"ok", "malformed_payload", "custom_loss_invalid", "unknown_loss"}
 
 

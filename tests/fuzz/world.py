@@ -25,7 +25,7 @@ from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import KEY, Gate
 from trainer_service.batches.validation import parse, validate
 
-DEADLINE = 15.0
+DEADLINE = 60.0
 """Seconds for every answer, and for every operation to end."""
 LONGEST_REFUSAL = 16 * 2**10
 """Bytes: a refusal does not repeat what was sent."""
