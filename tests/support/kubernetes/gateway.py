@@ -206,6 +206,13 @@ class Gateway:
         self._hearing = asyncio.create_task(self._hear())
         return found
 
+    async def __aenter__(self) -> Gateway:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
     async def _hear(self) -> None:
         async for exit_ in self.launcher.watch():
             self.exits.append((exit_.worker_id, exit_.reason))

@@ -50,58 +50,56 @@ def test_each_call_may_fail_once_and_the_worker_comes_and_goes_all_the_same(verb
 
 @on_cluster()
 async def test_a_worker_is_not_gone_before_it_is_known_what_a_lost_creation_has_made(cluster):
-    gateway = Gateway(cluster, api_timeout=20)
-    await gateway.open()
-    cluster._watch = silent
-    cluster.close_watches()
-    await asyncio.sleep(2)
-    lost = False
+    async with Gateway(cluster, api_timeout=20) as gateway:
+        cluster._watch = silent
+        cluster.close_watches()
+        await asyncio.sleep(2)
+        lost = False
 
-    def meddle(call):
-        nonlocal lost
-        if call.rule != ("create", "pods"):
-            return None
-        if lost:
-            return refusal(503, "ServiceUnavailable", "away")
-        lost = True
-        raise Lost(after=True)
+        def meddle(call):
+            nonlocal lost
+            if call.rule != ("create", "pods"):
+                return None
+            if lost:
+                return refusal(503, "ServiceUnavailable", "away")
+            lost = True
+            raise Lost(after=True)
 
-    cluster.meddle = meddle
-    start = asyncio.create_task(gateway.launcher.start(spec(NAME)))
-    await until(lambda: cluster.all("pods"))
-    with pytest.raises(WorkerMayRun, match="not gone yet"):
+        cluster.meddle = meddle
+        start = asyncio.create_task(gateway.launcher.start(spec(NAME)))
+        await until(lambda: cluster.all("pods"))
+        with pytest.raises(WorkerMayRun, match="not gone yet"):
+            await gateway.launcher.stop(NAME)
+        assert cluster.all("pods")
+        await until(lambda: not cluster.all("pods"))
         await gateway.launcher.stop(NAME)
-    assert cluster.all("pods")
-    await until(lambda: not cluster.all("pods"))
-    await gateway.launcher.stop(NAME)
-    await asyncio.gather(start, return_exceptions=True)
-    await gateway.close()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 @on_cluster()
 async def test_while_the_api_server_is_away_nothing_is_reported_and_few_calls_are_made(cluster):
-    gateway = Gateway(cluster, pending_timeout=600)
-    await gateway.open()
-    await gateway.run("trainer-s-1-0")
-    assert gateway.launcher.reports
-    cluster.meddle = lambda _call: refusal(503, "ServiceUnavailable", "away")
-    cluster.close_watches(broken=True)
-    starts = [asyncio.create_task(gateway.run(f"trainer-s-2-{number}")) for number in range(20)]
-    await until(lambda: not gateway.launcher.reports)
-    before = len(cluster.calls)
-    began = cluster.now
-    await asyncio.sleep(45)
-    assert cluster.now - began >= 45
-    assert len(cluster.calls) - before < 30
-    assert "the API server does not answer (503 away)" in gateway.launcher.explain("trainer-s-2-0")
-    with pytest.raises(WorkerMayRun, match="the API server does not answer"):
+    async with Gateway(cluster, pending_timeout=600) as gateway:
+        await gateway.run("trainer-s-1-0")
+        assert gateway.launcher.reports
+        cluster.meddle = lambda _call: refusal(503, "ServiceUnavailable", "away")
+        cluster.close_watches(broken=True)
+        starts = [asyncio.create_task(gateway.run(f"trainer-s-2-{number}")) for number in range(20)]
+        await until(lambda: not gateway.launcher.reports)
+        before = len(cluster.calls)
+        began = cluster.now
+        await asyncio.sleep(45)
+        assert cluster.now - began >= 45
+        assert len(cluster.calls) - before < 30
+        assert "the API server does not answer (503 away)" in gateway.launcher.explain(
+            "trainer-s-2-0"
+        )
+        with pytest.raises(WorkerMayRun, match="the API server does not answer"):
+            await gateway.launcher.stop("trainer-s-1-0")
+        cluster.meddle = lambda _call: None
+        await asyncio.gather(*starts)
+        assert gateway.launcher.reports
         await gateway.launcher.stop("trainer-s-1-0")
-    cluster.meddle = lambda _call: None
-    await asyncio.gather(*starts)
-    assert gateway.launcher.reports
-    await gateway.launcher.stop("trainer-s-1-0")
-    assert len(cluster.all("pods")) == 20
-    await gateway.close()
+        assert len(cluster.all("pods")) == 20
 
 
 @on_cluster()
@@ -109,178 +107,158 @@ async def test_an_api_server_that_hangs_is_told_after_the_time_of_one_request(cl
     def hang(_call):
         raise Hangs(after=False)
 
-    gateway = Gateway(cluster, pending_timeout=600)
-    await gateway.open()
-    cluster.meddle = hang
-    start = asyncio.create_task(gateway.run(NAME))
-    await asyncio.sleep(11)
-    assert not gateway.launcher.reports
-    said = "the API server does not answer (TimeoutError)"
-    assert gateway.launcher.explain(NAME) == said
-    cluster.meddle = lambda _call: None
-    await start
-    assert gateway.launcher.reports
-    await gateway.close()
+    async with Gateway(cluster, pending_timeout=600) as gateway:
+        cluster.meddle = hang
+        start = asyncio.create_task(gateway.run(NAME))
+        await asyncio.sleep(11)
+        assert not gateway.launcher.reports
+        said = "the API server does not answer (TimeoutError)"
+        assert gateway.launcher.explain(NAME) == said
+        cluster.meddle = lambda _call: None
+        await start
+        assert gateway.launcher.reports
 
 
 @on_cluster()
 async def test_a_node_that_came_back_while_the_api_server_was_away_has_lost_nothing(cluster):
-    gateway = Gateway(cluster, node_lost=30)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster.lose_node("node-0")
-    await until(lambda: "does not answer" in gateway.launcher.explain(NAME))
-    cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
-    cluster.close_watches(broken=True)
-    await asyncio.sleep(50)
-    cluster._condition(cluster.pod(NAME), "Ready", True)
-    await asyncio.sleep(50)
-    cluster.meddle = lambda _call: None
-    await until(lambda: gateway.launcher.reports)
-    await asyncio.sleep(50)
-    assert gateway.exits == [] and "deletionTimestamp" not in cluster.pod(NAME)["metadata"]
-    await gateway.close()
+    async with Gateway(cluster, node_lost=30) as gateway:
+        await gateway.run(NAME)
+        cluster.lose_node("node-0")
+        await until(lambda: "does not answer" in gateway.launcher.explain(NAME))
+        cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
+        cluster.close_watches(broken=True)
+        await asyncio.sleep(50)
+        cluster._condition(cluster.pod(NAME), "Ready", True)
+        await asyncio.sleep(50)
+        cluster.meddle = lambda _call: None
+        await until(lambda: gateway.launcher.reports)
+        await asyncio.sleep(50)
+        assert gateway.exits == [] and "deletionTimestamp" not in cluster.pod(NAME)["metadata"]
 
 
 @on_cluster()
 async def test_an_end_that_happened_while_the_api_server_was_away_is_told_afterwards(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
-    cluster.close_watches(broken=True)
-    await asyncio.sleep(20)
-    cluster.run_out_of_memory(NAME)
-    await asyncio.sleep(20)
-    assert gateway.exits == []
-    cluster.meddle = lambda _call: None
-    await until(lambda: gateway.exits)
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
+        cluster.close_watches(broken=True)
+        await asyncio.sleep(20)
+        cluster.run_out_of_memory(NAME)
+        await asyncio.sleep(20)
+        assert gateway.exits == []
+        cluster.meddle = lambda _call: None
+        await until(lambda: gateway.exits)
 
 
 @on_cluster()
 async def test_a_watch_that_breaks_goes_on_where_it_was_and_misses_nothing(cluster):
-    gateway = Gateway(cluster, resync=1000)
-    await gateway.open()
-    await gateway.run(NAME)
-    before = len(cluster.calls)
-    cluster.close_watches(broken=True)
-    cluster.run_out_of_memory(NAME)
-    await until(lambda: gateway.exits)
-    await until(lambda: gateway.launcher.reports)
-    assert "list" not in {call.verb for call in cluster.calls[before:]}
-    await gateway.close()
+    async with Gateway(cluster, resync=1000) as gateway:
+        await gateway.run(NAME)
+        before = len(cluster.calls)
+        cluster.close_watches(broken=True)
+        cluster.run_out_of_memory(NAME)
+        await until(lambda: gateway.exits)
+        await until(lambda: gateway.launcher.reports)
+        assert "list" not in {call.verb for call in cluster.calls[before:]}
 
 
 @on_cluster()
 async def test_a_watch_that_is_refused_for_some_time_is_asked_for_after_it_and_goes_on(cluster):
-    gateway = Gateway(cluster, resync=1000)
-    await gateway.open()
-    await gateway.run(NAME)
-    asked: list[float] = []
+    async with Gateway(cluster, resync=1000) as gateway:
+        await gateway.run(NAME)
+        asked: list[float] = []
 
-    def meddle(call):
-        if call.rule != ("watch", "pods"):
-            return None
-        asked.append(call.at)
-        return refusal(429, "TooManyRequests", "", retry_after=40) if len(asked) < 3 else None
+        def meddle(call):
+            if call.rule != ("watch", "pods"):
+                return None
+            asked.append(call.at)
+            return refusal(429, "TooManyRequests", "", retry_after=40) if len(asked) < 3 else None
 
-    cluster.meddle = meddle
-    before = len(cluster.calls)
-    cluster.latency = 3.0
-    other = asyncio.create_task(gateway.launcher._api.read(PODS, NAME))
-    await asyncio.sleep(0.1)
-    cluster.latency = 0.0
-    cluster.close_watches(broken=True)
-    await until(lambda: len(asked) == 1)
-    await other  # is answered, which does not say that watches are
-    await until(lambda: len(asked) == 2)
-    assert not gateway.launcher.reports
-    cluster.run_out_of_memory(NAME)
-    await until(lambda: gateway.exits)
-    assert len(asked) == 3
-    assert [round(later - earlier) for earlier, later in pairwise(asked)] == [40, 40]
-    assert "list" not in {call.verb for call in cluster.calls[before:]}
-    await until(lambda: gateway.launcher.reports)
-    await gateway.close()
+        cluster.meddle = meddle
+        before = len(cluster.calls)
+        cluster.latency = 3.0
+        other = asyncio.create_task(gateway.launcher._api.read(PODS, NAME))
+        await asyncio.sleep(0.1)
+        cluster.latency = 0.0
+        cluster.close_watches(broken=True)
+        await until(lambda: len(asked) == 1)
+        await other  # is answered, which does not say that watches are
+        await until(lambda: len(asked) == 2)
+        assert not gateway.launcher.reports
+        cluster.run_out_of_memory(NAME)
+        await until(lambda: gateway.exits)
+        assert len(asked) == 3
+        assert [round(later - earlier) for earlier, later in pairwise(asked)] == [40, 40]
+        assert "list" not in {call.verb for call in cluster.calls[before:]}
+        await until(lambda: gateway.launcher.reports)
 
 
 @on_cluster()
 async def test_a_watch_whose_version_is_too_old_begins_with_a_list(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster.compact()
-    cluster.close_watches()
-    cluster.run_out_of_memory(NAME)
-    cluster.compact()
-    await until(lambda: gateway.exits, seconds=10)
-    assert gateway.launcher.reports
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        cluster.compact()
+        cluster.close_watches()
+        cluster.run_out_of_memory(NAME)
+        cluster.compact()
+        await until(lambda: gateway.exits, seconds=10)
+        assert gateway.launcher.reports
 
 
 @on_cluster()
 async def test_a_server_that_closes_every_watch_is_asked_about_once_a_second(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    before, began = len(cluster.calls), cluster.now
-    while cluster.now < began + 30:
-        cluster.close_watches()
-        await asyncio.sleep(0.05)
-    assert len(cluster.calls) - before < 4 * 40
-    assert gateway.launcher.reports
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        before, began = len(cluster.calls), cluster.now
+        while cluster.now < began + 30:
+            cluster.close_watches()
+            await asyncio.sleep(0.05)
+        assert len(cluster.calls) - before < 4 * 40
+        assert gateway.launcher.reports
 
 
 @on_cluster()
 async def test_a_server_that_lists_and_refuses_every_watch_is_asked_less_and_less(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    refused = refusal(403, "Forbidden", "no watch")
-    cluster.meddle = lambda call: refused if call.verb == "watch" else None
-    cluster.close_watches()
-    await asyncio.sleep(30)
-    before = len(cluster.calls)
-    await asyncio.sleep(60)
-    assert len(cluster.calls) - before <= 4 * 2 * 5  # of four kinds a list and a watch each
-    cluster.meddle = lambda _call: None
-    await until(lambda: gateway.launcher.reports, seconds=20)
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        refused = refusal(403, "Forbidden", "no watch")
+        cluster.meddle = lambda call: refused if call.verb == "watch" else None
+        cluster.close_watches()
+        await asyncio.sleep(30)
+        before = len(cluster.calls)
+        await asyncio.sleep(60)
+        assert len(cluster.calls) - before <= 4 * 2 * 5  # of four kinds a list and a watch each
+        cluster.meddle = lambda _call: None
+        await until(lambda: gateway.launcher.reports, seconds=20)
 
 
 @on_cluster()
 async def test_a_change_that_no_watch_tells_is_found_when_all_is_listed_again(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster.objects["pods"].pop(NAME)  # nobody is told
-    await until(lambda: gateway.exits, seconds=70)
-    assert gateway.exits == [(NAME, "the trainer's pod was deleted, not by the gateway")]
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        cluster.objects["pods"].pop(NAME)  # nobody is told
+        await until(lambda: gateway.exits, seconds=70)
+        assert gateway.exits == [(NAME, "the trainer's pod was deleted, not by the gateway")]
 
 
 @on_cluster()
 async def test_a_list_that_comes_late_does_not_take_away_what_was_made_since(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    answer, lists = cluster.handle, 0
+    async with Gateway(cluster) as gateway:
+        answer, lists = cluster.handle, 0
 
-    async def late(method, url, body):
-        nonlocal lists
-        answered = await answer(method, url, body)
-        if method == "GET" and "/pods?" in url and "watch=" not in url:
-            lists += 1
-            await asyncio.sleep(5)
-        return answered
+        async def late(method, url, body):
+            nonlocal lists
+            answered = await answer(method, url, body)
+            if method == "GET" and "/pods?" in url and "watch=" not in url:
+                lists += 1
+                await asyncio.sleep(5)
+            return answered
 
-    cluster.handle, cluster.latency = late, 0.3
-    await until(lambda: lists)
-    await gateway.run(NAME)
-    assert lists == 1
-    await asyncio.sleep(100)
-    assert gateway.exits == []
-    await gateway.close()
+        cluster.handle, cluster.latency = late, 0.3
+        await until(lambda: lists)
+        await gateway.run(NAME)
+        assert lists == 1
+        await asyncio.sleep(100)
+        assert gateway.exits == []
 
 
 @pytest.mark.parametrize("body", ["a page of a proxy", "[]", '{"items": [{}], "metadata": {}}'])
@@ -304,17 +282,15 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(body):
 
 @on_cluster()
 async def test_a_watch_that_brings_nothing_and_does_not_end_is_found_out(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster._watch = silent
-    cluster.close_watches()
-    await asyncio.sleep(2)
-    before = cluster.now
-    cluster.run_out_of_memory(NAME)
-    await until(lambda: gateway.exits)
-    assert cluster.now - before < 70
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        cluster._watch = silent
+        cluster.close_watches()
+        await asyncio.sleep(2)
+        before = cluster.now
+        cluster.run_out_of_memory(NAME)
+        await until(lambda: gateway.exits)
+        assert cluster.now - before < 70
 
 
 async def silent(_plural, _query):
@@ -324,26 +300,24 @@ async def silent(_plural, _query):
 
 @on_cluster()
 async def test_a_token_that_has_expired_is_renewed(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    api, renewed = gateway.launcher._api, False
-    connect = api._connect
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        api, renewed = gateway.launcher._api, False
+        connect = api._connect
 
-    async def again():
-        nonlocal renewed
-        renewed = True
-        client = await connect()
-        client.configuration.api_key = {"BearerToken": "new"}
-        return client
+        async def again():
+            nonlocal renewed
+            renewed = True
+            client = await connect()
+            client.configuration.api_key = {"BearerToken": "new"}
+            return client
 
-    api._connect = again
-    cluster.meddle = lambda _call: None if renewed else refusal(401, "Unauthorized", "expired")
-    cluster.close_watches()
-    await gateway.launcher.stop(NAME)
-    assert renewed and api._client.configuration.api_key == {"BearerToken": "new"}
-    await until(lambda: gateway.launcher.reports)
-    await gateway.close()
+        api._connect = again
+        cluster.meddle = lambda _call: None if renewed else refusal(401, "Unauthorized", "expired")
+        cluster.close_watches()
+        await gateway.launcher.stop(NAME)
+        assert renewed and api._client.configuration.api_key == {"BearerToken": "new"}
+        await until(lambda: gateway.launcher.reports)
 
 
 @on_cluster()

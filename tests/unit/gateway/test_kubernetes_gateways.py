@@ -179,12 +179,10 @@ async def test_objects_of_others_are_never_touched_and_never_taken(cluster):
 
 @on_cluster()
 async def test_the_end_of_the_deployment_ends_its_workers(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run("trainer-s-1-0")
-    cluster.collect(cluster.get("deployments", "tandem")["metadata"]["uid"])
-    await until(lambda: not cluster.owned())
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run("trainer-s-1-0")
+        cluster.collect(cluster.get("deployments", "tandem")["metadata"]["uid"])
+        await until(lambda: not cluster.owned())
 
 
 @on_cluster()

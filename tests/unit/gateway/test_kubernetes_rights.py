@@ -77,12 +77,10 @@ async def live(cluster: FakeCluster, *, lost: int = -1) -> int:
 
 async def fail(cluster: FakeCluster) -> None:
     cluster.images["worker:1"] = Image(pull=20)
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run(NAME)
-    cluster.exit(NAME, code=1)
-    await until(lambda: gateway.exits)
-    await gateway.close()
+    async with Gateway(cluster) as gateway:
+        await gateway.run(NAME)
+        cluster.exit(NAME, code=1)
+        await until(lambda: gateway.exits)
 
 
 def put_gateways(cluster: FakeCluster, *, serving: str = "") -> None:
@@ -107,22 +105,18 @@ def labelled(cluster: FakeCluster) -> list[str]:
 async def test_the_gateway_that_takes_over_labels_its_pod_and_no_other(cluster):
     put_gateways(cluster, serving="tandem-7c4f-y")
     put_pod(cluster, "z", {SERVING: "another"})
-    gateway = Gateway(cluster, pod=POD)
-    await gateway.open()
-    assert labelled(cluster) == [POD, "z"]  # the second is of another Tandem
-    await gateway.close()
+    async with Gateway(cluster, pod=POD):
+        assert labelled(cluster) == [POD, "z"]  # the second is of another Tandem
 
 
 @on_cluster()
 async def test_a_label_that_was_moved_comes_back(cluster):
     put_gateways(cluster)
-    gateway = Gateway(cluster, pod=POD)
-    await gateway.open()
-    for pod in cluster.all("pods"):
-        other = pod["metadata"]["name"] != POD
-        pod["metadata"]["labels"] = {SERVING: "tandem"} if other else {}
-    await until(lambda: labelled(cluster) == [POD])
-    await gateway.close()
+    async with Gateway(cluster, pod=POD):
+        for pod in cluster.all("pods"):
+            other = pod["metadata"]["name"] != POD
+            pod["metadata"]["labels"] = {SERVING: "tandem"} if other else {}
+        await until(lambda: labelled(cluster) == [POD])
 
 
 @on_cluster()
@@ -134,15 +128,11 @@ async def test_a_pod_that_is_gone_meanwhile_needs_no_label_taken_away(cluster):
             cluster.remove("pods", "tandem-7c4f-y")
 
     cluster.meddle = remove
-    gateway = Gateway(cluster, pod=POD)
-    await gateway.open()
-    assert labelled(cluster) == [POD]
-    await gateway.close()
+    async with Gateway(cluster, pod=POD):
+        assert labelled(cluster) == [POD]
 
 
 @on_cluster()
 async def test_a_gateway_that_is_in_no_pod_labels_none(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    assert "patch" not in {call.verb for call in cluster.calls}
-    await gateway.close()
+    async with Gateway(cluster):
+        assert "patch" not in {call.verb for call in cluster.calls}
