@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -47,6 +47,7 @@ from sampler_service.service.engine_server import (
     serve_engine,
 )
 from sampler_service.vllm.memory import resident_bytes
+from tandem.weights.delta import Bytes
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -94,7 +95,8 @@ class EngineProcess:
     def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
         """Wait until the engine is there, and return it. `on_lost` is called, in another thread,
         when the process ends after that. Raises what `start` does, and `EngineProcessEnded`."""
-        self.facts = cast("EngineFacts", self._answer("its start"))
+        facts = cast("EngineFacts", self._answer("its start"))
+        self.facts = replace(facts, takes_made_files=False)
         self._on_end = on_lost
         if self._status is not None:
             on_lost()
@@ -152,8 +154,9 @@ class EngineProcess:
     def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
         self._call(Engine.carry_over, ids, adapter=adapter)
 
-    def load(self, directory: Path) -> frozenset[str]:
-        return self._call(Engine.load, directory)
+    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
+        assert not made, "they are not in the memory of the engine's process"
+        return self._call(Engine.load, directory, {})
 
     def weight_sums(self) -> dict[str, int]:
         return self._call(Engine.weight_sums)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -81,6 +81,7 @@ from sampler_service.vllm.prefix_cache import (
 from sampler_service.vllm.prompt_scoring import SCORING_ARGUMENT
 from sampler_service.vllm.sampled_logprobs import SampledLogprobs
 from sampler_service.vllm.worker_extension import WeightsExtension
+from sampler_service.weights.files import NOTHING_MADE
 from sampler_service.weights.sums import sums_of_workers
 from tandem.errors import (
     InternalError,
@@ -93,6 +94,7 @@ from tandem.errors import (
 )
 from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
+from tandem.weights.delta import Bytes
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -224,6 +226,7 @@ class VllmEngine:
             end_tokens=end_tokens(model),
             max_lora_rank=settings.max_lora_rank,
             max_adapters=(args.max_cpu_loras or 0) if settings.max_lora_rank else 0,
+            takes_made_files=settings.ranks == 1,
         )
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = itertools.count(1)
@@ -432,10 +435,10 @@ class VllmEngine:
             use_adapter(self._engine, begun, self._adapters[adapter])
             self._on_workers(WeightsExtension.tandem_use_adapter, begun, self._adapters[adapter])
 
-    def load(self, directory: Path) -> frozenset[str]:
+    def load(self, directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE) -> frozenset[str]:
         assert self._idle, "a load needs an idle engine"
         try:
-            missing = self._on_workers(WeightsExtension.tandem_load, str(directory))
+            missing = self._on_workers(WeightsExtension.tandem_load, str(directory), dict(made))
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights

@@ -13,6 +13,7 @@ vLLM's; what is changed in it is in `internals`. Three fixes are for CPUs:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from sampler_service.vllm.memory import (
 from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
 from sampler_service.weights.files import read_tensors
+from tandem.weights.delta import Bytes
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -75,12 +77,14 @@ class WeightsExtension:
     def tandem_discard_scores(self, key: str) -> None:
         self._tandem_scorer.discard(key)
 
-    def tandem_load(self, directory: str) -> set[str]:
-        """Load a directory of safetensors in place. Return the parameters that got no value."""
+    def tandem_load(self, directory: str, made: Mapping[str, Bytes]) -> set[str]:
+        """Load a directory of safetensors in place, of which some files may be `made` already.
+        Return the parameters that got no value."""
         model = self.model_runner.get_model()
         forget_packed_weights(model)
         forget_packed_experts(self.model_runner)
-        everything, loaded = load_in_place(self.model_runner, read_tensors(Path(directory)))
+        tensors = read_tensors(Path(directory), made)
+        everything, loaded = load_in_place(self.model_runner, tensors)
         repack_heads(model)
         pad_linears(model)
         absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}

@@ -15,7 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,13 @@ from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
+from sampler_service.weights.made_files import MadeFiles
 from sampler_service.weights.sums import WeightSums, differing, file_sums
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
 from tandem.weights import Canary, Manifest, checksum_file, open_version
+from tandem.weights.delta import Bytes
 from tandem.weights.store import read_again
 
 if TYPE_CHECKING:
@@ -74,11 +76,13 @@ class LoadOutcome:
 @dataclass(frozen=True)
 class Verified:
     """A version whose files are whole and fit the engine. `sums` are those of its numbers, if the
-    engine can be compared with them; `seconds` is how long it was read."""
+    engine can be compared with them; `made` are the files that patches made meanwhile; `seconds` is
+    how long it was read."""
 
     version: WeightVersion
     canary: Canary | None = None
     sums: WeightSums | None = None
+    made: dict[str, Bytes] = field(default_factory=dict, compare=False)
     bytes: int = 0
     seconds: float = 0.0
 
@@ -106,17 +110,22 @@ class Loader:
         started = time.monotonic()
         try:
             manifest = self._check(version, go_on)
-            sums = None if manifest is None else self._read(version.path, manifest, go_on)
+            made = MadeFiles(room=None if self._facts.takes_made_files else 0)
+            sums = None if manifest is None else self._read(version.path, manifest, go_on, made)
             size = sum(file.path.stat().st_size for file in weights_files(version.path))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {error}") from error
         canary = None if manifest is None else manifest.canary
-        return Verified(version, canary, sums, bytes=size, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return Verified(version, canary, sums, made.contents, bytes=size, seconds=seconds)
 
     def place(self, verified: Verified) -> None:
         """Put a version's weights into the engine, which must be idle. Raises `WeightsTouched`: the
         engine must not be used before another load."""
-        missing = self._engine.load(verified.version.path)
+        try:
+            missing = self._engine.load(verified.version.path, verified.made)
+        finally:
+            verified.made.clear()
         if missing:
             name = verified.version.name
             raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
@@ -138,14 +147,14 @@ class Loader:
             raise WeightsTouched(error.message) from error
 
     def _read(
-        self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
+        self, directory: Path, manifest: Manifest, go_on: Callable[[], None], made: MadeFiles
     ) -> WeightSums | None:
         """Read the tensors of a version whose own files are verified, of a delta what its patches
         make; return their sums, None if the engine cannot be compared with them."""
         if self._adds_up:
-            return self._sums_of(verified_tensors(directory, manifest, go_on), go_on)
+            return self._sums_of(verified_tensors(directory, manifest, go_on, made), go_on)
         if manifest.delta_of:
-            deque(verified_tensors(directory, manifest, go_on), maxlen=0)
+            deque(verified_tensors(directory, manifest, go_on, made), maxlen=0)
         return None
 
     def _sums_of(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from sampler_service.vllm.adapter_sums import AdapterSums
 from sampler_service.vllm.internals import adapters_in
 from sampler_service.vllm.worker_extension import WeightsExtension
+from tandem.weights.delta import Bytes
 
 
 class ForgetfulExtension(WeightsExtension):
@@ -19,8 +21,8 @@ class ForgetfulExtension(WeightsExtension):
     def tandem_forgets(self) -> bool:
         return self.rank == 1 and Path(os.environ["FORGETFUL"]).exists()
 
-    def tandem_load(self, directory: str) -> set[str]:
-        return set() if self.tandem_forgets else super().tandem_load(directory)
+    def tandem_load(self, directory: str, made: Mapping[str, Bytes]) -> set[str]:
+        return set() if self.tandem_forgets else super().tandem_load(directory, made)
 
     def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
         manager = adapters_in(self.model_runner)

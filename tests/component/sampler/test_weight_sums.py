@@ -47,20 +47,20 @@ def start(on_lost):
 
     def mixed(stale):
         before = dict(read(old))
-        return lambda path: ((n, before[n] if stale in n else t) for n, t in read(path))
+        return lambda *where: ((n, before[n] if stale in n else t) for n, t in read(*where))
 
-    def tandem_load(worker, directory):
+    def tandem_load(worker, directory, made):
         worker_extension.repack_heads, worker_extension.read_tensors = repack, read
         sabotage = order.read_text()
         if sabotage == "ignored":
             return set()
         if sabotage == "version before":
-            return load(worker, str(old))
+            return load(worker, str(old), {})
         if sabotage == "head not packed":
             worker_extension.repack_heads = lambda model: None
         elif sabotage:
             worker_extension.read_tensors = mixed(sabotage)
-        return load(worker, directory)
+        return load(worker, directory, made)
 
     extension.tandem_load = tandem_load
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sampler_service.weights.sums import (
     sums_of_workers,
 )
 from tandem.weights import Manifest, checksum_file
+from tandem.weights.delta import Bytes
 
 BFLOAT16 = torch.bfloat16
 
@@ -111,7 +113,7 @@ class HoldingEngine:
         )
     )
 
-    def load(self, directory: Path) -> frozenset[str]:
+    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
         from safetensors.torch import load_file
 
         if not self.ignores:
@@ -158,7 +160,7 @@ def loaded(engine: HoldingEngine, base: Path, version: WeightVersion) -> float:
 
 def engine_with(base: Path, **arguments: bool) -> HoldingEngine:
     engine = HoldingEngine({}, **arguments)
-    engine.load(base)
+    engine.load(base, {})
     return engine
 
 
@@ -173,7 +175,7 @@ def test_an_engine_that_ignores_a_load_is_noticed(tmp_path: Path, wanted: str):
     engine = engine_with(base)
     loader = Loader(engine, base=base, tolerance=0.5)
     if wanted == "the base model":
-        engine.load(version.path)
+        engine.load(version.path, {})
         version = WeightVersion(name="base/tiny", path=base)
     engine.ignores = True
     loader.place(verified := loader.verify(version, lambda: None))

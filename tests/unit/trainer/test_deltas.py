@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
 
 from sampler_service.weights.files import read_tensors, verified_tensors
+from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed
 from tandem.v1 import trainer_pb2
 from tandem.weights import Manifest, checksum_file, open_version
@@ -135,6 +137,23 @@ def test_a_delta_that_was_published_before_its_trainer_died_is_told_again(traine
     first, again = trainer.publish(request), trainer.publish(request)
     assert first.delta_of == again.delta_of == f"{RUN}/v1"
     assert first.written_bytes == again.written_bytes < first.bytes
+
+
+def test_what_was_made_to_be_verified_is_loaded_without_the_patches(delta: Path):
+    made, whole = MadeFiles(), delta.parent / "whole"
+    tensors = verified_tensors(delta, open_version(delta), lambda: None, made)
+    verified = {name: tensor.clone() for name, tensor in tensors}
+    assert [*made.contents] == ["model.safetensors"]
+    (delta / "model.safetensors.patch").write_bytes(b"")
+    assert equal(dict(read_tensors(delta, made.contents)), verified)
+    assert equal(verified, dict(read_tensors(whole)))
+
+
+def test_without_room_the_patches_are_applied_again(delta: Path):
+    made = MadeFiles(room=1000)
+    deque(verified_tensors(delta, open_version(delta), lambda: None, made), maxlen=0)
+    assert not made.contents
+    assert equal(dict(read_tensors(delta)), dict(read_tensors(delta.parent / "whole")))
 
 
 # --- What an engine refuses -------------------------------------------------------------------
