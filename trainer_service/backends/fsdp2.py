@@ -20,7 +20,7 @@ from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import TrainingSpec
 from trainer_service.backends.base import (
     Capability,
     Export,
@@ -44,14 +44,8 @@ from trainer_service.batches.micro_batches import (
     of_two_tokens,
 )
 from trainer_service.batches.validation import Batch
-from trainer_service.lora.adapters import (
-    ActiveAdapters,
-    Adapter,
-    freeze,
-    key_of,
-    new_adapters,
-    target_names,
-)
+from trainer_service.lora.adapters import ActiveAdapters, freeze
+from trainer_service.lora.run_adapters import RunAdapters
 from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import checkpoint_blocks
 from trainer_service.models.compiled_blocks import (
@@ -217,11 +211,13 @@ class Fsdp2Backend(TrainerBackend):
             sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
         )
         self._whole_weights = WholeWeights(
-            self._model, self._groups, adapters=self._adapters, dtype=torch_dtype(self.dtype)
+            self._model,
+            self._groups,
+            adapters=self._adapters.by_module,
+            dtype=torch_dtype(self.dtype),
         )
 
     def _choose_trainable(self, training: TrainingSpec) -> None:
-        self._adapters: dict[str, Adapter] = {}
         self._model.requires_grad_(training.lora is None)
         self._copies = None
         if self._copied:
@@ -230,22 +226,13 @@ class Fsdp2Backend(TrainerBackend):
             self._copies.masters if self._copies else dict(self._model.named_parameters())
         )
         self._outer = outer_parameters(self._model)
+        self._adapters = RunAdapters(self._model, training.lora, device=self._device)
         if training.lora is not None:
-            self._adapt(training.lora)
+            self._trainable = self._adapters.parameters()
+            trainable = sum(parameter.numel() for parameter in self._trainable.values())
+            self.facts = replace(self.facts, trainable_parameters=trainable)
             tables = {name.rpartition(".")[0] for name in self._outer}
             self._outer = frozenset(n for n in self._trainable if n.rpartition(".")[0] in tables)
-
-    def _adapt(self, lora: LoraSpec) -> None:
-        names = [name for name, _ in self._model.named_modules()]
-        self._adapters = new_adapters(self._model, lora, device=self._device)
-        self._targets = target_names(list(self._adapters), all_modules=names)
-        self._trainable = {
-            f"{name}.lora_{side}": parameter
-            for name, adapter in self._adapters.items()
-            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
-        }
-        trainable = sum(parameter.numel() for parameter in self._trainable.values())
-        self.facts = replace(self.facts, trainable_parameters=trainable)
 
     def share(self, training: TrainingSpec) -> TrainerBackend:
         if self.training.lora is None or training.lora is None:
@@ -258,7 +245,7 @@ class Fsdp2Backend(TrainerBackend):
         return other
 
     def activate(self) -> None:
-        self._active.activate(self._adapters)
+        self._active.activate(self._adapters.by_module)
 
     # --- Loading and sharding --------------------------------------------------------------
 
@@ -499,18 +486,8 @@ class Fsdp2Backend(TrainerBackend):
             parameter.grad = gradient
 
     def sum_gradients(self) -> None:
-        """One collective for all adapters. A gradient that a rank lacks is zero there; one that all
-        ranks lack stays absent."""
-        if self._world.size == 1 or not self._adapters:
-            return
-        parameters = list(self._trainable.values())
-        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        held = torch.tensor([float(each.grad is not None) for each in parameters])
-        flat = torch.cat([*(part.flatten() for part in parts), held.to(self._device)])
-        dist.all_reduce(flat)
-        *sums, ranks = flat.split([*(part.numel() for part in parts), len(parts)])
-        for parameter, total, held_by in zip(parameters, sums, ranks.tolist(), strict=True):
-            parameter.grad = total.view_as(parameter) if held_by else None
+        if self._world.size > 1:
+            self._adapters.sum_gradients()
 
     def weights_changed(self) -> None:
         if self._copies is not None:
@@ -549,7 +526,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def parameters(self) -> dict[str, Tensor]:
         named = {name: tensor.detach() for name, tensor in self._trainable.items()}
-        return named if self._adapters else {**named, **persistent_buffers(self._model)}
+        return named if self.training.lora else {**named, **persistent_buffers(self._model)}
 
     def exports(self) -> Sequence[Export]:
         return self._whole_weights.exports
@@ -558,16 +535,10 @@ class Fsdp2Backend(TrainerBackend):
         return self._whole_weights.of(units)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
-        if self._world.rank:
-            return {}
-        return {
-            key_of(name, side=side): parameter.detach()
-            for name, adapter in self._adapters.items()
-            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
-        }
+        return {} if self._world.rank else self._adapters.files()
 
     def adapter_targets(self) -> Sequence[str]:
-        return self._targets
+        return self._adapters.targets
 
     @property
     def unties_head(self) -> bool:

@@ -122,7 +122,7 @@ def test_an_adapter_computes_what_the_merged_weights_compute(models):
         trainer = make(models[architecture])
         train(trainer, 3)
         expected = logprobs(trainer, data_of(8))
-        for name, adapter in trainer.trainer.backend._adapters.items():
+        for name, adapter in trainer.trainer.backend._adapters.by_module.items():
             layer = model_of(trainer).get_submodule(name)
             a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
             whole = merged(layer.weight, a=a, b=b, scale=adapter.scale)

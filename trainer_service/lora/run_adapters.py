@@ -1,0 +1,62 @@
+"""The adapters of one run on the ranks of its trainer: whole on every rank, each with gradients of
+what it computes, which are added up once for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tandem.worker import LoraSpec
+from trainer_service.lora.adapters import Adapter, key_of, new_adapters, target_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RunAdapters:
+    """Those that a `LoraSpec` asks for, `by_module`, drawn anew; none without one. `targets` is
+    what PEFT calls their modules."""
+
+    def __init__(
+        self, model: nn.Module, lora: LoraSpec | None, *, device: torch.device | str
+    ) -> None:
+        """Raises `UnsuitableLora`."""
+        self.by_module: Mapping[str, Adapter] = {}
+        if lora is not None:
+            self.by_module = new_adapters(model, lora, device=device)
+        names = [name for name, _ in model.named_modules()]
+        self.targets: Sequence[str] = target_names(list(self.by_module), all_modules=names)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Literal example of a name: `model.layers.0.mlp.up_proj.lora_A`."""
+        return {
+            f"{name}.lora_{side}": parameter
+            for name, adapter in self.by_module.items()
+            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
+        }
+
+    def files(self) -> dict[str, Tensor]:
+        """The tensors of PEFT's file, by key."""
+        return {
+            key_of(name, side=side): parameter.detach()
+            for name, adapter in self.by_module.items()
+            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
+        }
+
+    def sum_gradients(self) -> None:
+        """Adds them up over all ranks, by one collective for all adapters. A gradient that a rank
+        lacks is zero there; one that all ranks lack stays absent."""
+        parameters = list(self.parameters().values())
+        if not parameters:
+            return
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        held = torch.tensor([float(each.grad is not None) for each in parameters])
+        flat = torch.cat([*(part.flatten() for part in parts), held.to(parts[0].device)])
+        dist.all_reduce(flat)
+        *sums, ranks = flat.split([*(part.numel() for part in parts), len(parts)])
+        for parameter, total, held_by in zip(parameters, sums, ranks.tolist(), strict=True):
+            parameter.grad = total.view_as(parameter) if held_by else None
