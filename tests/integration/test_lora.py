@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tinker import SamplingClient, TrainingClient, types
 
 from tests.support.plain_model import load, plain_logprobs
@@ -50,3 +51,17 @@ def test_runs_in_one_session_do_not_touch_each_other(
         of_base = together.create_sampling_client(base_model=TIED).result(timeout=TIMEOUT)
         served = prompt_logprobs(of_base, TOKENS)
         assert largest_difference(served, plain_logprobs(load(models[TIED]), TOKENS)) < TOLERANCE
+
+
+@pytest.mark.nightly
+def test_adapters_of_a_model_whose_matrices_two_ranks_divide_are_served_as_trained(
+    stack: TestStack,
+) -> None:
+    asks = {"tandem.ranks": "2", "tandem.tensor_parallel": "2"}
+    with stack.service(user_metadata=asks) as service:
+        training = service.create_lora_training_client(TIED, rank=8, seed=3).result(timeout=240)
+        before = logprobs(training, TOKENS)
+        train(training, seed=79)
+        now = logprobs(training, TOKENS)
+        assert largest_difference(now, before) > 100 * TOLERANCE
+        assert largest_difference(prompt_logprobs(serve(training), TOKENS), now) < TOLERANCE
