@@ -116,7 +116,7 @@ def _draws(draws: TopK) -> wire.PromptAltTokens:
 
 
 def _bytes(values: Int32Array | Float32Array) -> bytes:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    return values.tobytes()  # little-endian, as are all machines that vLLM runs on
 
 
 # --- Streams -----------------------------------------------------------------------------

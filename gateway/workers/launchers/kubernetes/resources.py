@@ -117,9 +117,10 @@ def known_size(path: Path) -> ModelSize:
 async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
     """Read the size of a model whose workers will be pods, if it is not known, or `anew`: in a
     thread, as the volume may hang. What cannot be read is said when it is needed."""
+    if settings.launcher != "kubernetes":
+        return
     path = settings.data_dir / model_path
-    known = isinstance(_read.get(path), ModelSize)
-    if settings.launcher == "kubernetes" and (anew or not known):
+    if anew or not isinstance(_read.get(path), ModelSize):
         with suppress(InvalidRequest):
             await asyncio.to_thread(read_size, path)
 
