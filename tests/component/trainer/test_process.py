@@ -276,6 +276,7 @@ def test_a_rank_killed_in_the_middle_of_an_operation_is_named_and_nothing_is_lef
             metadata=client.metadata,
             timeout=CALL_SECONDS,
         )
+        wait_until(lambda: client.progress().seq_id, timeout=CALL_SECONDS)
         os.kill(rank_1, signal.SIGKILL)
         error = call.exception()
         assert error.code() is grpc.StatusCode.ABORTED
