@@ -79,7 +79,7 @@ class Stuck(FakeEngine):
     def abort(self, ids):
         super().abort([id_ for id_ in ids if id_ in self.left])
 
-    def load(self, directory):
+    def load(self, directory, made):
         time.sleep(60)
 
 def stuck(on_lost):
@@ -97,7 +97,7 @@ def raised(call):
 def forked(start, patience):
     return EngineProcess.fork(start, model=Path("m"), patience=patience)
 
-engine = forked(lambda on_lost: Stuck(), 0.5).connect(lambda: None)
+engine = forked(lambda on_lost: Stuck(), 60).connect(lambda: None)
 def sampled(steps):
     engine.add(request(steps))
     while True:
@@ -112,7 +112,8 @@ engine.abort(["r"])
 assert engine.settle() == StepOutput(), "of what was dropped nothing is left"
 assert len(sampled(4).samples[0].tokens) == 4
 assert sampled(101).failure.type == "sequence_too_long"
-print(raised(lambda: engine.load(Path("m"))))
+engine._patience = 0.5
+print(raised(lambda: engine.load(Path("m"), {})))
 engine.end()
 process = forked(stuck, 0.5)
 print(raised(lambda: process.connect(lambda: None)))
