@@ -15,6 +15,7 @@ from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_in_flight import (
     LONG,
     Weights,
+    again_if_too_late,
     assert_each_token_is_of_its_version,
     carried_over,
     scored_by_its_versions,
@@ -39,14 +40,21 @@ NUMBERS = count(1000)
 def versions(
     model: Path, changed: Path, directory: Path
 ) -> tuple[list[common_pb2.WeightVersion], Weights]:
+    return two_versions(model, changed, directory)
+
+
+def two_versions(
+    model: Path, changed: Path, directory: Path
+) -> tuple[list[common_pb2.WeightVersion], Weights]:
     published = [publish(each, directory, number=next(NUMBERS)) for each in (model, changed)]
     return published, {published[0].name: model, published[1].name: changed}
 
 
+@again_if_too_late
 def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_new(
-    either: SamplerClient, versions: tuple[list[common_pb2.WeightVersion], Weights], model: Path
+    either: SamplerClient, model: Path, changed: Path, directory: Path
 ):
-    (old, new), weights = versions
+    (old, new), weights = two_versions(model, changed, directory)
     either.load(old)
     digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){99}")
     either.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
@@ -103,6 +111,7 @@ def test_a_version_that_is_refused_leaves_what_is_under_way_with_the_old_one(
     assert_computed_by(weights[old.name], PROMPT, answer)
 
 
+@again_if_too_late
 def test_requests_go_on_with_the_next_adapter_while_others_keep_theirs(
     tied_adapters: SamplerClient, model: Path, directory: Path
 ):
