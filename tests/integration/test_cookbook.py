@@ -23,8 +23,11 @@ def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, p
     random = Random(0)
 
     def example() -> Datum:
-        a, b, answer = (random.randint(0, 100) for _ in range(3))
-        ending = random.choice(["\n\nUser:", f" {answer}{answer}"])
+        a, b = (random.randint(0, 100) for _ in range(2))
+        # Never right: a single right answer counts as much as ten endings, and a run that has one
+        # early may learn nothing else.
+        answer = random.randint(300, 999)
+        ending = random.choice(["\n\nUser:", *3 * [f" {answer}{answer}"]])
         text = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {a} + {b}?\n\nAssistant:"
         tokens = tokenizer.encode(f"{text} {answer}{ending}", add_special_tokens=False)
         answered = np.arange(1, len(tokens)) >= len(text)
@@ -68,7 +71,7 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-5
         assert row["optim/kl_sample_train_v2"] < 1e-8
     ended_well = [row["env/all/format"] for row in steps]
-    assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.1
+    assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.05
     saved = saved_last(tmp_path, "math_rl.train")
     rest = service.create_rest_client()
     run_id = saved["state_path"].removeprefix("tinker://").split("/")[0]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tandem.v1 import sampler_pb2
+from tandem.v1 import common_pb2, sampler_pb2
 from tests.component.sampler.test_lora import published
-from tests.support.sampler_in_flight import assert_each_token_is_of_its_version, carried_over
+from tests.support.sampler_in_flight import (
+    again_if_too_late,
+    assert_each_token_is_of_its_version,
+    carried_over,
+)
 from tests.support.sampler_worker import (
     PROMPT,
     SamplerClient,
@@ -21,6 +26,8 @@ from tests.support.sampler_worker import (
     text,
 )
 from tests.support.worker_process import CALL_SECONDS
+
+NUMBERS = count(501)
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +91,24 @@ def test_an_adapter_is_served_beside_the_base(split: SamplerClient, model: Path,
 def test_what_is_in_flight_goes_on_with_other_weights_and_another_adapter_in_both_processes(
     split: SamplerClient, model: Path, changed: Path, directory: Path
 ):
-    full = [publish(each, directory, number=n) for n, each in ((501, model), (502, changed))]
-    adapters = [published(model, directory, seed=seed) for seed in (11, 12)]
-    for versions, weights in (
-        (full, [model, changed]),
-        ([each.version for each in adapters], [each.merged for each in adapters]),
-    ):
+    @again_if_too_late
+    def carries_over_weights() -> None:
+        full = [publish(each, directory, number=next(NUMBERS)) for each in (model, changed)]
+        carries_over(full, [model, changed])
+
+    @again_if_too_late
+    def carries_over_adapters() -> None:
+        adapters = [published(model, directory, seed=next(NUMBERS)) for _ in range(2)]
+        carries_over([each.version for each in adapters], [each.merged for each in adapters])
+
+    def carries_over(versions: list[common_pb2.WeightVersion], weights: list[Path]) -> None:
         split.load(versions[0])
-        answer, _ = carried_over(split, versions, max_tokens=200)
+        answer, _ = carried_over(split, versions)
         named = {version.name: at for version, at in zip(versions, weights, strict=True)}
         assert_each_token_is_of_its_version(answer, named)
+
+    carries_over_weights()
+    carries_over_adapters()
 
 
 @pytest.mark.timeout(900)
