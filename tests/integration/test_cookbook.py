@@ -71,7 +71,7 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-5
         assert row["optim/kl_sample_train_v2"] < 1e-8
     ended_well = [row["env/all/format"] for row in steps]
-    assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.05
+    assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.1
     saved = saved_last(tmp_path, "math_rl.train")
     rest = service.create_rest_client()
     run_id = saved["state_path"].removeprefix("tinker://").split("/")[0]
