@@ -280,8 +280,8 @@ class Engine(Protocol):
         unknown ids."""
 
     def weight_sums(self) -> dict[str, int]:
-        """Return the sums (`weights.sums`) of the numbers that the engine computes with, in the
-        type of its `facts`. The engine must be idle or paused, its weights awake."""
+        """Return the sums (`tandem/weights/sums.py`) of the numbers that the engine computes with,
+        in the type of its `facts`. The engine must be idle or paused, its weights awake."""
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the KV cache back, and move the weights off the device, or drop them with all

@@ -1,8 +1,8 @@
 """Holds an adapter in the slot that batches compute with against its files, to the last bit.
 
 vLLM keeps an adapter on the host, its B multiplied by alpha / rank, and copies it from there into a
-slot. This must hold the numbers of the files, wherever they lie in it (`weights/sums.py`). An
-adapter's canary alone would pass one that was not added: in bfloat16 its tolerance is wider than
+slot. This must hold the numbers of the files, wherever they lie in it (`tandem/weights/sums.py`).
+An adapter's canary alone would pass one that was not added: in bfloat16 its tolerance is wider than
 what many adapters change.
 """
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from sampler_service.weights.sums import sum_of, sums_of_workers
 from tandem.model_config import read_json
+from tandem.weights.sums import sum_of, sums_of_workers
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager

@@ -82,7 +82,6 @@ from sampler_service.vllm.prompt_scoring import SCORING_ARGUMENT
 from sampler_service.vllm.sampled_logprobs import SampledLogprobs
 from sampler_service.vllm.worker_extension import WeightsExtension
 from sampler_service.weights.files import NOTHING_MADE
-from sampler_service.weights.sums import sums_of_workers
 from tandem.errors import (
     InternalError,
     InvalidRequest,
@@ -95,6 +94,7 @@ from tandem.errors import (
 from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
 from tandem.weights.delta import Bytes
+from tandem.weights.sums import sums_of_workers
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

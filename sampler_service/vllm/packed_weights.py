@@ -1,8 +1,8 @@
 """Notes what vLLM packs on a CPU, where the weight of a linear layer is gone once it is packed.
 
 The packed copy belongs to native code and cannot be read. So the sum of a weight
-(`weights/sums.py`) is taken at the moment in which it is packed, and forgotten before a load: a
-layer that a load does not pack has none.
+(`tandem/weights/sums.py`) is taken at the moment in which it is packed, and forgotten before a
+load: a layer that a load does not pack has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from sampler_service.vllm.internals import before_packing, parts_of_worker
-from sampler_service.weights.sums import sum_of
+from tandem.weights.sums import sum_of
 
 _SUMS = "tandem_packed_sums"
 

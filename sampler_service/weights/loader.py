@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
 from sampler_service.weights.made_files import MadeFiles
-from sampler_service.weights.sums import WeightSums, differing, file_sums
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.delta import Bytes
 from tandem.weights.store import read_again
+from tandem.weights.sums import WeightSums, differing, file_sums
 
 if TYPE_CHECKING:
     import torch

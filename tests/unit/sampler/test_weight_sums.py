@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from sampler_service.engine import EngineFacts, WeightsTouched
 from sampler_service.weights.files import read_tensors
 from sampler_service.weights.loader import Loader, WeightVersion
-from sampler_service.weights.sums import (
+from tandem.weights import Manifest, checksum_file
+from tandem.weights.delta import Bytes
+from tandem.weights.sums import (
     block_of,
     differing,
     file_sums,
@@ -22,8 +24,6 @@ from sampler_service.weights.sums import (
     sums_of,
     sums_of_workers,
 )
-from tandem.weights import Manifest, checksum_file
-from tandem.weights.delta import Bytes
 
 BFLOAT16 = torch.bfloat16
 
