@@ -15,6 +15,9 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Tests count processes, and most would end before an idle one has been of use.
 os.environ["TANDEM_POOL_TRAINERS"] = os.environ["TANDEM_POOL_SAMPLERS"] = "0"
 
+import asyncio
+
+import grpc.aio
 import pytest
 import structlog
 from xdist.remote import Producer
@@ -39,6 +42,25 @@ def pytest_testnodedown(node: WorkerController, error: object | None) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     begin_with_longest(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grpc_of_all_tests() -> Iterator[None]:
+    """Keeps what all channels and servers of grpc.aio in this process share until its tests end.
+
+    gRPC counts them. The one that goes last, in whichever thread, stops the thread that polls,
+    destroys their completion queue, takes their reader out of every event loop that ever had one,
+    also out of those that other threads run, and shuts gRPC's core down. Programs of ours have one
+    loop, and end after that. Here gateways come and go in threads, and the next channel of one
+    would start all of it while another thread still ends it.
+    """
+
+    async def count_one_more() -> None:
+        grpc.aio.init_grpc_aio()  # which binds the running loop
+
+    asyncio.run(count_one_more())
+    yield
+    grpc.aio.shutdown_grpc_aio()
 
 
 @pytest.fixture(scope="session")
