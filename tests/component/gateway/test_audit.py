@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+import json
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 import tinker
 from tinker import types
 
+from tests.support.audit_log import audit_log, days_of_tests
 from tests.support.gateway.running import KEY, make_model
 from tests.support.sdk import supervised
 
@@ -17,8 +19,13 @@ def admin(gate):
     return tinker.AdminClient(base_url=gate.url, api_key=KEY)
 
 
+def entries_of(admin, **filters) -> list:
+    days = [filters.pop("day")] if "day" in filters else days_of_tests()
+    return [e for day in days for e in admin.get_audit_log(day=day, **filters).result().entries]
+
+
 def about(admin, target: str, **filters) -> list[tuple[str, int]]:
-    entries = admin.get_audit_log(**filters).result().entries
+    entries = entries_of(admin, **filters)
     assert [e.timestamp for e in entries] == sorted(e.timestamp for e in entries)
     return [
         (e.event, e.event_details["status"]) for e in entries if e.event_details["target"] == target
@@ -49,13 +56,9 @@ def test_what_happens_to_a_checkpoint_is_told_in_order_with_its_actor(gate, admi
     assert about(admin, path, event_type="checkpoints") == expected
     assert about(admin, path, event_type="projects") == []
     assert about(admin, path, event_type="teams") == []
-    today = datetime.now(UTC).date()
-    assert about(admin, path, day=today) == expected
-    assert about(admin, path, day=today - timedelta(days=2)) == []
+    assert about(admin, path, day=days_of_tests()[0] - timedelta(days=1)) == []
     assert about(admin, training.model_id) == [("run_create", 200)]
-    entry = next(
-        e for e in admin.get_audit_log().result().entries if e.event == "checkpoint_delete"
-    )
+    entry = next(e for e in entries_of(admin) if e.event == "checkpoint_delete")
     assert entry.event_details["actor"] == "tml:organization_user:local"
     assert entry.event_details["address"] == "127.0.0.1"
     assert (entry.tinker_path, entry.model_id) == (path, training.model_id)
@@ -74,7 +77,7 @@ def test_a_session_and_its_project_are_told(gate, admin):
     assert about(admin, session_id, event_type="projects") == [("project_assign", 204)]
     (entry,) = [
         e
-        for e in admin.get_audit_log(event_type="projects").result().entries
+        for e in entries_of(admin, event_type="projects")
         if e.event_details["target"] == session_id
     ]
     assert (entry.event_details["before"], entry.event_details["project_id"]) == ("", "new")
@@ -90,7 +93,7 @@ def test_rows_hold_no_key_no_token_and_no_content(gate, admin, tmp_path):
         client.post("/api/tandem/v1/models", json={"name": "audited", "path": path})
         client.delete("/api/tandem/v1/models/audited")
         client.post("/api/v1/create_session", json={"user_metadata": secret})
-        log = client.get("/api/v1/audit").text
+        log = json.dumps(audit_log(client))
     assert "model_add" in log
     assert about(admin, "audited", event_type="organizations") == [
         ("model_add", 200),
@@ -101,14 +104,26 @@ def test_rows_hold_no_key_no_token_and_no_content(gate, admin, tmp_path):
 
 
 def test_what_gets_to_no_route_that_changes_anything_leaves_no_row(gate, admin):
-    before = len(admin.get_audit_log().result().entries)
+    before = len(entries_of(admin))
     with gate.http() as client:
         wrong = {"X-API-Key": "tml-wrong"}
         for path, status in (("healthz", 405), ("sessions", 405), ("nowhere", 404)):
             assert client.post(f"/api/v1/{path}").status_code == status
         for path in ("trace_files/x.json", "downloads/s-1:train:0/weights/a/b"):
             assert client.post(f"/api/v1/{path}", headers=wrong).status_code == 405
-    assert len(admin.get_audit_log().result().entries) == before
+    assert len(entries_of(admin)) == before
+
+
+def test_without_a_day_it_is_the_day_now(gate, admin):
+    with gate.http() as client:
+        client.delete("/api/tandem/v1/models/unknown")
+
+    def log(day: date | None = None) -> list[dict]:
+        entries = admin.get_audit_log(event_type="organizations", day=day).result().entries
+        return [entry.model_dump() for entry in entries]
+
+    before, shown, after = days_of_tests()[-1], log(), days_of_tests()[-1]
+    assert shown in (log(before), log(after))
 
 
 NO_DAYS = ("yesterday", "0", "20260701", "1782864000", "2026-13-01", "")
@@ -125,10 +140,10 @@ def test_a_filter_that_is_unknown_is_refused(gate):
 def test_steps_and_samples_are_in_the_operation_log_alone(gate, admin):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
-        before = len(admin.get_audit_log().result().entries)
+        before = len(entries_of(admin))
         training.forward_backward([supervised([1, 9])], "cross_entropy").result()
         training.optim_step(types.AdamParams()).result()
-        assert len(admin.get_audit_log().result().entries) == before
+        assert len(entries_of(admin)) == before
 
 
 def test_a_window_that_makes_no_sense_is_refused(admin):

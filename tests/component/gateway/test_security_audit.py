@@ -8,6 +8,7 @@ import time
 import pytest
 
 from gateway.auth.audit import UNKNOWN, UNKNOWN_ROWS, AuditLog, Entry
+from tests.support.audit_log import audit_log
 from tests.support.gateway.access_world import CALLS, OPERATIONS, World, routes
 from tests.support.gateway.running import KEY
 
@@ -16,7 +17,7 @@ CHANGING = [(name, method) for name, method in routes() if OPERATIONS[name].audi
 
 def lines(world: World) -> list[dict]:
     with world.client(KEY) as client:
-        return client.get("/api/v1/audit").json()["entries"]
+        return audit_log(client)
 
 
 @pytest.mark.parametrize(("route", "method"), CHANGING)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
-
 import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
@@ -14,6 +12,7 @@ from gateway.auth.keys import BOOTSTRAP_NAME, KeyStore, NewKey
 from gateway.storage.database import Database
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
+from tests.support.audit_log import days_of_tests
 from tests.support.postgres import url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -44,9 +43,12 @@ def ended(keys: KeyStore, *secrets: str) -> list[str | None]:
 
 
 async def acts(database) -> list[tuple[str, str]]:
-    day = dt.datetime.now(dt.UTC).date()
-    entries = await AuditLog(database=database).of_day(day=day, event_type="organizations")
-    return [(entry.action, entry.target) for entry in entries]
+    log = AuditLog(database=database)
+    return [
+        (entry.action, entry.target)
+        for day in days_of_tests()
+        for entry in await log.of_day(day=day, event_type="organizations")
+    ]
 
 
 async def test_the_key_of_the_setting_is_an_admins_and_is_made_once(database):
