@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 import time
@@ -10,6 +9,7 @@ import time
 import httpx
 
 from tests.cluster.kubectl import Kubectl
+from tests.support.ports import known_port
 
 _PAUSE = 0.5
 _PATIENCE = 10.0
@@ -21,8 +21,7 @@ class Way:
     it does not serve any more."""
 
     def __init__(self, kubectl: Kubectl) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = known_port()
         self.url = f"http://127.0.0.1:{port}"
         forward = ("port-forward", "service/tandem", f"{port}:8000")
         self._command = ("kubectl", "--namespace", kubectl.namespace, *forward)

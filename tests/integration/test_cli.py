@@ -16,6 +16,7 @@ import httpx
 import pytest
 from tinker import TrainingClient
 
+from tests.support.ports import known_port
 from tests.support.processes import marked
 from tests.support.sdk import SOON
 from tests.support.stacks import LLAMA, TIED, TestStack
@@ -68,8 +69,9 @@ def start(*arguments: str) -> Command:
 @pytest.fixture
 def up(models: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Command, dict, Path]]:
     """`tandem up --json` with one model; what it printed, and its data directory."""
+    port = str(known_port())  # which no other test's server gets when this one has ended
     command = start(
-        *("up", "--json", "--port", "0", "--data-dir", str(tmp_path)),
+        *("up", "--json", "--port", port, "--data-dir", str(tmp_path)),
         *("--model", f"{TIED}={models[TIED]}"),
     )
     assert command.process.stdout is not None
