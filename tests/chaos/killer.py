@@ -25,9 +25,10 @@ from tests.support.waiting import wait_until
 HEARTBEAT = 1.0
 UNRESPONSIVE = 5.0
 COLLECTIVE = 8.0
-SESSION = 15.0
+SESSION = 40.0
 """The deadlines of the machine, in seconds. Whoever stands still does so for up to twice as long as
-the longest that concerns it."""
+the longest that concerns it. Of a session: the SDK sends a heartbeat every ten seconds, does not
+repeat one that a fault costs it, and shares its machine with all that recovers."""
 SETTINGS = {
     "worker_heartbeat": str(HEARTBEAT),
     "worker_unresponsive_timeout": str(UNRESPONSIVE),

@@ -72,6 +72,9 @@ class World:
         self._watch = watch
         self._connection = http.client.HTTPConnection(urlsplit(gate.url).netloc, timeout=DEADLINE)
         self.session_id = gate.session_id()
+        # It sends no heartbeats, and a slow machine may take long for one of its requests. Sessions
+        # that a request makes end as soon as ever, so that they do not fill the memory.
+        gate.gateway.sessions.require(self.session_id).ttl = 10 * DEADLINE
         self.run_id = gate.run_id(self.session_id)
         for spec in gate.launcher.specs:
             watch.know(spec.secret)
