@@ -31,8 +31,10 @@ from gateway.placement.leases import Leases
 from gateway.placement.memory import HostMemory
 from gateway.placement.places import Places
 from gateway.retention import Retention
+from gateway.runs.admission import OperationAdmission
 from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
+from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
@@ -258,28 +260,26 @@ class Gateway:
             metrics=metrics,
             result_ttl=settings.result_ttl,
         )
-        self.runs = RunRegistry(
+        hosts = TrainerHosts(
+            settings=settings,
+            fleet=self.fleet,
+            places=self.places,
+            leases=self.leases,
+            samplers=self.samplers,
+        )
+        snapshots = SnapshotStore(
+            database=database,
+            data_dir=data_dir,
+            checkpoints=self.checkpoints,
+            versions=self.versions,
+        )
+        lifecycle = RunLifecycle(
             settings=settings,
             database=database,
             journal=self.journal,
-            sessions=self.sessions,
-            limits=self.limits,
-            fleet=self.fleet,
-            places=self.places,
-            hosts=TrainerHosts(
-                settings=settings,
-                fleet=self.fleet,
-                places=self.places,
-                leases=self.leases,
-                samplers=self.samplers,
-            ),
+            hosts=hosts,
             collector=self.collector,
-            snapshots=SnapshotStore(
-                database=database,
-                data_dir=data_dir,
-                checkpoints=self.checkpoints,
-                versions=self.versions,
-            ),
+            snapshots=snapshots,
             tools=RunnerTools(
                 journal=self.journal,
                 history=self.run_history,
@@ -292,6 +292,26 @@ class Gateway:
                 loss_definitions=self.loss_definitions,
                 data_dir=data_dir,
             ),
+        )
+        self.runs = RunRegistry(
+            settings=settings,
+            database=database,
+            journal=self.journal,
+            sessions=self.sessions,
+            limits=self.limits,
+            fleet=self.fleet,
+            places=self.places,
+            hosts=hosts,
+            snapshots=snapshots,
+            pins=self.pins,
+            lifecycle=lifecycle,
+        )
+        self.admission = OperationAdmission(
+            runs=self.runs,
+            journal=self.journal,
+            database=database,
+            limits=self.limits,
+            most_queued=settings.max_queued_operations,
         )
         self.retention = Retention(
             database=database,

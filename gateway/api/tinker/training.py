@@ -146,7 +146,7 @@ async def _submit(
         audit.note(_target(run_id, body))
     except UserError as error:
         refused = error
-    await access.gateway.runs.submit(
+    await access.gateway.admission.submit(
         run_id=run_id,
         seq_id=seq_id,
         kind=kind,
@@ -201,7 +201,7 @@ async def forward_backward(request: BoundedRequest) -> Response:
     await access.run(routing.model_id)
     # Which registered loss is meant, if any; the trainer refuses a missing id.
     loss = routing.loss_fn_config_v2.get("loss_id")
-    await access.gateway.runs.submit(
+    await access.gateway.admission.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",

@@ -157,7 +157,9 @@ def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, mo
 
         monkeypatch.setattr(gate.gateway.collector, "collect", noted)
         run = gate.gateway.runs.get(run_id)
-        gate.run(lambda: gate.gateway.runs._break(run, InternalError("it answers no more")))
+        gate.run(
+            lambda: gate.gateway.runs.lifecycle.abort(run, InternalError("it answers no more"))
+        )
         wait_until(lambda: launcher.events)
 
         async def end_session() -> None:
@@ -234,7 +236,7 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
     async def submit(*, second: bool = False) -> str:
         if second:
             second_is_sent.set()
-        return await gate.gateway.runs.submit(
+        return await gate.gateway.admission.submit(
             run_id=run_id, seq_id=1, kind="optim_step", refused=StorageFull("as an outcome")
         )
 

@@ -183,7 +183,7 @@ class _Noted(list):
 
 
 def _submit(gateway, run_id: str, seq_id: int):
-    return gateway.runs.submit(
+    return gateway.admission.submit(
         run_id=run_id,
         seq_id=seq_id,
         kind="optim_step",

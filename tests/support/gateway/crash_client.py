@@ -263,7 +263,7 @@ class Client:
         planned = self.script[seq_id - 1]
         while True:
             try:
-                await gateway.runs.submit(
+                await gateway.admission.submit(
                     run_id=self.run_id,
                     seq_id=seq_id,
                     kind=planned.kind,

@@ -1,0 +1,160 @@
+"""How operations enter a run: each once, within its limits, and into the journal.
+
+Operations of an ended run are accepted and fail with what ended it, so that the SDK shows the
+reason at once (it would repeat a 5xx for minutes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from gateway.futures.table import digest_of
+from gateway.identifiers import request_id_of
+from gateway.limits import Quotas, overloaded
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Body, Kind, Operation
+from gateway.runs.registry import RunRegistry
+from gateway.runs.training_run import TrainingRun
+from gateway.storage.database import Database
+from gateway.storage.tables import runs
+from tandem.errors import GatewayRestarted, SessionFinished, TandemError, UnknownRun
+
+_PAYLOAD_SHARE = 0.5
+"""Of what an owner may hold in memory, for payloads that need not be read back then."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class OperationAdmission:
+    """`most_queued` is how many operations of a run may wait."""
+
+    runs: RunRegistry
+    journal: Journal
+    database: Database
+    limits: Quotas
+    most_queued: int
+
+    def __post_init__(self) -> None:
+        self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def submit(
+        self,
+        *,
+        run_id: str,
+        seq_id: int,
+        kind: Kind,
+        body: Body | None = None,
+        request: bytes = b"",
+        payload: bytes | None = None,
+        refused: TandemError | None = None,
+    ) -> str:
+        """Accept an operation, and return its request_id once it is in the journal.
+
+        Idempotent: a repeated `seq_id` with the same request returns the original request_id. A
+        `refused` operation consumes its `seq_id` and fails with that error at its turn. Raises
+        `SequenceTaken` for another request, or `UnknownRun`, `SessionFinished` or `Overloaded`,
+        which leave the `seq_id` free, or `StorageFailed`: then the client asks again.
+        """
+        digest = digest_of(kind, request if payload is None else payload)
+        run = self.runs.get(run_id)
+        if run is None:
+            return await self._submit_to_lost(
+                run_id=run_id, seq_id=seq_id, kind=kind, digest=digest
+            )
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        # Equal requests come one after the other: the second finds what the first has written, or
+        # goes on if that failed.
+        async with self._arriving.setdefault(request_id, asyncio.Lock()):
+            known = self.journal.has_future(request_id)
+            if known or run.dispatcher.passed(seq_id):
+                known |= await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
+            if known:
+                await self.database.sync()
+                return request_id
+            if run.error is not None:
+                await self.journal.accept_failed(
+                    run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=run.error
+                )
+                return request_id
+            # The operation that a run waits for is let in whatever the limits say: without it,
+            # those that are there already could not go on, and would never make room.
+            forced = run.dispatcher.awaits(seq_id)
+            if not forced:
+                self._check_queue(run)
+            size = len(request if payload is None else payload)
+            in_memory = payload is None or self.limits.held.has_room(
+                run.owner, size, share=_PAYLOAD_SHARE
+            )
+            operation = Operation(
+                run_id=run_id,
+                seq_id=seq_id,
+                kind=kind,
+                future=run.new_future(seq_id),
+                body=body,
+                payload=payload if in_memory else None,
+                has_payload=payload is not None,
+                size=size,
+                digest=digest,
+                refused=refused,
+            )
+            with self.limits.reserve(
+                run.owner,
+                (self.limits.operations, 1),
+                (self.limits.operation_bytes, size),
+                (self.limits.held, size if in_memory else 0),
+                forced=forced,
+            ) as reserved:
+                try:
+                    await self.journal.accept(operation, payload=payload)
+                except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+                    await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
+                    await self.database.sync()
+                    return request_id
+                release = reserved.pop_all().close  # not now, but when the operation ends
+        operation.future.on_end(lambda _outcome: release())
+        run.dispatcher.put(operation)
+        await self.database.sync()  # while it is carried out
+        return request_id
+
+    def _check_queue(self, run: TrainingRun) -> None:
+        queued, limit = run.dispatcher.queued, self.most_queued
+        if queued >= limit:
+            self.limits.note_refusal("run_operations")
+            raise overloaded(
+                f"{queued} operations of this run wait already, {limit} at most "
+                "(TANDEM_MAX_QUEUED_OPERATIONS)",
+                limit="run_operations",
+                waiting=queued,
+                per_second=run.dispatcher.rate,
+            )
+        if run.trainer is not None and run.trainer.makes_room:
+            self.limits.note_refusal("recovery_log_bytes")
+            raise overloaded(
+                "a snapshot is being written, after which there is room for more batches to replay "
+                "(TANDEM_RECOVERY_LOG_BYTES)",
+                limit="recovery_log_bytes",
+                waiting=queued,
+                per_second=run.dispatcher.rate,
+            )
+
+    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes) -> str:
+        """Accept an operation of a run that a restart of the gateway ended: it has failed."""
+        row = await self.database.read_one(
+            select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
+        )
+        if row is None:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        if row["error_type"] != GatewayRestarted.type:
+            raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
+        await self.journal.accept_failed(
+            run_id=run_id,
+            seq_id=seq_id,
+            kind=kind,
+            digest=digest,
+            error=GatewayRestarted(row["reason"]),
+        )
+        return request_id_of(owner=run_id, seq_id=seq_id)

@@ -1,0 +1,194 @@
+"""The life of a run: its trainer starts, serves its operations, and ends with the run.
+
+A run ends with its session, or when its trainer cannot be restored: the client creates a new run,
+from a checkpoint if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import update
+
+from gateway.checkpoints.collector import GarbageCollector
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Call, RunBroken
+from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.trainer import RunTrainer
+from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.trainer_hosts import TrainerHosts
+from gateway.runs.training_run import TrainingRun
+from gateway.storage.database import Database
+from gateway.storage.tables import runs
+from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RunLifecycle:
+    settings: GatewaySettings
+    database: Database
+    journal: Journal
+    hosts: TrainerHosts
+    collector: GarbageCollector
+    snapshots: SnapshotStore
+    tools: RunnerTools
+
+    def __post_init__(self) -> None:
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._log = get_log()
+
+    def trainer_of(self, run: TrainingRun, host: TrainerHost) -> RunTrainer:
+        """Return the trainer of a run, which is not started yet."""
+        return RunTrainer(
+            run=run,
+            host=host,
+            settings=self.settings,
+            journal=self.journal,
+            snapshots=self.snapshots,
+            metrics=self.tools.metrics,
+            definition_of=partial(self.tools.definition_of, session_id=run.session_id),
+            on_lost=lambda error: self.abort(run, error),
+        )
+
+    def begin(
+        self, run: TrainingRun, *, heard: asyncio.Event | None = None, ended: int = -1
+    ) -> None:
+        """Begin the life of a run that has a trainer. One of an earlier gateway, whose operations
+        up to `ended` have ended, goes on once its client is `heard` of."""
+        run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
+
+    async def _live(self, run: TrainingRun, heard: asyncio.Event | None, ended: int) -> None:
+        """Start the trainer once there is a place for it, and carry out operations until one of
+        them ends the run."""
+        assert run.trainer is not None
+        if heard is not None:
+            await heard.wait()
+        try:
+            runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
+            begins = run.creation is not None and not run.creation.future.ended
+            if begins:
+                await run.trainer.host.discard_left()
+            await run.trainer.host.take_place(self.hosts.ask_of(run))
+            if run.creation is not None and begins:
+                await run.trainer.start()
+                call = Call(run.creation)
+                call.begin()
+                self.journal.end(run.creation, await runner.carry_out(call))
+                ended = 0 if call.sent else -1
+            else:
+                why = "the gateway restarted, and the trainer ended with it"
+                run.trainer.take_over(GatewayRestarted(why))
+            run.state = "ready"
+            await run.dispatcher.serve(runner.carry_out, sent=ended)
+        except RunBroken as broken:
+            error = broken.error
+        except TandemError as failed:
+            error = failed
+        except Exception as fault:  # noqa: BLE001 - a fault of ours must not leave a client waiting
+            self._log.exception("run_failed", run_id=run.id)
+            error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
+        self.abort(run, error)
+
+    def abort(self, run: TrainingRun, error: TandemError) -> None:
+        """End a run whose trainer is of no use any more, and the trainer if it still runs."""
+        self._end(run, error)
+        self._stopped(run, error.message)
+
+    async def end_all(self, ending: Sequence[TrainingRun], error: TandemError) -> None:
+        """End the runs of a session; return when their trainers are stopped."""
+        for run in ending:
+            self._end(run, error)
+        await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
+
+    def write_end(self, run_id: str, error: TandemError) -> None:
+        """Write that a run has ended, and keep nothing for a replay of it."""
+        self.journal.forget_run(run_id)
+        self.database.write_soon(
+            update(runs)
+            .where(runs.c.id == run_id)
+            .values(
+                state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
+            )
+        )
+
+    async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
+        """Give up the trainer of a run for which nothing was done yet."""
+        try:
+            await self.hosts.leave(host, run_id, reason)
+        except Exception:  # noqa: BLE001 - nobody waits for it
+            self._log.exception("trainer_not_stopped", run_id=run_id)
+
+    def leave_soon(self, host: TrainerHost, run_id: str, reason: str) -> None:
+        """As `leave`, though whoever asked for it does not wait."""
+        self._in_background(self.leave(host, run_id, reason))
+
+    async def close(self, left: Sequence[TrainingRun], *, patience: float) -> None:
+        """Cancel everything. The next gateway goes on with what has not ended, and stops the
+        trainers that have not ended within `patience` seconds, though their runs have."""
+        lives = [run.life for run in left if run.life is not None]
+        for life in lives:  # first: what ends without its log is not replayed
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        if stopping := tuple(self._stopping):
+            _, late = await asyncio.wait(stopping, timeout=patience)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*stopping, return_exceptions=True)
+        trainers = [run.trainer for run in left if run.trainer is not None]
+        await asyncio.gather(*(trainer.close() for trainer in trainers))
+
+    def _end(self, run: TrainingRun, error: TandemError) -> None:
+        """Fail what has not ended. The first error counts."""
+        if run.error is not None:
+            return
+        run.error = error
+        run.state = "ended"
+        log = self._log.info if isinstance(error, SessionFinished) else self._log.error
+        log(
+            "run_ended",
+            run_id=run.id,
+            session_id=run.session_id,
+            type=error.type,
+            reason=error.message,
+        )
+        if run.creation is not None:
+            self.journal.end(run.creation, error)
+        run.dispatcher.end(error)
+        if run.life is not None and run.life is not asyncio.current_task():
+            run.life.cancel()
+        self.write_end(run.id, error)
+
+    def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
+        """Stop the run's trainer, and then collect its files. Whoever asks again waits for the
+        same end: nothing is collected while the trainer may still write."""
+        if run.stopping is None:
+            run.stopping = self._in_background(self._stop_trainer(run, reason))
+        return run.stopping
+
+    async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
+        if run.life is not None:
+            await asyncio.gather(run.life, return_exceptions=True)
+        if run.trainer is not None:
+            await run.trainer.close()
+        try:
+            if run.trainer is not None:
+                await self.hosts.leave(run.trainer.host, run.id, reason)
+            await self.snapshots.remove_all(run)
+            await self.journal.remove_payloads(run.id)
+            await self.collector.collect(run.id, ended=True)
+        except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
+            self._log.exception("trainer_not_stopped", run_id=run.id)
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Do what goes on though whoever asked for it does not wait any more."""
+        task = asyncio.create_task(work)
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+        return task
