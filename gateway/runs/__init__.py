@@ -4,8 +4,9 @@ A run in memory is a `training_run.TrainingRun`: the `registry` has it, from its
 of its session, and the `lifecycle` starts and ends its trainer. An operation comes in through the
 `admission`, which writes it into the `journal` before its client gets a request_id. The run's
 `dispatcher` keeps the order of `seq_id`, the window and the gaps. At its turn the `runner` prepares
-the operation and carries it out with the run's `trainer`; the journal records the outcome and
-resolves the future.
+the operation, and `delivery` sends the call to the run's `trainer` until it is answered; the
+journal records the outcome and resolves the future. The `publisher` is for the calls that write a
+weight version.
 
 When the trainer dies, another one is brought to where it was (`restoration`) from the newest of the
 `snapshots` that the `snapshot_taker` asked for, and the calls after it (`replay`). The next gateway

@@ -1,12 +1,11 @@
 """How the operations of a run are carried out by its trainer.
 
 Each kind of operation has a method. It does everything that can fail before the trainer hears of
-the operation, calls the trainer, and returns the result.
+the operation, calls the trainer (`delivery`), and returns the result.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -24,7 +23,7 @@ from gateway.identifiers import (
     relative_version_folder,
 )
 from gateway.metrics import Metrics
-from gateway.runs.deltas import Published
+from gateway.runs.delivery import CallDelivery
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
@@ -36,42 +35,22 @@ from gateway.runs.operations import (
     LossDefinitions,
     LossReference,
     OptimStep,
-    RunBroken,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
     json_result,
 )
+from gateway.runs.publisher import WeightPublisher
 from gateway.runs.replay import Snapshot
-from gateway.runs.restoration import Reply, Request
-from gateway.runs.trainer import Pick, RunTrainer
+from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.usage.meter import Subject, UsageMeter
-from gateway.workers.clients import (
-    EXIT_REPORT_PATIENCE,
-    Method,
-    TrainerClient,
-    WorkerUnavailable,
-)
+from gateway.usage.meter import UsageMeter
 from gateway.workers.launchers.kubernetes.resources import read_ahead
-from tandem.errors import (
-    InternalError,
-    LoadFailed,
-    NameTaken,
-    OperationTimedOut,
-    SequenceGap,
-    TandemError,
-    UnknownModel,
-    from_failure,
-)
-from tandem.telemetry import get_log
-from tandem.v1 import common_pb2, trainer_pb2
+from tandem.errors import LoadFailed, NameTaken, UnknownModel
+from tandem.v1 import trainer_pb2
 from tandem.weights import new_version_name
-
-_DELIVERIES = 3
-"""Of a call to a trainer that lives, over connections that break."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +82,17 @@ class OperationRunner:
         self._run = run
         self._trainer = trainer
         self._tools = tools
-        self._subject = Subject(
-            id=run.id,
-            session_id=run.session_id,
-            owner=run.owner,
-            base_model=run.model.name,
-            run_id=run.id,
+        self._delivery = CallDelivery(run=run, trainer=trainer, usage=tools.usage)
+        self._publisher = WeightPublisher(
+            run=run,
+            delivery=self._delivery,
+            versions=tools.versions,
+            pins=tools.checkpoints.pins,
+            metrics=tools.metrics,
         )
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins
-        self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     async def carry_out(self, call: Call) -> Outcome:
         """Raises the `TandemError` that is the operation's outcome, or `RunBroken` when the
@@ -134,106 +113,14 @@ class OperationRunner:
             case None | LossReference() as body:
                 return await self._forward_backward(call, body)
 
-    async def _deliver(
-        self,
-        call: Call,
-        pick: Pick[Request, Reply],
-        request: Request,
-        *,
-        payload: bytes = b"",
-        release: Callable[[], None] | None = None,
-    ) -> Reply:
-        """Call the trainer. Raises the failure that it reports, or `RunBroken`.
-
-        If the connection breaks, the request is sent again: the trainer answers from memory what
-        it has applied already. If the trainer is lost, so it is once there is a new one.
-        `release` is called when the call need not be replayed any more.
-        """
-        operation = call.operation
-        request.header.CopyFrom(
-            common_pb2.OperationHeader(
-                operation_id=operation.future.request_id,
-                session_id=self._run.session_id,
-                run_id=self._run.id,
-                # The trainer counts from 1, and counts the creation of the run, which may be a
-                # load; the client counts from 1 what comes after it.
-                seq_id=operation.seq_id + 1,
-                previous_seq_id=call.previous_seq_id + 1,
-                gradients_incomplete=call.gradients_incomplete,
-            )
-        )
-        if isinstance(request, trainer_pb2.OptimStepRequest):
-            request.snapshot = await self._trainer.taker.folder()
-        self._trainer.note_sent(call, request, release=release)
-        call.send()
-        reply = await self._answer(call, pick, request, payload)
-        call.answered = True
-        self._trainer.note_answered(call, request, reply)
-        self._tools.usage.record_reply(
-            operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
-        )
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
-        return reply
-
-    async def _answer(
-        self, call: Call, pick: Pick[Request, Reply], request: Request, payload: bytes
-    ) -> Reply:
-        """Send a request until it is answered."""
-        while True:
-            async with self._trainer.turn(call.operation) as client:
-                if reply := await self._answer_of(client, call, pick(client, payload), request):
-                    return reply
-            if isinstance(request, trainer_pb2.OptimStepRequest):
-                request.snapshot = ""
-
-    async def _answer_of(
-        self, client: TrainerClient, call: Call, method: Method[Request, Reply], request: Request
-    ) -> Reply | None:
-        """Send a request until this trainer answers it, or is lost: then return None."""
-        gone, broken = self._trainer.gone, 0
-        while not gone.done():
-            if isinstance(request, trainer_pb2.ForwardBackwardRequest):
-                request.out_of_memory_at = self._trainer.restoration.too_large(
-                    call.operation.seq_id
-                )
-            try:
-                with self._trainer.following(call, client):
-                    reply = await client.call(method, request, begun=call.begun)
-                # Answers count in the order of the operations: a replay has all before this one.
-                if not call.begun.done():
-                    await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if call.begun.done():
-                    return reply
-            except WorkerUnavailable as error:
-                self._log.warning("connection_broke", attempt=broken, reason=str(error))
-                await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
-                broken += 1
-                if not gone.done() and broken >= _DELIVERIES:
-                    why = "the connection to the trainer broke again and again"
-                    self._trainer.lose(client, InternalError(why))
-            except OperationTimedOut as error:
-                if not self._trainer.is_silent:
-                    if not self._trainer.is_at_work:  # but at what was sent before, of another run
-                        continue
-                    # It would take as long again.
-                    raise RunBroken(await self._trainer.final(error)) from error
-                self._trainer.lose(client, error)
-            except TandemError as error:
-                self._trainer.lose(client, error)
-        return None
-
     # --- Training -----------------------------------------------------------------------------
 
     async def _forward_backward(self, call: Call, loss: LossReference | None) -> Outcome:
         definition = await self._tools.definition_of(loss, session_id=self._run.session_id)
         request = trainer_pb2.ForwardBackwardRequest(loss_definition=definition)
         payload = await self._tools.journal.payload_of(call.operation)
-        reply = await self._deliver(
-            call,
-            lambda client, payload: client.forward_backward(payload),
-            request,
-            payload=payload,
+        reply = await self._delivery.deliver(
+            call, lambda client: client.forward_backward(payload), request
         )
         return Result(media="protobuf", body=reply.output)
 
@@ -245,7 +132,7 @@ class OperationRunner:
             case DimuonParams() as dimuon:
                 params = trainer_pb2.DiMuonParams(**dimuon.model_dump(exclude={"type"}))
                 request.dimuon.CopyFrom(params)
-        reply = await self._deliver(call, lambda client, _: client.stub.OptimStep, request)
+        reply = await self._delivery.deliver(call, lambda client: client.stub.OptimStep, request)
         self._run.step = reply.step
         self._tools.history.record(
             TrainingStep(
@@ -277,7 +164,9 @@ class OperationRunner:
         folder = call.operation.folder
         request = trainer_pb2.SaveCheckpointRequest(path=str(self._tools.data_dir / folder))
         with self._checkpoints.writing(folder, run_id=run.id):
-            reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
+            reply = await self._delivery.deliver(
+                call, lambda client: client.stub.SaveCheckpoint, request
+            )
             await self._put_checkpoint(path, body, step=reply.step, size=reply.bytes, folder=folder)
             if reply.at_step:
                 await self._trainer.taker.note_saved(
@@ -311,9 +200,9 @@ class OperationRunner:
             )
             folder = checkpoint.relative_folder
             self._pins.pin(folder)  # a replay loads it again
-            reply = await self._deliver(
+            reply = await self._delivery.deliver(
                 call,
-                lambda client, _: client.stub.LoadCheckpoint,
+                lambda client: client.stub.LoadCheckpoint,
                 request,
                 release=lambda: self._pins.unpin(folder),
             )
@@ -345,7 +234,7 @@ class OperationRunner:
             )
         with self._writing(name := call.operation.version):
             delta = path is None and run.publishes_deltas
-            version = await self._publish(call, name, sampled=True, delta=delta)
+            version = await self._publisher.publish(call, name, sampled=True, delta=delta)
             if path is not None:
                 await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
@@ -384,7 +273,7 @@ class OperationRunner:
         try:
             with ExitStack() as pinned:
                 pinned.enter_context(self._writing(name := call.operation.version))
-                version = await self._publish(call, name, becomes_parent=not recipients)
+                version = await self._publisher.publish(call, name, becomes_parent=not recipients)
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
                     name = new_version_name(run_id=run.id, number=call.operation.seq_id)
@@ -402,70 +291,6 @@ class OperationRunner:
             if recipients:  # nobody uses the plain files any more
                 self._checkpoints.mark(run.id)
         return json_result(type="save_weights_external", path=str(path), size_bytes=version.bytes)
-
-    async def _publish(
-        self,
-        call: Call,
-        name: str,
-        *,
-        sampled: bool = False,
-        becomes_parent: bool = True,
-        delta: bool = False,
-    ) -> WeightVersion:
-        """Let the trainer write a weight version, which may be `sampled` from, and may be a
-        `delta`; return it. What has a name is whole, for its files are copied and downloaded."""
-        run, path = self._run, self._versions.path_of(name)
-        if call.operation.resumed:
-            if (published := await self._versions.find(name)) is not None:
-                return published
-            if call.released:  # it came after a gap that was given up
-                raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
-        request = trainer_pb2.PublishRequest(
-            version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
-            parent=run.parent,
-            # It is kept until then: the newest version, `run.parent`, is that one or a delta of it.
-            delta_of=run.deltas.next() if delta else "",
-        )
-        try:
-            reply = await self._deliver(call, lambda client, _: client.stub.Publish, request)
-        except TandemError:
-            run.deltas.forget()
-            raise
-        written = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
-        version = WeightVersion(
-            name=name,
-            path=path,
-            run_id=run.id,
-            step=reply.version.step,
-            base_model=run.model.name,
-            adapter=reply.version.adapter,
-            parent=run.parent,
-            bytes=reply.bytes,
-            delta_of=reply.delta_of,
-        )
-        facts = {"parent": name} if becomes_parent else {}
-        facts |= {"newest": name} if sampled else {}
-        await self._versions.add_version(version, facts=facts)
-        if becomes_parent:
-            self._pins.pin(relative_version_folder(name))
-            if run.parent:
-                self._pins.unpin(relative_version_folder(run.parent))
-            run.parent = name
-            run.deltas.note(written)
-        if sampled:
-            run.newest = name
-        run.published = written
-        self._tools.metrics.published_bytes.inc(reply.written_bytes)
-        self._log.info(
-            "published",
-            version=name,
-            bytes=reply.bytes,
-            written_bytes=reply.written_bytes,
-            delta_of=reply.delta_of,
-            seconds=round(reply.seconds, 4),
-        )
-        call.release()
-        return version
 
     def _writing(self, version: str) -> AbstractContextManager[None]:
         """Pin the folder of a new version while the block runs."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
-from gateway.runs.operations import Call, Operation, Progress, RunBroken
+from gateway.runs.operations import Call, Operation, RunBroken
 from gateway.runs.replay import SentCall, Snapshot
 from gateway.runs.restoration import (
     DefinitionOf,
     GiveUp,
-    Reply,
-    Request,
     Restoration,
     TrainerRequest,
 )
@@ -36,7 +34,6 @@ from gateway.usage.meter import TrainerReply
 from gateway.workers.backoff import Backoff
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
-    Method,
     TrainerClient,
     WorkerUnavailable,
 )
@@ -53,10 +50,6 @@ from tandem.v1 import trainer_pb2
 
 _MOST_FAILURES = 5
 """Of trainers that are to replace a lost one, before they are at an operation."""
-_PROGRESS_INTERVAL = 2.0
-
-Pick = Callable[[TrainerClient, bytes], Method[Request, Reply]]
-"""Returns the method of a client that sends a request, with a payload if it has one."""
 
 
 class RunTrainer:
@@ -300,39 +293,6 @@ class RunTrainer:
                 self.taker.follow(self._serving.result(), request.snapshot)
             else:
                 self.taker.not_begun()
-
-    @contextmanager
-    def following(self, call: Call, client: TrainerClient) -> Iterator[None]:
-        """Keep the call's progress up to date while the block runs. What takes no longer than the
-        interval is not asked about."""
-        tasks: list[asyncio.Task[None]] = []
-        timer = asyncio.get_running_loop().call_later(
-            _PROGRESS_INTERVAL,
-            lambda: tasks.append(asyncio.create_task(self._follow(call, client))),
-        )
-        try:
-            yield
-        finally:
-            timer.cancel()
-            for task in tasks:
-                task.cancel()
-
-    async def _follow(self, call: Call, client: TrainerClient) -> None:
-        await asyncio.wait({call.begun})
-        while True:
-            await asyncio.sleep(_PROGRESS_INTERVAL)
-            try:
-                reply = await client.progress()
-            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
-                self._log.debug("no_progress", reason=str(error))
-                continue
-            if reply.seq_id == call.operation.seq_id + 1:
-                call.progress = Progress(
-                    seconds=reply.seconds,
-                    tokens_done=reply.tokens_done,
-                    tokens=reply.tokens,
-                    compiling=reply.compiling,
-                )
 
     async def save(self) -> None:
         """Let the trainer take a snapshot, if it serves and that is of use: the gateway is about to

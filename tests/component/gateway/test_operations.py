@@ -200,7 +200,7 @@ def test_a_long_poll_says_what_is_being_waited_for(run):
 
 
 def test_a_long_operation_says_how_many_tokens_are_done(run, monkeypatch):
-    monkeypatch.setattr("gateway.runs.trainer._PROGRESS_INTERVAL", 0.01)
+    monkeypatch.setattr("gateway.runs.delivery._PROGRESS_INTERVAL", 0.01)
     run.hold()
     run.trainer.progress = trainer_pb2.ProgressReply(
         seq_id=2, seconds=4.0, tokens_done=1000, tokens=8000

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.futures.table import Future, Result
 from gateway.placement.asks import Asks
+from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
 from gateway.runs.runner import OperationRunner
@@ -145,9 +146,9 @@ def test_what_takes_no_longer_than_the_interval_is_not_asked_how_far_it_is():
     """However long it waits for those before it."""
 
     async def progress_asked_of(*, waits: float, takes: float) -> int:
-        trainer, client, call = object.__new__(RunTrainer), MagicMock(), Call(MagicMock())
+        delivery, client, call = object.__new__(CallDelivery), MagicMock(), Call(MagicMock())
         client.progress = AsyncMock()
-        with trainer.following(call, client):
+        with delivery.following(call, client):
             await asyncio.sleep(waits)
             call.begin()
             await asyncio.sleep(takes)

@@ -1,0 +1,165 @@
+"""The delivery of a call: it is sent to the run's trainer, and to the one that replaces it, until
+it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gateway.runs.operations import Call, Progress, RunBroken
+from gateway.runs.restoration import Reply, Request
+from gateway.runs.trainer import RunTrainer
+from gateway.runs.training_run import TrainingRun
+from gateway.usage.meter import Subject, UsageMeter
+from gateway.workers.clients import (
+    EXIT_REPORT_PATIENCE,
+    Method,
+    TrainerClient,
+    WorkerUnavailable,
+)
+from tandem.errors import InternalError, OperationTimedOut, TandemError, from_failure
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, trainer_pb2
+
+_DELIVERIES = 3
+"""Of a call to a trainer that lives, over connections that break."""
+_PROGRESS_INTERVAL = 2.0
+
+Pick = Callable[[TrainerClient], Method[Request, Reply]]
+"""Returns the method of a client that sends a request."""
+
+
+class CallDelivery:
+    def __init__(self, *, run: TrainingRun, trainer: RunTrainer, usage: UsageMeter) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._usage = usage
+        self._subject = Subject(
+            id=run.id,
+            session_id=run.session_id,
+            owner=run.owner,
+            base_model=run.model.name,
+            run_id=run.id,
+        )
+        self._log = get_log(session_id=run.session_id, run_id=run.id)
+
+    async def deliver(
+        self,
+        call: Call,
+        pick: Pick[Request, Reply],
+        request: Request,
+        *,
+        release: Callable[[], None] | None = None,
+    ) -> Reply:
+        """Call the trainer. Raises the failure that it reports, or `RunBroken`.
+
+        If the connection breaks, the request is sent again: the trainer answers from memory what
+        it has applied already. If the trainer is lost, so it is once there is a new one.
+        `release` is called when the call need not be replayed any more.
+        """
+        operation = call.operation
+        request.header.CopyFrom(
+            common_pb2.OperationHeader(
+                operation_id=operation.future.request_id,
+                session_id=self._run.session_id,
+                run_id=self._run.id,
+                # The trainer counts from 1, and counts the creation of the run, which may be a
+                # load; the client counts from 1 what comes after it.
+                seq_id=operation.seq_id + 1,
+                previous_seq_id=call.previous_seq_id + 1,
+                gradients_incomplete=call.gradients_incomplete,
+            )
+        )
+        if isinstance(request, trainer_pb2.OptimStepRequest):
+            request.snapshot = await self._trainer.taker.folder()
+        self._trainer.note_sent(call, request, release=release)
+        call.send()
+        reply = await self._answer(call, pick, request)
+        call.answered = True
+        self._trainer.note_answered(call, request, reply)
+        self._usage.record_reply(
+            operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
+        )
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        return reply
+
+    async def _answer(self, call: Call, pick: Pick[Request, Reply], request: Request) -> Reply:
+        """Send a request until it is answered."""
+        while True:
+            async with self._trainer.turn(call.operation) as client:
+                if reply := await self._answer_of(client, call, pick(client), request):
+                    return reply
+            if isinstance(request, trainer_pb2.OptimStepRequest):
+                request.snapshot = ""
+
+    async def _answer_of(
+        self, client: TrainerClient, call: Call, method: Method[Request, Reply], request: Request
+    ) -> Reply | None:
+        """Send a request until this trainer answers it, or is lost: then return None."""
+        gone, broken = self._trainer.gone, 0
+        while not gone.done():
+            if isinstance(request, trainer_pb2.ForwardBackwardRequest):
+                request.out_of_memory_at = self._trainer.restoration.too_large(
+                    call.operation.seq_id
+                )
+            try:
+                with self.following(call, client):
+                    reply = await client.call(method, request, begun=call.begun)
+                # Answers count in the order of the operations: a replay has all before this one.
+                if not call.begun.done():
+                    await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if call.begun.done():
+                    return reply
+            except WorkerUnavailable as error:
+                self._log.warning("connection_broke", attempt=broken, reason=str(error))
+                await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
+                broken += 1
+                if not gone.done() and broken >= _DELIVERIES:
+                    why = "the connection to the trainer broke again and again"
+                    self._trainer.lose(client, InternalError(why))
+            except OperationTimedOut as error:
+                if not self._trainer.is_silent:
+                    if not self._trainer.is_at_work:  # but at what was sent before, of another run
+                        continue
+                    # It would take as long again.
+                    raise RunBroken(await self._trainer.final(error)) from error
+                self._trainer.lose(client, error)
+            except TandemError as error:
+                self._trainer.lose(client, error)
+        return None
+
+    @contextmanager
+    def following(self, call: Call, client: TrainerClient) -> Iterator[None]:
+        """Keep the call's progress up to date while the block runs. What takes no longer than the
+        interval is not asked about."""
+        tasks: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            _PROGRESS_INTERVAL,
+            lambda: tasks.append(asyncio.create_task(self._follow(call, client))),
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _follow(self, call: Call, client: TrainerClient) -> None:
+        await asyncio.wait({call.begun})
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
+            try:
+                reply = await client.progress()
+            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
+                self._log.debug("no_progress", reason=str(error))
+                continue
+            if reply.seq_id == call.operation.seq_id + 1:
+                call.progress = Progress(
+                    seconds=reply.seconds,
+                    tokens_done=reply.tokens_done,
+                    tokens=reply.tokens,
+                    compiling=reply.compiling,
+                )

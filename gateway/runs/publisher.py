@@ -1,0 +1,97 @@
+"""The weight versions of a run: its trainer writes them, and each is the next one's parent."""
+
+from __future__ import annotations
+
+from gateway.checkpoints.pins import Pins
+from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.identifiers import relative_version_folder
+from gateway.metrics import Metrics
+from gateway.runs.delivery import CallDelivery
+from gateway.runs.deltas import Published
+from gateway.runs.operations import Call
+from gateway.runs.training_run import TrainingRun
+from tandem.errors import SequenceGap, TandemError
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, trainer_pb2
+
+
+class WeightPublisher:
+    def __init__(
+        self,
+        *,
+        run: TrainingRun,
+        delivery: CallDelivery,
+        versions: VersionStore,
+        pins: Pins,
+        metrics: Metrics,
+    ) -> None:
+        self._run = run
+        self._delivery = delivery
+        self._versions = versions
+        self._pins = pins
+        self._metrics = metrics
+        self._log = get_log(session_id=run.session_id, run_id=run.id)
+
+    async def publish(
+        self,
+        call: Call,
+        name: str,
+        *,
+        sampled: bool = False,
+        becomes_parent: bool = True,
+        delta: bool = False,
+    ) -> WeightVersion:
+        """Let the trainer write a weight version, which may be `sampled` from, and may be a
+        `delta`; return it. What has a name is whole, for its files are copied and downloaded."""
+        run, path = self._run, self._versions.path_of(name)
+        if call.operation.resumed:
+            if (published := await self._versions.find(name)) is not None:
+                return published
+            if call.released:  # it came after a gap that was given up
+                raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
+        request = trainer_pb2.PublishRequest(
+            version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
+            parent=run.parent,
+            # It is kept until then: the newest version, `run.parent`, is that one or a delta of it.
+            delta_of=run.deltas.next() if delta else "",
+        )
+        try:
+            reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
+        except TandemError:
+            run.deltas.forget()
+            raise
+        written = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
+        version = WeightVersion(
+            name=name,
+            path=path,
+            run_id=run.id,
+            step=reply.version.step,
+            base_model=run.model.name,
+            adapter=reply.version.adapter,
+            parent=run.parent,
+            bytes=reply.bytes,
+            delta_of=reply.delta_of,
+        )
+        facts = {"parent": name} if becomes_parent else {}
+        facts |= {"newest": name} if sampled else {}
+        await self._versions.add_version(version, facts=facts)
+        if becomes_parent:
+            self._pins.pin(relative_version_folder(name))
+            if run.parent:
+                self._pins.unpin(relative_version_folder(run.parent))
+            run.parent = name
+            run.deltas.note(written)
+        if sampled:
+            run.newest = name
+        run.published = written
+        self._metrics.published_bytes.inc(reply.written_bytes)
+        self._log.info(
+            "published",
+            version=name,
+            bytes=reply.bytes,
+            written_bytes=reply.written_bytes,
+            delta_of=reply.delta_of,
+            seconds=round(reply.seconds, 4),
+        )
+        call.release()
+        return version
