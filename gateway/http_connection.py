@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from gateway.metrics import Metrics
 from gateway.sessions.registry import Connection
-from tandem.settings import HttpSettings
+from tandem.request_settings import HttpSettings
 
 _MAX_SURPLUS = 1024
 """Connections above the limit that still get an answer; any more are aborted."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded, Overloaded
-from tandem.settings import LimitSettings
+from tandem.request_settings import LimitSettings
 
 _CLOSE = "close the sessions that are no longer needed (ServiceClient.close())"
 _FREE: Mapping[str, str] = {

@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.request_settings import HttpSettings, LimitSettings, OpenAISettings
+from tandem.sharing_settings import GroupSettings, SharingSettings
 
 
 class TrainerSettings(BaseSettings):
@@ -172,71 +174,6 @@ class SamplerSettings(BaseSettings):
     )
 
 
-Share = Literal["when_full", "always", "never"]
-
-
-class SharingSettings(BaseSettings):
-    """How workers share the devices of a group. Environment: `TANDEM_SHARING_*`; see
-    `docs/sharing.md`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_SHARING_")
-
-    policy: Literal["deferred", "eager", "idle_after"] = Field(
-        "deferred",
-        description="When a worker sleeps though nobody waits for its devices: never, as soon as "
-        "it has nothing to do, or idle_after seconds later.",
-    )
-    idle_after: float = Field(60.0, ge=0)
-    quantum: float = Field(
-        5.0,
-        ge=0,
-        description="A busy worker keeps its devices for so long, though others wait. Best is "
-        "longer than what it does between two pauses, such as a step.",
-    )
-    max_wait: float = Field(
-        120.0,
-        gt=0,
-        description="Whoever has waited for so long is next, whatever the holder is at.",
-    )
-    expiry: float = Field(
-        15.0,
-        gt=0,
-        description="A worker that others wait for, and that has not answered its heartbeat for so "
-        "long, is killed.",
-    )
-    weights: dict[str, float] = Field(
-        default_factory=dict,
-        description='What owners get of shared devices, as JSON: {"OWNER": 2.0}; 1.0 unless given.',
-    )
-    switch_timeout: float = Field(
-        120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
-    )
-    lora_runs: Share = Field(
-        "when_full",
-        description="When runs that train adapters on one base model share a trainer and an "
-        "engine, if they say nothing: when there is no place for another, always, or never.",
-    )
-    most_runs: int = Field(8, ge=1, description="Runs that share a trainer.")
-    across_owners: bool = Field(
-        False, description="Whether runs of several owners may share a trainer and an engine."
-    )
-
-
-class GroupSettings(BaseModel):
-    """A device group of `TANDEM_GROUPS`; see `docs/sharing.md`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
-    roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
-    awake: int = Field(1, ge=0, description="Workers awake at once; 0: all, always.")
-    workers: int = Field(16, ge=1, description="Workers that may be there, awake or asleep.")
-    memory_bytes: int = Field(
-        0, ge=0, description="Of each device; 0: what an NVIDIA device has, unbounded for cores."
-    )
-
-
 class PoolSettings(BaseSettings):
     """Processes that the agent keeps started for the next workers. Environment: `TANDEM_POOL_*`;
     see docs/sharing.md."""
@@ -247,100 +184,6 @@ class PoolSettings(BaseSettings):
     samplers: int = Field(1, ge=0, le=16, description="Idle processes for samplers; 0 = none.")
     nice: int = Field(
         15, ge=0, le=19, description="The niceness with which they import, before they are idle."
-    )
-
-
-class LimitSettings(BaseSettings):
-    """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
-
-    The number at the end is the status of a request beyond the limit; see `docs/limits.md`.
-    """
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
-
-    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; 403.")
-    runs: int = Field(128, ge=1, description="Training runs of an owner that have not ended; 403.")
-    samplers: int = Field(128, ge=1, description="Sampler engines of an owner; 403.")
-    sampling_sessions: int = Field(
-        10_000, ge=1, description="Active sampling sessions of an owner; 403."
-    )
-    custom_losses: int = Field(
-        1024, ge=1, description="Custom losses in an owner's active sessions; 403."
-    )
-    checkpoint_bytes: int = Field(
-        2**40, ge=0, description="All checkpoints of an owner, the new one included; 403."
-    )
-    queued_operations: int = Field(
-        16_384, ge=1, description="Unfinished operations of an owner; 429."
-    )
-    queued_operations_in_all: int = Field(65_536, ge=1, description="The same of all owners; 429.")
-    queued_bytes: int = Field(
-        2 * 2**30, ge=1, description="Payloads on disk of an owner's queued operations; 429."
-    )
-    queued_bytes_in_all: int = Field(8 * 2**30, ge=1, description="The same of all owners; 429.")
-    waiting_samples: int = Field(16_384, ge=1, description="Unfinished samples of an owner; 429.")
-    waiting_samples_in_all: int = Field(32_768, ge=1, description="The same of all owners; 429.")
-    held_bytes: int = Field(
-        256 * 2**20, ge=1, description="Queued requests of an owner in memory; 429."
-    )
-    held_bytes_in_all: int = Field(2**30, ge=1, description="The same of all owners; 429.")
-    body_bytes: int = Field(
-        256 * 2**20, ge=1, description="Request bodies of an owner being received; 429."
-    )
-    body_bytes_in_all: int = Field(2**30, ge=1, description="The same of all owners; 429.")
-    requests: int = Field(8192, ge=1, description="Open requests of an owner; 429.")
-    result_bytes: int = Field(
-        64 * 2**20, ge=0, description="Results of an owner in memory; older ones move to disk."
-    )
-    results: int = Field(
-        65_536,
-        ge=1,
-        description="Unfetched sample results of an owner; the oldest are dropped.",
-    )
-
-
-class OpenAISettings(BaseSettings):
-    """The OpenAI-compatible routes under /v1. Environment: `TANDEM_OPENAI_*`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_OPENAI_")
-
-    idle_ttl: float = Field(
-        900.0, gt=0, description="An owner's engines for /v1 stop when unused for this long."
-    )
-    start_timeout: float = Field(
-        240.0, gt=0, description="Longest wait for an engine to start; then 503."
-    )
-    request_timeout: float = Field(
-        1800.0, gt=0, description="Longest duration of a request; then 504."
-    )
-    max_choices: int = Field(1024, ge=1, description="Prompts times choices of one request; 400.")
-
-
-class HttpSettings(BaseSettings):
-    """Connections and the deadlines of a request's parts. Environment: `TANDEM_HTTP_*`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_HTTP_")
-
-    max_connections: int = Field(8192, ge=1, description="Open connections; further ones get 429.")
-    max_header_bytes: int = Field(
-        64 * 2**10, ge=1024, description="Size of request line and headers; 431."
-    )
-    header_timeout: float = Field(
-        20.0, gt=0, description="Deadline for the headers of a request; 408."
-    )
-    body_gap_timeout: float = Field(30.0, gt=0, description="Longest pause within a body; 408.")
-    body_timeout: float = Field(300.0, gt=0, description="Deadline for a whole body; 408.")
-    keep_alive: int = Field(75, ge=1, description="Idle connections are closed after this long.")
-    write_timeout: float = Field(
-        60.0,
-        gt=0,
-        description="A client that reads nothing of its answer for this long is disconnected.",
-    )
-    linger: float = Field(
-        10.0,
-        gt=0,
-        description="How long the rest of a refused body is discarded before the connection is "
-        "closed, so that the client can read the answer.",
     )
 
 

@@ -15,7 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from gateway.placement.groups import DeviceGroup, Role
 from gateway.workers.launchers.kubernetes.resources import most_memory
 from tandem.errors import InvalidRequest, PermissionDenied
-from tandem.settings import GatewaySettings, Share, TrainerSettings
+from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.sharing_settings import Share
 from tandem.worker import Layout, TrainingSpec, WorkerSpec
 
 _PREFIX = "tandem."

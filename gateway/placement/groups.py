@@ -22,7 +22,8 @@ from tandem.cluster_settings import ClaimPoolSettings
 from tandem.devices import Device, parse_device
 from tandem.errors import InvalidRequest
 from tandem.host import Accelerator, Host
-from tandem.settings import GatewaySettings, GroupSettings
+from tandem.settings import GatewaySettings
+from tandem.sharing_settings import GroupSettings
 
 Role = Literal["trainer", "sampler"]
 

@@ -33,7 +33,8 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
-from tandem.settings import SamplerSettings, SharingSettings
+from tandem.settings import SamplerSettings
+from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerHandle

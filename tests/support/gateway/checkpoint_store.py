@@ -16,7 +16,7 @@ from gateway.identifiers import parse_checkpoint_path
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
-from tandem.settings import LimitSettings
+from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for
 
 RUN = "s-1:train:0"

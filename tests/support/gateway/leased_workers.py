@@ -19,7 +19,7 @@ from gateway.placement.leases import GroupLeases
 from gateway.placement.memory import HostMemory, SleepPlan
 from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import OutOfMemory, StorageFailed, StorageFull
-from tandem.settings import SharingSettings
+from tandem.sharing_settings import SharingSettings
 
 _TO_HOST_MEMORY = SleepPlan()
 _LOOKS = 4

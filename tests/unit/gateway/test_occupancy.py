@@ -21,7 +21,7 @@ from gateway.placement.places import Place
 from gateway.storage.database import Database
 from gateway.storage.tables import lease_spans
 from tandem.devices import parse_device
-from tandem.settings import SharingSettings
+from tandem.sharing_settings import SharingSettings
 from tests.support.gateway.leased_workers import World, not_leased
 from tests.support.virtual_time import in_virtual_time
 

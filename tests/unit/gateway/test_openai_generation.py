@@ -13,7 +13,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
 from tandem.errors import GatewayRestarted, OperationTimedOut
-from tandem.settings import OpenAISettings
+from tandem.request_settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.support.waiting import until

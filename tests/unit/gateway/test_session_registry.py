@@ -10,7 +10,7 @@ from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.sessions.registry import Connection, NewSession, SessionRegistry
 from gateway.storage.database import Database
-from tandem.settings import LimitSettings
+from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

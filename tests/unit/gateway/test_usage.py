@@ -17,7 +17,7 @@ from gateway.storage.tables import checkpoints, sampling_sessions
 from gateway.storage.tables import usage as table
 from gateway.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.usage.reports import BillingReports, Used
-from tandem.settings import LimitSettings
+from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

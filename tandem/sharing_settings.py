@@ -1,0 +1,72 @@
+"""The settings of device groups, and of how workers share their devices; see `docs/sharing.md`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Share = Literal["when_full", "always", "never"]
+
+
+class SharingSettings(BaseSettings):
+    """How workers share the devices of a group. Environment: `TANDEM_SHARING_*`; see
+    `docs/sharing.md`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SHARING_")
+
+    policy: Literal["deferred", "eager", "idle_after"] = Field(
+        "deferred",
+        description="When a worker sleeps though nobody waits for its devices: never, as soon as "
+        "it has nothing to do, or idle_after seconds later.",
+    )
+    idle_after: float = Field(60.0, ge=0)
+    quantum: float = Field(
+        5.0,
+        ge=0,
+        description="A busy worker keeps its devices for so long, though others wait. Best is "
+        "longer than what it does between two pauses, such as a step.",
+    )
+    max_wait: float = Field(
+        120.0,
+        gt=0,
+        description="Whoever has waited for so long is next, whatever the holder is at.",
+    )
+    expiry: float = Field(
+        15.0,
+        gt=0,
+        description="A worker that others wait for, and that has not answered its heartbeat for so "
+        "long, is killed.",
+    )
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description='What owners get of shared devices, as JSON: {"OWNER": 2.0}; 1.0 unless given.',
+    )
+    switch_timeout: float = Field(
+        120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
+    )
+    lora_runs: Share = Field(
+        "when_full",
+        description="When runs that train adapters on one base model share a trainer and an "
+        "engine, if they say nothing: when there is no place for another, always, or never.",
+    )
+    most_runs: int = Field(8, ge=1, description="Runs that share a trainer.")
+    across_owners: bool = Field(
+        False, description="Whether runs of several owners may share a trainer and an engine."
+    )
+
+
+class GroupSettings(BaseModel):
+    """A device group of `TANDEM_GROUPS`; see `docs/sharing.md`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
+    roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
+    awake: int = Field(1, ge=0, description="Workers awake at once; 0: all, always.")
+    workers: int = Field(16, ge=1, description="Workers that may be there, awake or asleep.")
+    memory_bytes: int = Field(
+        0, ge=0, description="Of each device; 0: what an NVIDIA device has, unbounded for cores."
+    )
