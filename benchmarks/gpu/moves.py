@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.workers import (
@@ -60,6 +61,29 @@ def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
         found[name] = rate(size, statistics.median(seconds))
+    return found
+
+
+def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
+    """Return the median GB/s at which a version's tensors come from the page cache to the device:
+    as they are mapped, and staged as an engine's worker does it."""
+    import torch
+
+    from sampler_service.weights.files import read_sources
+    from sampler_service.weights.staging import pinned, staged, staging_threads
+
+    there = torch.device(device)
+    allocate = pinned if there.type == "cuda" else partial(torch.empty, dtype=torch.uint8)
+    found = {}
+    for name, threads in {"mapped": 0, "staged": staging_threads("cuda", workers=1)}.items():
+        seconds = []
+        for _ in range(rounds + 1):
+            began, size = time.perf_counter(), 0
+            with staged(read_sources(files), threads=threads, allocate=allocate) as tensors:
+                for _, tensor in tensors:
+                    size += torch.empty_like(tensor, device=there).copy_(tensor).nbytes
+            seconds.append(time.perf_counter() - began)
+        found[name] = rate(size, statistics.median(seconds[1:]))
     return found
 
 
@@ -186,7 +210,11 @@ async def engine_of(
         for level in (1, 2):
             found[f"sleep level {level}"] = await sleeps(bench, engine, before=before, level=level)
         bench.say(json.dumps(found))
-    return found
+    arrived = elsewhere(
+        bench, arrivals, Path(versions[0].path), torch_device(bench), rounds=bench.rounds
+    )
+    bench.say(f"from the page cache, GB/s: {json.dumps(arrived)}")
+    return found | {"arrivals_gb_per_second": arrived}
 
 
 def together(bench: Bench, size: str, model: Path, *, steps: int) -> dict[str, object]:

@@ -40,7 +40,8 @@ from sampler_service.vllm.memory import (
 )
 from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
-from sampler_service.weights.files import read_tensors
+from sampler_service.weights.files import read_sources
+from sampler_service.weights.staging import staged, staging_threads
 from tandem.weights.delta import Bytes
 
 if TYPE_CHECKING:
@@ -83,12 +84,17 @@ class WeightsExtension:
         model = self.model_runner.get_model()
         forget_packed_weights(model)
         forget_packed_experts(self.model_runner)
-        tensors = read_tensors(Path(directory), made)
-        everything, loaded = load_in_place(self.model_runner, tensors)
+        sources = read_sources(Path(directory), made)
+        with staged(sources, threads=self._tandem_staging_threads()) as tensors:
+            everything, loaded = load_in_place(self.model_runner, tensors)
         repack_heads(model)
         pad_linears(model)
         absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}
         return (everything - loaded) | dropped_layers(model) | absent
+
+    def _tandem_staging_threads(self) -> int:
+        workers = self.model_runner.parallel_config.world_size
+        return staging_threads(self.model_runner.device.type, workers=workers)
 
     def tandem_weight_sums(self) -> dict[str, int]:
         """Return the sum of each parameter's numbers."""

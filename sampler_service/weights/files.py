@@ -9,11 +9,13 @@ was verified is kept, where there is room (`made_files`), and loaded as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 from safetensors import safe_open
 
 from sampler_service.weights.made_files import MadeFiles
@@ -29,6 +31,48 @@ if TYPE_CHECKING:
 NOTHING_MADE: Mapping[str, Bytes] = MappingProxyType({})
 
 
+@dataclass(frozen=True, eq=False)
+class TensorSource:
+    """A tensor of a file: as it is `stored`, mapped or in memory, and what a `patch` changes of it.
+    In the file it begins at `place`."""
+
+    name: str
+    stored: torch.Tensor
+    place: int = 0
+    patch: Patch | None = None
+    patch_file: Path | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """Return its value, copied if the patch changes it. Raises `LoadFailed`."""
+        if self.patch is None or not self.patch.within(self.place, self.stored.nbytes):
+            return self.stored
+        return self.made_in(np.empty(self.stored.nbytes, np.uint8))
+
+    def made_in(self, room: Bytes) -> torch.Tensor:
+        """Return its value, made in memory of its size. Raises `LoadFailed`."""
+        self.write(room)
+        return self.of(room)
+
+    def write(self, target: Bytes, start: int = 0) -> None:
+        """Write the bytes of its value from `start` on, a multiple of `PIECE_BYTES`. Raises
+        `LoadFailed` for a patch that does not fit."""
+        # Torch's threads would wait for one another at each tensor, and on busy cores long.
+        np.copyto(target, bytes_of(self.stored).numpy()[start : start + target.size])
+        if self.patch is None:
+            return
+        assert self.patch_file is not None
+        begin = self.place + start
+        with damage_named(self.patch_file):
+            for change in self.patch.within(begin, target.size):
+                change.apply(target, start=begin)
+
+    def of(self, content: Bytes) -> torch.Tensor:
+        """Return a tensor of its type and shape, in the memory of its bytes."""
+        import torch
+
+        return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
+
+
 @dataclass(frozen=True)
 class WeightsFile:
     """`path` is a file of safetensors; with a `patch`, that of the version which was compared;
@@ -38,49 +82,32 @@ class WeightsFile:
     patch: Path | None = None
     made: Bytes | None = None
 
-    def tensors(self, room: Bytes | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of its tensors in the order of the file. What a patch makes is
-        put into its place in `room`, if that is given. Raises `OSError`, or `LoadFailed` for a
-        patch that does not fit the file."""
-        import torch
-
-        with safe_open(self.path, framework="pt", device="cpu") as file:
-            if self.patch is None:
-                for name in file.offset_keys():
-                    yield name, file.get_tensor(name)
-                return
+    def sources(self) -> Iterator[TensorSource]:
+        """Yield its tensors in the order of the file. Raises `OSError`, or `LoadFailed` for a
+        damaged patch."""
+        patch, place = None, 0
+        if self.patch is not None:
             place = len(header_of(self.path))
-            if self.made is not None:
-                for name in file.offset_keys():
-                    tensor = file.get_tensor(name)  # which is not read from the disk
-                    content = self.made[place : place + tensor.nbytes]
-                    yield name, torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
-                    place += tensor.nbytes
-                return
-            try:
-                patch = Patch.open(self.patch)
-                for name in file.offset_keys():
-                    tensor = file.get_tensor(name)
-                    size = tensor.nbytes
-                    changes = patch.within(place, size)
-                    if changes or room is not None:
-                        # Torch's threads would wait for one another at each tensor, and on busy
-                        # cores long.
-                        content = bytes_of(tensor).numpy()
-                        if room is None:
-                            content = content.copy()
-                        else:
-                            room[place : place + size] = content
-                            content = room[place : place + size]
-                        for change in changes:
-                            change.apply(content, start=place)
-                        tensor = torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
-                    yield name, tensor
-                    place += size
-            except ValueError as error:
-                raise LoadFailed(
-                    f"{self.patch.parent.name}/{self.patch.name} is damaged: {error}"
-                ) from error
+            if self.made is None:
+                with damage_named(self.patch):
+                    patch = Patch.open(self.patch)
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            for name in file.offset_keys():
+                source = TensorSource(name, file.get_tensor(name), place, patch, self.patch)
+                size = source.stored.nbytes
+                if self.made is not None:  # what is stored is not read from the disk
+                    source = replace(source, stored=source.of(self.made[place : place + size]))
+                yield source
+                place += size
+
+
+@contextmanager
+def damage_named(patch: Path) -> Iterator[None]:
+    """Raise `LoadFailed` in place of the `ValueError` of a patch."""
+    try:
+        yield
+    except ValueError as error:
+        raise LoadFailed(f"{patch.parent.name}/{patch.name} is damaged: {error}") from error
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,13 +141,20 @@ def weights_files(directory: Path) -> list[WeightsFile]:
     ]
 
 
+def read_sources(
+    directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE
+) -> Iterator[TensorSource]:
+    """Yield every tensor of a directory's files, of which some may have been `made` of their
+    patches already. Raises `OSError`, `LoadFailed`."""
+    for file in weights_files(directory):
+        yield from replace(file, made=made.get(file.path.name)).sources()
+
+
 def read_tensors(
     directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of every tensor in a directory's files, of which some may have been
-    `made` of their patches already."""
-    for file in weights_files(directory):
-        yield from replace(file, made=made.get(file.path.name)).tensors()
+    """As `read_sources`: the names and values."""
+    return ((source.name, source.tensor()) for source in read_sources(directory, made))
 
 
 def verified_tensors(
@@ -134,16 +168,18 @@ def verified_tensors(
     entries = {entry.name: entry for entry in manifest.files}
     for file in weights_files(directory):
         if file.patch is None:
-            yield from file.tensors()
+            yield from ((source.name, source.stored) for source in file.sources())
             continue
         checksum = Checksum()
         checksum.update(header_of(file.path))
         name, size = file.path.name, entries[file.path.name].bytes
         room = made.make(name, size) if made is not None else None
-        for name, tensor in file.tensors(room):
+        for source in file.sources():
             go_on()
+            part = slice(source.place, source.place + source.stored.nbytes)
+            tensor = source.tensor() if room is None else source.made_in(room[part])
             checksum.update(memoryview(bytes_of(tensor).numpy()))
-            yield name, tensor
+            yield source.name, tensor
         if checksum.entry(file.path.name) != entries[file.path.name]:
             base_of(directory, manifest, checksums=True, go_on=go_on)
             raise LoadFailed(

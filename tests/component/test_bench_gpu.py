@@ -27,6 +27,7 @@ def test_trainers_and_engines_of_a_size_are_measured():
     assert engine["weights_bytes"] > 4 * trainer["parameters"]
     assert engine["canary_difference"] < 1e-4
     assert {"sleep level 1", "sleep level 2"} < set(engine)
+    assert set(engine["arrivals_gb_per_second"]) == {"mapped", "staged"}
 
 
 @pytest.mark.nightly

@@ -34,23 +34,28 @@ from sampler_service.weights.loader import Loader, WeightVersion, default_tolera
 from tandem.settings import SamplerSettings
 
 model, old, new = map(Path, sys.argv[1:4])
-rank, engine_process = int(sys.argv[4]), sys.argv[5]
+rank, engine_process, threads = int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
 settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 2**24, "max_lora_rank": rank}
 order = model.parent / "sabotage"
 
 def start(on_lost):
     engine = start_engine(model, SamplerSettings(**settings), on_lost, sleeps=False)
+    import torch
     from sampler_service.vllm import worker_extension
 
-    extension, read = worker_extension.WeightsExtension, worker_extension.read_tensors
+    memory = partial(torch.empty, dtype=torch.uint8)
+    worker_extension.staged = partial(worker_extension.staged, allocate=memory, ahead=2**16)
+    worker_extension.staging_threads = lambda device, workers: threads
+
+    extension, read = worker_extension.WeightsExtension, worker_extension.read_sources
     load, repack = extension.tandem_load, worker_extension.repack_heads
 
     def mixed(stale):
-        before = dict(read(old))
-        return lambda *where: ((n, before[n] if stale in n else t) for n, t in read(*where))
+        before = {each.name: each for each in read(old)}
+        return lambda *where: (before[t.name] if stale in t.name else t for t in read(*where))
 
     def tandem_load(worker, directory, made):
-        worker_extension.repack_heads, worker_extension.read_tensors = repack, read
+        worker_extension.repack_heads, worker_extension.read_sources = repack, read
         sabotage = order.read_text()
         if sabotage == "ignored":
             return set()
@@ -59,7 +64,7 @@ def start(on_lost):
         if sabotage == "head not packed":
             worker_extension.repack_heads = lambda model: None
         elif sabotage:
-            worker_extension.read_tensors = mixed(sabotage)
+            worker_extension.read_sources = mixed(sabotage)
         return load(worker, directory, made)
 
     extension.tandem_load = tandem_load
@@ -85,7 +90,7 @@ def attempt(path, *, sabotage=""):
 
 results = {path.name: attempt(path) for path in (model, old, new)}
 results["base again"] = attempt(model)
-for sabotage in sys.argv[6:]:
+for sabotage in sys.argv[7:]:
     results["before " + sabotage] = attempt(old)
     results[sabotage] = attempt(new, sabotage=sabotage)
     if sabotage == "ignored":
@@ -112,20 +117,26 @@ def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rank", "engine_process", "sabotages"),
+    ("architecture", "rank", "engine_process", "staging_threads", "sabotages"),
     [
         (
             "qwen3",
             0,
             "off",
+            0,
             ["ignored", "version before", "head not packed", "1.self_attn.v_proj", "2.mlp.down"],
         ),
-        ("qwen3_moe", 0, "off", ["ignored", "2.mlp.experts"]),
-        ("llama", 4, "on", ["ignored", "lm_head", "0.input_layernorm"]),
+        ("qwen3_moe", 0, "off", 2, ["ignored", "2.mlp.experts"]),
+        ("llama", 4, "on", 2, ["ignored", "lm_head", "0.input_layernorm"]),
     ],
 )
 def test_a_load_that_did_not_happen_is_refused(
-    tmp_path: Path, architecture, rank: int, engine_process: str, sabotages: list[str]
+    tmp_path: Path,
+    architecture: str,
+    rank: int,
+    engine_process: str,
+    staging_threads: int,
+    sabotages: list[str],
 ):
     model = write_tiny_model(
         tmp_path / "base", architecture=architecture, head_dim=32, max_length=LENGTH
@@ -133,7 +144,7 @@ def test_a_load_that_did_not_happen_is_refused(
     folders = [nudged(model, tmp_path / "old")]
     folders.append(nudged(folders[0], tmp_path / "new", at=0.5))
     old, new = (Path(publish(each, tmp_path, number=n).path) for n, each in enumerate(folders))
-    arguments = (model, old, new, rank, engine_process)
+    arguments = (model, old, new, rank, engine_process, staging_threads)
     done = subprocess.run(
         [sys.executable, "-c", _TRY, *map(str, arguments), *sabotages],
         env=sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp()),

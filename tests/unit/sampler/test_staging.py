@@ -1,0 +1,210 @@
+"""Tensors that are staged are those of the files, bit for bit, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from structlog.testing import capture_logs
+
+from sampler_service.weights.files import TensorSource, WeightsFile, read_sources, read_tensors
+from sampler_service.weights.staging import staged, staging_threads
+from tandem.errors import LoadFailed
+from tandem.weights.delta import PIECE_BYTES, encode
+
+MIB = 2**20
+ODD = {
+    "flags": torch.tensor([True, False, True]),
+    "an odd place": torch.arange(7, dtype=torch.float32).to(torch.bfloat16),
+    "nothing": torch.zeros(0, 5, dtype=torch.float16),
+    "a number": torch.tensor(2.5, dtype=torch.float64),
+    "counts": torch.arange(-4, 8).view(2, 2, 3),
+    "eighths": torch.arange(9, dtype=torch.float32).to(torch.float8_e4m3fn).view(3, 3),
+    "several slices": torch.randint(-99, 99, (35 * MIB + 3,), dtype=torch.int8),
+    "last": torch.randn(3, 5),
+}
+TYPES = {
+    torch.bool: "BOOL",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_in_order(file: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """As safetensors would, which puts tensors in an order in which each is aligned."""
+    header, place = {}, 0
+    for name, tensor in tensors.items():
+        end = place + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [place, end],
+        }
+        place = end
+    about = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(about).to_bytes(8, "little") + about)
+        for tensor in tensors.values():
+            stream.write(raw(tensor))
+    return file
+
+
+def threads_left() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("staging")]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Memory:
+    """What is allocated, as `staged` is given it, and how much of it at once."""
+
+    def __init__(self, *, refuses_after: int = 99) -> None:
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.most = 0
+        self._refuses_after = refuses_after
+
+    def __call__(self, size: int) -> torch.Tensor:
+        if len(self.storages) == self._refuses_after:
+            raise torch.OutOfMemoryError("CUDA out of host memory")
+        memory = torch.empty(size, dtype=torch.uint8)
+        self.storages.append(weakref.ref(memory.untyped_storage()))
+        kept = (storage() for storage in self.storages)
+        self.most = max(self.most, sum(each.nbytes() for each in kept if each is not None))
+        return memory
+
+
+def test_tensors_of_any_type_shape_and_place_are_those_of_the_file(tmp_path: Path):
+    write_in_order(tmp_path / "1.safetensors", ODD)
+    write_in_order(tmp_path / "2.safetensors", {"other": torch.randn(33)})
+    memory = Memory()
+    with staged(read_sources(tmp_path), threads=3, allocate=memory, ahead=MIB) as tensors:
+        found = list(tensors)  # all are kept, so that no memory is filled twice
+    assert len(memory.storages) == len(found) - 1, "what is empty needs none"
+    expected = list(read_tensors(tmp_path))
+    assert [name for name, _ in found] == [name for name, _ in expected] == [*ODD, "other"]
+    for (name, one), (_, other) in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert raw(one) == raw(other), name
+    assert not threads_left()
+
+
+def numbered(count: int, *, size: int = MIB) -> list[TensorSource]:
+    return [TensorSource(str(n), torch.full((size,), n, dtype=torch.uint8)) for n in range(count)]
+
+
+def test_so_much_is_staged_ahead_and_a_larger_tensor_alone():
+    sources = numbered(9)
+    sources.insert(4, TensorSource("large", torch.ones(5 * MIB, dtype=torch.uint8)))
+    memory = Memory()
+    with staged(sources, threads=2, allocate=memory, ahead=3 * MIB) as tensors:
+        sums = {name: int(tensor.sum()) for name, tensor in tensors}
+    assert sums == {s.name: int(s.stored.sum()) for s in sources}
+    assert len(memory.storages) == len(sources)
+    assert memory.most == 8 * MIB, "the large one is in use while the next are staged"
+
+
+def test_what_is_taken_and_kept_has_a_bound_above_which_tensors_are_as_they_are_stored():
+    memory = Memory()
+    with staged(numbered(9), threads=2, allocate=memory, ahead=MIB, most=4 * MIB) as tensors:
+        kept = dict(tensors)
+    assert len(memory.storages) == 4 and memory.most == 4 * MIB
+    assert all((tensor == int(name)).all() for name, tensor in kept.items())
+
+
+def test_without_memory_the_rest_is_as_it_is_stored_and_the_log_says_so():
+    sources = numbered(5)
+    with (
+        capture_logs() as logs,
+        staged(sources, threads=2, allocate=Memory(refuses_after=2), ahead=MIB) as tensors,
+    ):
+        found = [tensor for _, tensor in tensors]
+    stored = [found[n] is sources[n].stored for n in range(5)]
+    assert stored == [False, False, True, True, True]
+    assert all((tensor == n).all() for n, tensor in enumerate(found))
+    assert [(log["event"], log.get("others")) for log in logs] == [
+        ("weights_not_staged", None),
+        ("weights_staged", 3 * MIB),
+    ]
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> WeightsFile:
+    """A file with a patch of its second tensor, which has several slices."""
+    old = {"same": torch.arange(5.0), "changed": torch.zeros(40 * MIB, dtype=torch.int8)}
+    file = write_in_order(tmp_path / "1.safetensors", old)
+    new = old["changed"].clone()
+    new[:: 3 * MIB + 1] = 7
+    place = file.stat().st_size - new.nbytes
+    with (tmp_path / "patch").open("wb") as patch:
+        for at in range(0, new.nbytes, PIECE_BYTES):
+            one, other = (
+                t[at : at + PIECE_BYTES].view(torch.uint8).numpy() for t in (old["changed"], new)
+            )
+            patch.writelines(encode(one, other, start=place + at))
+    return WeightsFile(file, tmp_path / "patch")
+
+
+def test_threads_apply_the_changes_of_a_delta(changed: WeightsFile):
+    with staged(changed.sources(), threads=3, allocate=Memory()) as tensors:
+        found = dict(tensors)
+    expected = {source.name: source.tensor() for source in changed.sources()}
+    assert {name: raw(tensor) for name, tensor in found.items()} == {
+        name: raw(tensor) for name, tensor in expected.items()
+    }
+    assert found["changed"].count_nonzero() == 14
+
+
+def test_a_patch_that_is_damaged_is_named_and_nothing_is_left(changed: WeightsFile):
+    content = bytearray(changed.patch.read_bytes())
+    content[16] = 255  # the first gap goes on, and there is no other
+    changed.patch.write_bytes(content)
+    files = open_files()
+    with (
+        pytest.raises(LoadFailed, match="patch is damaged"),
+        staged(changed.sources(), threads=2, allocate=Memory()) as tensors,
+    ):
+        deque(tensors, maxlen=0)
+    gc.collect()  # an error that a thread has had refers to itself
+    assert not threads_left() and open_files() == files
+
+
+def test_an_error_between_two_files_and_an_engine_that_refuses_leave_nothing(tmp_path: Path):
+    write_in_order(tmp_path / "1.safetensors", ODD)
+    (tmp_path / "2.safetensors").write_bytes(b"no safetensors")
+    files = open_files()
+    for refuses, error in ((False, SafetensorError), (True, KeyError)):
+        with (
+            pytest.raises(error),
+            staged(read_sources(tmp_path), threads=2, allocate=Memory(), ahead=0) as tensors,
+        ):
+            for name, _ in tensors:
+                if refuses:
+                    raise KeyError(name)
+        assert not threads_left() and open_files() == files
+
+
+def test_a_cpu_and_an_engine_of_many_workers_stage_nothing():
+    assert staging_threads("cpu", workers=1) == staging_threads("cuda", workers=8) == 0
+    assert 1 <= staging_threads("cuda", workers=4) <= staging_threads("cuda", workers=1) <= 8
+    source = TensorSource("a", torch.arange(4))
+    with staged([source], threads=0) as tensors:
+        assert next(tensors)[1] is source.stored
