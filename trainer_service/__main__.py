@@ -28,10 +28,12 @@ from tandem.worker import WorkerReport, WorkerSpec
 from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
 from trainer_service.compute.topology import Topology, topology_of
+from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.libraries import import_libraries
+from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.nodes import OtherRanks
 from trainer_service.service.rank_processes import devices_of_ranks
-from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
+from trainer_service.service.servicer import TrainerServicer, first_of
 
 if TYPE_CHECKING:
     from trainer_service.service.hosted_runs import HostedRuns

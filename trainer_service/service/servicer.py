@@ -1,30 +1,26 @@
 """The gRPC servicer of rank 0: admits calls, puts them in order and answers each once.
 
-Operations enter the engine thread in the order of their run's journal, and those of several runs as
-they come. The thread applies them one after the other and alone touches torch, so that the asyncio
-side stays free to answer.
+Operations enter the engine thread in the order of their run's journal (`sequence`), and those of
+several runs as they come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import queue
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.errors import OutOfMemory, TandemError
 from tandem.fencing import Fence
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
+from trainer_service.service.engine_thread import EngineThread
+from trainer_service.service.metrics import TrainerMetrics
+from trainer_service.service.sequence import OperationSequence, Reply, RunRemoved
 
 if TYPE_CHECKING:
     from trainer_service.service.hosted_runs import HostedRuns
@@ -33,19 +29,14 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[object, object]
 
+T = TypeVar("T")
+
 Request = (
     trainer_pb2.ForwardBackwardRequest
     | trainer_pb2.OptimStepRequest
     | trainer_pb2.PublishRequest
     | trainer_pb2.SaveCheckpointRequest
     | trainer_pb2.LoadCheckpointRequest
-)
-Reply = (
-    trainer_pb2.ForwardBackwardReply
-    | trainer_pb2.OptimStepReply
-    | trainer_pb2.PublishReply
-    | trainer_pb2.SaveCheckpointReply
-    | trainer_pb2.LoadCheckpointReply
 )
 R = TypeVar(
     "R",
@@ -55,190 +46,6 @@ R = TypeVar(
     trainer_pb2.SaveCheckpointReply,
     trainer_pb2.LoadCheckpointReply,
 )
-T = TypeVar("T")
-
-KEPT_RESULTS = 32
-"""As many as a gateway may send ahead (`dispatch_window`), so that a repeated operation finds its
-result."""
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-
-
-class TrainerMetrics:
-    """The metrics `tandem_trainer_*`. Outcomes are "ok" and "failure"."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.operations = Counter(
-            "tandem_trainer_operations",
-            "Operations applied.",
-            ["operation", "outcome"],
-            registry=registry,
-        )
-        self.seconds = Histogram(
-            "tandem_trainer_operation_seconds",
-            "Time to apply an operation, without the wait for its turn.",
-            ["operation"],
-            buckets=_BUCKETS,
-            registry=registry,
-        )
-        self.tokens = Counter("tandem_trainer_tokens", "Tokens computed.", registry=registry)
-        self.runs = Gauge("tandem_trainer_runs", "Runs hosted.", registry=registry)
-        self.steps = Gauge(
-            "tandem_trainer_step",
-            "Optimizer steps applied, to the run that was served last.",
-            registry=registry,
-        )
-        self.published = Counter(
-            "tandem_trainer_published_bytes", "Bytes written of weight versions.", registry=registry
-        )
-        self.micro_batch_tokens = Gauge(
-            "tandem_trainer_micro_batch_tokens",
-            "Tokens of a micro-batch at most; fewer once memory ran out.",
-            registry=registry,
-        )
-        self.waiting = Gauge(
-            "tandem_trainer_waiting_operations",
-            "Operations received and not yet answered.",
-            registry=registry,
-        )
-
-
-class EngineThread:
-    """Runs `start` and then jobs in one thread, with a heartbeat every `heartbeat` seconds of
-    idleness.
-
-    `on_broken` gets every error that escapes a job: the process group is of no use then.
-    """
-
-    def __init__(
-        self,
-        *,
-        start: Callable[[], HostedRuns],
-        heartbeat: float,
-        on_broken: Callable[[BaseException], None],
-    ) -> None:
-        self._start = start
-        self._heartbeat = heartbeat
-        self._on_broken = on_broken
-        self._jobs: queue.SimpleQueue[Callable[[HostedRuns], None]] = queue.SimpleQueue()
-        self.started: Future[HostedRuns] = Future()
-        # A daemon: it may hang in a collective when the process is to end.
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,  # carries what log lines say of the service
-            args=(self._run,),
-            name="engine",
-            daemon=True,
-        )
-
-    def run(self) -> None:
-        self._thread.start()
-
-    def submit(self, job: Callable[[HostedRuns], T]) -> Future[T]:
-        """Queues a job. Its future gets the result, or the error that broke the group."""
-        future: Future[T] = Future()
-
-        def carry_out(runs: HostedRuns) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = job(runs)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            future.set_result(result)
-
-        self._jobs.put(carry_out)
-        return future
-
-    def _run(self) -> None:
-        try:
-            runs = self._start()
-        except BaseException as error:  # noqa: BLE001 (passed on by the future)
-            self.started.set_exception(error)
-            return
-        self.started.set_result(runs)
-        idle_limit = self._heartbeat if runs.ranks > 1 else None
-        try:
-            while True:
-                try:
-                    job = self._jobs.get(timeout=idle_limit)
-                except queue.Empty:
-                    runs.heartbeat()
-                else:
-                    job(runs)
-        except BaseException as error:  # noqa: BLE001 (any error breaks the group)
-            self._on_broken(error)
-
-
-class RunRemoved(Exception):
-    """The run that an operation is of was removed before its turn came."""
-
-
-class OperationSequence:
-    """Admits the operations of a run in journal order, each once.
-
-    `queued` is the newest operation handed to the engine thread, `applied` the newest that has
-    ended. The last `keep` results are remembered, so that a repeated operation is answered and
-    not applied again.
-    """
-
-    def __init__(self, *, keep: int) -> None:
-        self._keep = keep
-        self._results: OrderedDict[int, Reply] = OrderedDict()
-        self._running: dict[int, asyncio.Task[Reply]] = {}
-        self._turn = asyncio.Condition()
-        self._closed = False
-        self.queued = 0
-        self.applied = 0
-
-    def result(self, seq_id: int) -> Reply | None:
-        """The result of an operation that has ended, while it is remembered."""
-        return self._results.get(seq_id)
-
-    def running(self, seq_id: int) -> asyncio.Task[Reply] | None:
-        """The task of an operation that waits or runs."""
-        return self._running.get(seq_id)
-
-    def begin(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
-        self._running[seq_id] = task
-        task.add_done_callback(lambda _: self._running.pop(seq_id, None))
-
-    async def wait_for_turn(self, *, previous: int, timeout: float) -> None:
-        """Returns once the operation before has been handed to the engine thread.
-
-        Raises `TimeoutError` if it does not come in time, and `RunRemoved`.
-        """
-        if self.queued < previous:
-            async with asyncio.timeout(timeout), self._turn:
-                await self._turn.wait_for(lambda: self._closed or self.queued >= previous)
-        if self._closed:
-            raise RunRemoved
-
-    async def enter(self, seq_id: int) -> None:
-        """Notes that the operation was handed over. No await may come between the two."""
-        self.queued = max(self.queued, seq_id)
-        async with self._turn:
-            self._turn.notify_all()
-
-    async def close(self) -> None:
-        """Let no further operation have its turn."""
-        self._closed = True
-        async with self._turn:
-            self._turn.notify_all()
-
-    @property
-    def idle(self) -> bool:
-        return not self._running
-
-    async def restored(self, seq_id: int) -> None:
-        """Note that the state contains everything up to `seq_id`."""
-        self.applied = max(self.applied, seq_id)
-        await self.enter(seq_id)
-
-    def ended(self, seq_id: int, reply: Reply) -> None:
-        self.applied = max(self.applied, seq_id)
-        self._results[seq_id] = reply
-        while len(self._results) > self._keep:
-            self._results.popitem(last=False)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
@@ -262,7 +69,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._metrics = metrics
         self._log = log
         self._broken = broken
-        self._sequences = {run_id: OperationSequence(keep=KEPT_RESULTS)}
+        self._sequences = {run_id: OperationSequence()}
         self._changing = asyncio.Lock()  # which runs there are
         metrics.runs.set(1)
         self._at_work = run_id
@@ -277,9 +84,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             job = self._engine.submit(lambda runs: runs.add(request))
             reply = await self._or_broken(asyncio.wrap_future(job), context)
             if not reply.HasField("failure"):
-                sequence = self._sequences.setdefault(
-                    request.run_id, OperationSequence(keep=KEPT_RESULTS)
-                )
+                sequence = self._sequences.setdefault(request.run_id, OperationSequence())
                 reply.about.last_seq_id = sequence.applied
                 self._metrics.runs.set(len(self._sequences))
                 self._log.info("run_added", run_id=request.run_id)
@@ -538,7 +343,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         finally:
             self._metrics.waiting.dec()
         sequence.ended(header.seq_id, reply)
-        self._record(header, kind, reply, seconds)
+        self._metrics.record(kind, reply, seconds)
+        self._log.info(
+            "operation",
+            operation=kind,
+            outcome=reply.failure.type if reply.HasField("failure") else "ok",
+            seconds=round(seconds, 6),
+            session_id=header.session_id,
+            run_id=header.run_id,
+            request_id=header.operation_id,
+            seq_id=header.seq_id,
+            **_in_numbers(reply, seconds),
+        )
         return reply
 
     def _apply(
@@ -562,36 +378,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
         await _abort(context, grpc.StatusCode.ABORTED, error.message)
 
-    def _record(
-        self, header: common_pb2.OperationHeader, kind: str, reply: Reply, seconds: float
-    ) -> None:
-        outcome = reply.failure.type if reply.HasField("failure") else "ok"
-        self._metrics.operations.labels(kind, "ok" if outcome == "ok" else "failure").inc()
-        self._metrics.seconds.labels(kind).observe(seconds)
-        more: dict[str, int] = {}
-        if isinstance(reply, trainer_pb2.ForwardBackwardReply):
-            self._metrics.tokens.inc(reply.tokens)
-            per_second = reply.tokens / seconds if seconds else 0
-            more = {"tokens": reply.tokens, "tokens_per_second": round(per_second)}
-            if reply.micro_batch_tokens:
-                self._metrics.micro_batch_tokens.set(reply.micro_batch_tokens)
-        elif isinstance(reply, trainer_pb2.PublishReply):
-            self._metrics.published.inc(reply.written_bytes)
-            more = {"bytes": reply.bytes, "written_bytes": reply.written_bytes}
-        elif isinstance(reply, trainer_pb2.OptimStepReply | trainer_pb2.LoadCheckpointReply):
-            self._metrics.steps.set(reply.step)
-        self._log.info(
-            "operation",
-            operation=kind,
-            outcome=outcome,
-            seconds=round(seconds, 6),
-            session_id=header.session_id,
-            run_id=header.run_id,
-            request_id=header.operation_id,
-            seq_id=header.seq_id,
-            **more,
-        )
-
 
 async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
     """Returns when one is done, or after `timeout` seconds; cancels none and raises nothing."""
@@ -606,3 +392,13 @@ async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> NoRe
 
 async def _abort_unknown(context: Context, run_id: str) -> NoReturn:
     await _abort(context, grpc.StatusCode.NOT_FOUND, f"this trainer does not host the run {run_id}")
+
+
+def _in_numbers(reply: Reply, seconds: float) -> dict[str, int]:
+    """Return what the log says of an operation besides its kind and its time."""
+    if isinstance(reply, trainer_pb2.ForwardBackwardReply):
+        per_second = reply.tokens / seconds if seconds else 0
+        return {"tokens": reply.tokens, "tokens_per_second": round(per_second)}
+    if isinstance(reply, trainer_pb2.PublishReply):
+        return {"bytes": reply.bytes, "written_bytes": reply.written_bytes}
+    return {}

@@ -20,7 +20,9 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 from tests.support.worker_process import RUN
-from trainer_service.service.servicer import KEPT_RESULTS, TrainerMetrics, TrainerServicer
+from trainer_service.service.metrics import TrainerMetrics
+from trainer_service.service.sequence import KEPT_RESULTS
+from trainer_service.service.servicer import TrainerServicer
 
 
 class Aborted(Exception):
