@@ -44,6 +44,7 @@ from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
 
 _STOP_GRACE_SECONDS = 1.0
+"""Within which calls get the answer that the engine has failed."""
 
 
 def run() -> NoReturn:
@@ -130,6 +131,8 @@ class _Process:
             daemon=True,
         ).start()
         error = await ended
+        if error is not None:
+            self._servicer.end()
         await server.stop(_STOP_GRACE_SECONDS if error is not None else 0)
         return 0 if error is None else 1
 

@@ -65,11 +65,18 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._timeout = timeout
         self._metrics = metrics
         self._serving: Serving | None = None
+        self._streams: set[SampleStream] = set()
         self._numbers = count()
         self._log = get_log()
 
     def ready(self, serving: Serving) -> None:
         self._serving = serving
+
+    def end(self) -> None:
+        """Let the streams of samples end, whose callers would keep them open, once all that is on
+        them has been answered. Call it when the engine has failed."""
+        for stream in self._streams:
+            stream.complete()
 
     async def Describe(
         self,
@@ -123,14 +130,17 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
     ) -> None:
         stream = SampleStream()
+        self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream, context))
         reading.add_done_callback(lambda _: stream.complete())
         try:
             while batch := await stream.take():
                 await self._write(batch, context)
-            await reading
+            if reading.done():
+                await reading
         finally:
             reading.cancel()
+            self._streams.remove(stream)
             stream.close()  # and so the requests leave the engine
 
     async def _read(

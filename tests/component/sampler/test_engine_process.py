@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 
 from tandem.agent.worker_process import group_members
@@ -56,14 +59,23 @@ def test_an_engine_that_dies_while_it_starts_is_reported(model: Path):
         assert client.process.wait(timeout=CALL_SECONDS) == 1
 
 
-def test_a_sampler_ends_with_its_engine_and_says_so(model: Path):
+def test_a_sampler_ends_with_its_engine_and_says_so_on_streams_that_stay_open(model: Path):
     with sampler_process(model, engine_process="on") as client:
-        call = client.send(client.request(PROMPT, n=500, max_tokens=500, stop=[]))
+        over = threading.Event()
+
+        def asked() -> Iterator[sampler_pb2.SampleRequests]:
+            request = client.request(PROMPT, n=500, max_tokens=500, stop=[])
+            yield sampler_pb2.SampleRequests(requests=[request])
+            over.wait(CALL_SECONDS)
+
+        stream = client.stub.Sample(asked(), metadata=client.metadata, timeout=CALL_SECONDS)
         wait_until(lambda: client.describe().running)
         engine_of(client).kill()
-        failure = call.result().failure
-        assert failure.type == "worker_died"
-        assert "was killed by signal 9" in failure.message
+        ((reply,),) = [batch.replies for batch in stream]
+        assert reply.failure.type == "worker_died"
+        assert "was killed by signal 9" in reply.failure.message
+        assert stream.code() is grpc.StatusCode.OK, "it ended, and was not cut off"
+        over.set()
         assert client.process.wait(timeout=CALL_SECONDS) == 1
         assert not group_members(client.process.pid)
 
