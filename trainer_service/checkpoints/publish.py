@@ -11,7 +11,6 @@ import heapq
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -157,11 +156,9 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
     needed = bytes_needed(request, backend)
     exported = _export(request, partial, trainer)
     durable = begin(lambda: _make_durable(request, partial, exported, trainer))
-    try:
-        canary = compute_canary(backend)  # which needs no disk
-    except BaseException:
-        wait_for([durable])  # it may be tried again, and in the same folder
-        raise
+    # Meanwhile, since it needs no disk. Where it cannot be computed, the process ends at once, as
+    # after any such error: whoever publishes next discards what is there.
+    canary = compute_canary(backend)
     try:
         entries = agree(
             control,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
-from tandem.weights.store import make_folder
+from tandem.weights.store import make_folder, sync_at_once
 from tests.support.local_trainer import SPEC, data_of, forward_backward, load, make
 from tests.support.unreliable_disk import Fault, UnreliableDisk
+from tests.support.waiting import PATIENCE
 from tests.support.worker_process import RUN
 from trainer_service.checkpoints import training_state
 from trainer_service.service.operations import Operations
@@ -91,6 +93,34 @@ def test_what_the_disk_does_not_take_is_told_and_gone_and_can_be_written_again(
         for path in run.iterdir():
             check(operations, path)
         assert (run / "two").exists()
+
+
+def test_what_cannot_be_computed_is_told_while_the_disk_still_stands_still(
+    operations, tmp_path, monkeypatch
+):
+    class NotComputedError(Exception):
+        pass
+
+    def fail(_backend) -> None:
+        raise NotComputedError
+
+    moves, ended = Event(), Event()
+
+    def sync_slowly(syncs: Iterable[Callable[[], None]]) -> None:
+        moves.wait()
+        sync_at_once(syncs)
+        ended.set()
+
+    monkeypatch.setattr("trainer_service.checkpoints.publish.sync_at_once", sync_slowly)
+    make_folder(run := tmp_path / "data" / "kind" / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.checkpoints.publish.compute_canary", fail)
+        with pytest.raises(NotComputedError):
+            publish(operations, run / "one")
+    moves.set()
+    assert ended.wait(PATIENCE)
+    assert publish(operations, run / "one") == ""
+    assert [each.name for each in run.iterdir()] == ["one"]
 
 
 @pytest.mark.parametrize("write", [publish, save])
