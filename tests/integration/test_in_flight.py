@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from tests.support.sdk import SOON, Floats, train
 from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8]
+ATTEMPTS = 5
+"""Each asks for twice as much before a save as the one before, until some of it is under way when
+the version is there."""
 
 
 def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleResponse]:
@@ -25,6 +29,20 @@ def scored(sampler: SamplingClient, tokens: Sequence[int]) -> Floats:
     """What a client's weights make of sampled tokens [tokens]."""
     whole = types.ModelInput.from_ints([*PROMPT, *tokens])
     return np.array(sampler.compute_logprobs(whole).result(timeout=SOON)[len(PROMPT) :], np.float32)
+
+
+class Told(NamedTuple):
+    """A sequence, and the versions of its tokens."""
+
+    sequence: types.SampledSequence
+    runs: list[dict]
+
+
+def told_of(stack: TestStack, answer: types.SampleResponse) -> list[Told]:
+    request_id = answer.sequences[0].sequence_id.rpartition(":")[0]
+    with stack.stack.client() as client:
+        told = client.get(f"samples/{request_id}/versions").raise_for_status().json()["samples"]
+    return [Told(*each) for each in zip(answer.sequences, told, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -40,28 +58,34 @@ def test_an_answer_goes_on_with_the_next_save_and_each_token_is_of_the_version_t
     run: TrainingClient = service.create_lora_training_client(name, rank=8).result(timeout=240)
     train(run, seed=301)
     following = run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=4 * SOON)
-    fixed = run.save_weights_and_get_sampling_client().result(timeout=SOON)
-    train(run, seed=302, steps=1)
-    frozen = ask(fixed, n=2, tokens=3).result(timeout=SOON)
-    ask(following, n=1, tokens=1).result(timeout=SOON)  # the engine has its weights again
-    asked = ask(following, n=48, tokens=220)
-    ask(following, n=1, tokens=1).result(
-        timeout=SOON
-    )  # it has begun before this one, for which there is room
-    run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=2 * SOON)
-    newest = run.save_weights_and_get_sampling_client().result(timeout=2 * SOON)
+    first = before = run.save_weights_and_get_sampling_client().result(timeout=SOON)
+    carried: list[Told] = []
+    for step in range(4, 4 + ATTEMPTS):
+        train(run, seed=298 + step, steps=1)
+        frozen = ask(first, n=2, tokens=3).result(timeout=SOON)
+        ask(following, n=1, tokens=1).result(timeout=SOON)  # the engine has its weights again
+        asked = [ask(following, n=48, tokens=220)]
+        # It has begun before this one, for which there is room.
+        ask(following, n=1, tokens=1).result(timeout=SOON)
+        asked += [ask(following, n=48, tokens=220) for _ in range(2 ** (step - 4) - 1)]
+        run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=2 * SOON)
+        newest = run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)
+        for answer in asked:
+            told = told_of(stack, answer.result(timeout=4 * SOON))
+            assert len(told) == 48
+            carried += [each for each in told if len(each.runs) > 1]
+        if carried:
+            break
+        before = newest  # all was sampled before the version was there: ask for twice as much
 
-    sequences = asked.result(timeout=4 * SOON).sequences
-    request_id = sequences[0].sequence_id.rpartition(":")[0]
-    with stack.stack.client() as client:
-        told = client.get(f"samples/{request_id}/versions").raise_for_status().json()["samples"]
-    assert len(told) == len(sequences) == 48
-    for sequence, runs in zip(sequences[:4], told, strict=False):
-        behind = staleness(runs, step=4)
-        assert [each["step"] for each in runs] == [3, 4] and set(behind.tolist()) == {0, 1}
-        by_old, by_new = scored(fixed, sequence.tokens), scored(newest, sequence.tokens)
+    for sequence, runs in carried[:4]:
+        behind = staleness(runs, step=step)
+        assert [each["step"] for each in runs] == [step - 1, step]
+        assert set(behind.tolist()) == {0, 1}
+        by_old, by_new = scored(before, sequence.tokens), scored(newest, sequence.tokens)
         expected = np.where(behind == 1, by_old, by_new)
         assert np.abs(expected - sequence.logprobs).max() < 1e-4
         assert np.abs(by_old - by_new).max() > 0.01, "the step changed nothing that shows"
+    assert carried, "each save came after all that was asked for before it"
     for sequence in frozen.sequences:
-        assert np.abs(scored(fixed, sequence.tokens) - sequence.logprobs).max() < 1e-4
+        assert np.abs(scored(first, sequence.tokens) - sequence.logprobs).max() < 1e-4

@@ -14,6 +14,7 @@ import numpy as np
 from tandem.v1 import common_pb2, sampler_pb2
 from tests.support.sampler_streams import gather, open_stream
 from tests.support.sampler_worker import PROMPT, Sampled, SamplerClient, decoded, plain_logprobs
+from tests.support.waiting import wait_until
 
 LONG = 400
 """Tokens, of which some are drawn before the newer version is there, and most after it."""
@@ -57,12 +58,19 @@ def carried_over(
     **arguments: Any,
 ) -> tuple[Sampled, list[Sampled]]:
     """Sample from the first version while the second is loaded, which both are in flight. Return
-    that, and the answers of `others`, which begin with it."""
+    that, and the answers of `others`, of which those in flight have begun before the load."""
     settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
     request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
     events = open_stream(client, request)
     calls = [client.send(other) for other in others]
     first = next(events)
+    long = sum(other.in_flight and other.params.max_tokens > 2 for other in others)
+
+    def begun() -> bool:
+        found = client.describe()
+        return found.running > long or not found.running + found.waiting
+
+    wait_until(begun, what="the others have begun, or all is over")
     reply = client.load(versions[1], in_flight=True)
     assert not reply.HasField("failure"), reply.failure
     assert reply.version.name == versions[1].name

@@ -25,7 +25,6 @@ from tests.support.sampler_worker import (
     PROMPT,
     SamplerClient,
     assert_computed_by,
-    decoded,
     plain_logprobs,
     publish,
     publish_adapter,
@@ -56,12 +55,12 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
 ):
     (old, new), weights = two_versions(model, changed, directory)
     either.load(old)
-    digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){99}")
+    digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){110}")  # longer than the first answer
     either.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
     others = [
         either.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
         either.request(
-            PROMPT, version=old, in_flight=True, max_tokens=LONG, structured=digits, seed=6
+            PROMPT, version=old, in_flight=True, max_tokens=450, structured=digits, seed=6
         ),
         either.request(PROMPT, version=old, in_flight=True, max_tokens=2, stop=[]),
         either.request(
@@ -75,7 +74,7 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     assert answer.prompt_logprobs is not None
     assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(model, PROMPT)).max() < 1e-4
     assert len(regex.message.sequences[0].tandem_versions) == 2
-    assert re.fullmatch("([0-9]{3}-){99}", text(regex.samples[0].tokens))
+    assert re.fullmatch("([0-9]{3}-){110}", text(regex.samples[0].tokens))
     assert either.metric("tandem_sampler_carried_over_total") >= 1
     either.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
     either.assert_serves(either.base, model)
@@ -86,9 +85,11 @@ def test_a_request_that_is_not_in_flight_ends_with_its_version_before_the_load(
 ):
     (old, new), weights = versions
     sampler.load(old)
-    call = sampler.send(sampler.request(PROMPT, version=old, n=2, max_tokens=LONG, stop=[]))
+    request = sampler.request(PROMPT, version=old, n=2, max_tokens=LONG, stop=[])
+    events = open_stream(sampler, request)
+    first = next(events)
     assert sampler.load(new, in_flight=True).version.name == new.name
-    answer = decoded(call.result())
+    answer = gather(chain([first], events)).answer
     assert answer.version == old.name
     assert not any(sequence.tandem_versions for sequence in answer.message.sequences)
     assert_computed_by(weights[old.name], PROMPT, answer)
