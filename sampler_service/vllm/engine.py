@@ -8,11 +8,9 @@ process that is, `service/process.py` decides.
 - Prompts are scored at temperature 1 by `prompt_scoring.py`, and the prefix cache is read only up
   to the first scored token.
 - Samples of one prompt share its prefill, also of less than a block (`prefix_cache.py`).
-- A seeded request with n samples would give sample i the seed s + i, so that neighbouring seeds
-  share samples. We send n requests, each with a seed hashed from (s, i).
+- A request with n samples is n requests there (`sampling_parameters.py`).
 - A seeded request whose prompt is computed in chunks crashes a CPU engine, which rewinds a random
   generator that cannot be rewound. Chunked prefill is off there.
-- `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`).
 - Structured output would need a tokenizer when vLLM starts, and be compiled once the request is in
   the engine. Grammars are compiled beforehand (`structured_output.py`), and vLLM masks with them
   (`grammars.py`).
@@ -24,43 +22,31 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.v1.engine import EngineCoreOutput
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.request import Request
 
 from sampler_service.engine import (
-    EngineDelta,
     EngineFacts,
     EngineMemory,
     EngineRequest,
     EngineResult,
     Float32Array,
-    PromptScores,
     PromptScoring,
-    SampledTokens,
     SleepLevel,
     StepOutput,
     WeightsTouched,
 )
 from sampler_service.vllm.adapter_sums import adapters_differ
 from sampler_service.vllm.configuration import choose_device, engine_args, engine_config
-from sampler_service.vllm.grammars import (
-    PRECOMPILED,
-    GrammarParameters,
-    PrecompiledGrammars,
-    SampleGrammar,
-)
+from sampler_service.vllm.grammars import PrecompiledGrammars
 from sampler_service.vllm.internals import (
     finish_batches,
     has_tokenizer,
@@ -73,21 +59,16 @@ from sampler_service.vllm.internals import (
     when_lost,
 )
 from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper
-from sampler_service.vllm.prefix_cache import (
-    CACHE_LIMIT_ARGUMENT,
-    LEADER_ARGUMENT,
-    PrefixCache,
-)
-from sampler_service.vllm.prompt_scoring import SCORING_ARGUMENT
-from sampler_service.vllm.sampled_logprobs import SampledLogprobs
+from sampler_service.vllm.pending import PendingRequest
+from sampler_service.vllm.prefix_cache import PrefixCache
+from sampler_service.vllm.sampled_logprobs import SampledLogprobsProcessor
+from sampler_service.vllm.sampling_parameters import parameters_of
 from sampler_service.vllm.worker_extension import WeightsExtension
 from sampler_service.weights.files import NOTHING_MADE
 from tandem.errors import (
     InternalError,
     InvalidRequest,
     LoadFailed,
-    StructuredOutputInvalid,
-    TandemError,
     UnsupportedInput,
     without_paths,
 )
@@ -99,19 +80,8 @@ from tandem.weights.sums import sums_of_workers
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
-_STOPPED, _FAILED = "stop", "error"
-"""vLLM's finish reasons."""
-_LARGEST_CHECKED_TEMPERATURE = 2.0
-"""vLLM's constructor refuses a larger temperature, which its sampler computes like any other."""
-
-
-def child_seed(seed: int, index: int) -> int:
-    """Return the 32-bit seed of sample `index`: SplitMix64 over both (Steele et al. 2014)."""
-    mask = 2**64 - 1
-    value = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return (value ^ (value >> 31)) >> 32
+_FAILED = "error"
+"""vLLM's finish reason."""
 
 
 def _sample_id(request_id: str, index: int) -> str:
@@ -119,78 +89,13 @@ def _sample_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A request in progress: the indices of its unfinished samples, of these the ones that wait for
-    the prompt to be computed by the first; by index, the ids in vLLM, the outputs of finished ones,
-    how many tokens of each sample deltas have reported, and how many it had when it was carried
-    over."""
-
-    request: EngineRequest
-    unfinished: set[int]
-    followers: range = range(0)
-    ids: dict[int, str] = field(default_factory=dict)
-    carried_at: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    outputs: dict[int, CompletionOutput] = field(default_factory=dict)
-    grammars: dict[int, SampleGrammar] = field(default_factory=dict)
-    reported: dict[int, int] = field(default_factory=dict)
-    prompt: PromptScores | None = None
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-
-    @property
-    def leader(self) -> str:
-        """The id in vLLM of the first sample."""
-        return self.ids[0]
-
-    def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
-        """Return what is new in a sample of a streamed request, None if nothing is.
-
-        vLLM returns its own growing lists; only the new part is copied.
-        """
-        reported = self.reported.get(index, 0)
-        finished = output.finish_reason is not None
-        if len(output.token_ids) == reported and not finished:
-            return None
-        self.reported[index] = len(output.token_ids)
-        new = _sample_of(output, start=reported)
-        return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
-
-    def result(self) -> EngineResult:
-        """Return the result, once all samples have ended."""
-        request = self.request
-        samples = [
-            replace(_sample_of(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
-            for index in sorted(self.outputs)
-        ]
-        if len(samples) == 1:
-            samples *= request.num_samples
-        return EngineResult(
-            id=request.id,
-            samples=tuple(samples),
-            prompt=self.prompt,
-            cached_tokens=self.cached_tokens,
-            computed_tokens=self.computed_tokens,
-        )
-
-    def failed(self, index: int) -> EngineResult:
-        """Return the failure of a sample that vLLM ended with an error."""
-        grammar = self.grammars.get(index)
-        error: TandemError = InternalError("vLLM ended a sample with an error")
-        if grammar is not None and grammar.error:
-            error = StructuredOutputInvalid(
-                f"the grammar could not be followed to its end: {grammar.error}"
-            )
-        return EngineResult(id=self.request.id, samples=(), failure=error)
-
-
 @dataclass(frozen=True)
 class _Aside:
     """What is under way, while the engine is paused: in vLLM's queue and in ours."""
 
     waiting: list[Request]
-    unplaced: deque[_Pending]
-    led: dict[str, _Pending]
+    unplaced: deque[PendingRequest]
+    led: dict[str, PendingRequest]
 
 
 class VllmEngine:
@@ -231,10 +136,10 @@ class VllmEngine:
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = itertools.count(1)
         self._grammars = PrecompiledGrammars.install(self._engine)
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingRequest] = {}
         self._queued: set[str] = set()
-        self._unplaced: deque[_Pending] = deque()
-        self._led: dict[str, _Pending] = {}
+        self._unplaced: deque[PendingRequest] = deque()
+        self._led: dict[str, PendingRequest] = {}
         self._scheduler = scheduler_of(self._engine)
         self._aside: _Aside | None = None
         on_gpu = self.facts.device == "cuda"
@@ -255,7 +160,7 @@ class VllmEngine:
         assert not self._asleep, "the KV cache is asleep"
         if request.stop_strings:
             self._load_tokenizer()
-        pending = _Pending(request=request, unfinished=set(range(request.distinct_samples)))
+        pending = PendingRequest(request=request, unfinished=set(range(request.distinct_samples)))
         self._pending[request.id] = pending
         self._queued.add(request.id)
         self._unplaced.append(pending)
@@ -279,7 +184,7 @@ class VllmEngine:
                 step.results.append(EngineResult(id=request.id, samples=(), failure=refusal))
             placed += request.distinct_samples
 
-    def _place_first(self, pending: _Pending) -> None:
+    def _place_first(self, pending: PendingRequest) -> None:
         """Hand the first sample of a request to vLLM, and the others unless they follow it. A
         single token is not worth a step of its own."""
         request = pending.request
@@ -310,11 +215,11 @@ class VllmEngine:
                 self._add_sample(pending, index=index, leader=pending.leader)
         self._cache.put_first(sum(len(pending.followers) for pending in ready))
 
-    def _add_sample(self, pending: _Pending, *, index: int, leader: str = "") -> None:
+    def _add_sample(self, pending: PendingRequest, *, index: int, leader: str = "") -> None:
         """Hand one sample of a request to vLLM. Sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
-        parameters = self._parameters(request, index=index, scoring=scoring, leader=leader)
+        parameters = parameters_of(request, index=index, scoring=scoring, leader=leader)
         if scoring is not None:
             self._on_workers(
                 WeightsExtension.tandem_begin_scores,
@@ -332,7 +237,7 @@ class VllmEngine:
             parameters,
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
         )
-        use_logprobs(self._engine, id_, _SampledLogprobsProcessor(request.topk))
+        use_logprobs(self._engine, id_, SampledLogprobsProcessor(request.topk))
         pending.ids[index] = id_
 
     def step(self) -> StepOutput:
@@ -360,7 +265,9 @@ class VllmEngine:
             step.begun.extend(self._queued & computed)
             self._queued.difference_update(step.begun)
 
-    def _take(self, pending: _Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
+    def _take(
+        self, pending: PendingRequest, index: int, output: RequestOutput, step: StepOutput
+    ) -> None:
         """Record what vLLM returned for one sample."""
         request = pending.request
         (completion,) = output.outputs
@@ -382,9 +289,8 @@ class VllmEngine:
         if index == 0:
             pending.cached_tokens = cached
             if request.scoring is not None:
-                pending.prompt = self._on_workers(WeightsExtension.tandem_take_scores, request.id)[
-                    0
-                ]
+                scores = self._on_workers(WeightsExtension.tandem_take_scores, request.id)
+                pending.prompt = scores[0]
         if not pending.unfinished:
             del self._pending[request.id]
             self._queued.discard(request.id)
@@ -512,42 +418,6 @@ class VllmEngine:
     def remove_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
-    def _parameters(
-        self,
-        request: EngineRequest,
-        *,
-        index: int,
-        scoring: PromptScoring | None,
-        leader: str,
-    ) -> SamplingParams:
-        seeded = request.seed is not None and request.temperature > 0
-        extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None
-        if scoring is not None and scoring.start is not None:
-            extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
-        parameters = GrammarParameters(
-            max_tokens=request.max_tokens,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            seed=child_seed(request.seed or 0, index) if seeded else None,
-            stop=list(request.stop_strings) or None,
-            include_stop_str_in_output=True,
-            stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=True,
-            logprobs=request.topk,
-            extra_args=extra,
-            skip_clone=True,
-            detokenize=bool(request.stop_strings),
-            output_kind=(
-                RequestOutputKind.CUMULATIVE if request.streamed else RequestOutputKind.FINAL_ONLY
-            ),
-            structured_outputs=(
-                StructuredOutputsParams(regex=PRECOMPILED) if request.grammar is not None else None
-            ),
-            temperature=min(request.temperature, _LARGEST_CHECKED_TEMPERATURE),
-        )
-        parameters.temperature = request.temperature
-        return parameters
-
     def _load_tokenizer(self) -> None:
         """Load the tokenizer for the first stop string; every start would lose half a second."""
         if has_tokenizer(self._engine):
@@ -562,34 +432,3 @@ class VllmEngine:
                 f"{without_paths(str(error))}"
             ) from error
         use_tokenizer(self._engine, tokenizer)
-
-
-class _SampledLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
-    """Takes the place of vLLM's, which appends each cell to lists; no request asks vLLM for the
-    logprobs of its prompt."""
-
-    def __init__(self, topk: int) -> None:
-        super().__init__(
-            tokenizer=None,
-            logprobs=SampledLogprobs(topk),
-            prompt_logprobs=None,
-            cumulative_logprob=None,
-            num_logprobs=topk,
-            num_prompt_logprobs=None,
-        )
-
-    def update_from_output(self, output: EngineCoreOutput) -> None:
-        rows = output.new_logprobs
-        if rows is not None:
-            self.logprobs.append(rows.logprob_token_ids, rows.logprobs)
-
-
-def _sample_of(output: CompletionOutput, *, start: int = 0) -> SampledTokens:
-    """Return a sample, or its part from token `start` on."""
-    logprobs: SampledLogprobs = output.logprobs
-    return SampledTokens(
-        tokens=np.asarray(output.token_ids[start:], np.int32),
-        logprobs=logprobs.own(start),
-        stopped=output.finish_reason == _STOPPED,
-        topk=logprobs.topk(start),
-    )

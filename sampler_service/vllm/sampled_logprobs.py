@@ -7,6 +7,8 @@ ask for millions of cells.
 from __future__ import annotations
 
 import numpy as np
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from sampler_service.engine import Float32Array, Int32Array, TopK
 from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
@@ -45,3 +47,23 @@ class SampledLogprobs:
             token_ids=np.where(allowed, ids, np.int32(0)),
             logprobs=np.where(allowed, values, np.float32(EMPTY_LOGPROB)),
         )
+
+
+class SampledLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
+    """Takes the place of vLLM's, which appends each cell to lists; no request asks vLLM for the
+    logprobs of its prompt."""
+
+    def __init__(self, topk: int) -> None:
+        super().__init__(
+            tokenizer=None,
+            logprobs=SampledLogprobs(topk),
+            prompt_logprobs=None,
+            cumulative_logprob=None,
+            num_logprobs=topk,
+            num_prompt_logprobs=None,
+        )
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        rows = output.new_logprobs
+        if rows is not None:
+            self.logprobs.append(rows.logprob_token_ids, rows.logprobs)

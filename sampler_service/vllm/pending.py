@@ -1,0 +1,97 @@
+"""A request in progress: its samples in vLLM, and what has come of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from vllm.outputs import CompletionOutput
+
+from sampler_service.engine import (
+    EngineDelta,
+    EngineRequest,
+    EngineResult,
+    PromptScores,
+    SampledTokens,
+)
+from sampler_service.vllm.grammars import SampleGrammar
+from sampler_service.vllm.sampled_logprobs import SampledLogprobs
+from tandem.errors import InternalError, StructuredOutputInvalid, TandemError
+
+_STOPPED = "stop"
+"""vLLM's finish reason."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """The indices of its unfinished samples, of these the ones that wait for the prompt to be
+    computed by the first; by index, the ids in vLLM, the outputs of finished ones, how many tokens
+    of each sample deltas have reported, and how many it had when it was carried over."""
+
+    request: EngineRequest
+    unfinished: set[int]
+    followers: range = range(0)
+    ids: dict[int, str] = field(default_factory=dict)
+    carried_at: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[int, CompletionOutput] = field(default_factory=dict)
+    grammars: dict[int, SampleGrammar] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
+    prompt: PromptScores | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+
+    @property
+    def leader(self) -> str:
+        """The id in vLLM of the first sample."""
+        return self.ids[0]
+
+    def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
+        """Return what is new in a sample of a streamed request, None if nothing is.
+
+        vLLM returns its own growing lists; only the new part is copied.
+        """
+        reported = self.reported.get(index, 0)
+        finished = output.finish_reason is not None
+        if len(output.token_ids) == reported and not finished:
+            return None
+        self.reported[index] = len(output.token_ids)
+        new = _sample_of(output, start=reported)
+        return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
+
+    def result(self) -> EngineResult:
+        """Return the result, once all samples have ended."""
+        request = self.request
+        samples = [
+            replace(_sample_of(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
+            for index in sorted(self.outputs)
+        ]
+        if len(samples) == 1:
+            samples *= request.num_samples
+        return EngineResult(
+            id=request.id,
+            samples=tuple(samples),
+            prompt=self.prompt,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+        )
+
+    def failed(self, index: int) -> EngineResult:
+        """Return the failure of a sample that vLLM ended with an error."""
+        grammar = self.grammars.get(index)
+        error: TandemError = InternalError("vLLM ended a sample with an error")
+        if grammar is not None and grammar.error:
+            error = StructuredOutputInvalid(
+                f"the grammar could not be followed to its end: {grammar.error}"
+            )
+        return EngineResult(id=self.request.id, samples=(), failure=error)
+
+
+def _sample_of(output: CompletionOutput, *, start: int = 0) -> SampledTokens:
+    """Return a sample, or its part from token `start` on."""
+    logprobs: SampledLogprobs = output.logprobs
+    return SampledTokens(
+        tokens=np.asarray(output.token_ids[start:], np.int32),
+        logprobs=logprobs.own(start),
+        stopped=output.finish_reason == _STOPPED,
+        topk=logprobs.topk(start),
+    )
