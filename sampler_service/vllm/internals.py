@@ -229,6 +229,8 @@ def load_in_place(
 ) -> tuple[set[str], set[str]]:
     """Replace the model's weights. Return the names of all parameters, and of those loaded."""
     model = runner.get_model()
+    if runner.lora_config is not None:
+        load_plain_layers()
     # A layer with adapters wraps the plain one as its `base_layer`.
     everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     loaded: set[str] = set()
@@ -245,6 +247,24 @@ def load_in_place(
     finally:
         del model.load_weights
     return everything, loaded
+
+
+def load_plain_layers() -> None:
+    """Let a layer with adapters pass on what is loaded to the plain one, as from vLLM 0.28 on. In
+    0.26 it knows no tensor of these names, and every load in place fails."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    def load_weights(
+        layer: BaseLayerWithLoRA, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[str]:
+        plain = layer.base_layer
+        loader = plain if hasattr(plain, "load_weights") else AutoWeightsLoader(plain)
+        names: Iterable[str] = loader.load_weights(weights)
+        return names
+
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):
+        BaseLayerWithLoRA.load_weights = load_weights
 
 
 @contextmanager

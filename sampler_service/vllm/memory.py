@@ -61,8 +61,8 @@ class GpuSleeper:
 
     def sleep(self, level: SleepLevel) -> None:
         self._engine.sleep(level=int(level))
-        if level is SleepLevel.DROP_WEIGHTS:  # pinned memory of an earlier sleep is kept for reuse
-            torch.accelerator.empty_host_cache()
+        if level is SleepLevel.DROP_WEIGHTS:
+            self._engine.collective_rpc("tandem_free_pinned")
 
     def wake_weights(self) -> None:
         self._engine.wake_up(tags=["weights"])
@@ -86,6 +86,15 @@ class CpuSleeper:
 
     def wake_cache(self) -> None:
         pass
+
+
+# --- In vLLM's worker, on a GPU -----------------------------------------------------------
+
+
+def free_pinned() -> None:
+    """Give pinned memory back that earlier sleeps and loads have used, and torch keeps for others.
+    In torch 2.11, which vLLM 0.26 needs, no public name does that."""
+    torch._C._host_emptyCache()
 
 
 # --- In vLLM's worker, on a CPU -----------------------------------------------------------

@@ -34,6 +34,7 @@ from sampler_service.vllm.internals import (
 from sampler_service.vllm.memory import (
     drop_weights,
     dropped_layers,
+    free_pinned,
     release_pages,
     resident_bytes,
     trim_heap,
@@ -106,6 +107,9 @@ class WeightsExtension:
 
     def tandem_use_adapter(self, ids: list[str], adapter: LoRARequest) -> None:
         use_adapter_in(self.model_runner, ids, adapter)
+
+    def tandem_free_pinned(self) -> None:
+        free_pinned()
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
         """Give the memory of the KV cache back, and drop the weights if told so. What the KV cache

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from sampler_service.weights.files import TensorSource
 from tandem.errors import without_paths
+from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ Allocate = Callable[[int], "torch.Tensor"]
 
 _AHEAD_BYTES = 256 * 2**20
 _MOST_BYTES = 4 * 2**30
+_SHARE = 4
+"""Of the free memory, what may be used is one part of so many."""
 _SLICE_BYTES = 16 * 2**20
 _MOST_THREADS = 8
 _MOST_WORKERS = 4
@@ -52,7 +55,7 @@ def staging_threads(device: str, *, workers: int) -> int:
 
 def pinned(size: int) -> torch.Tensor:
     """Return memory from which a GPU copies itself. Torch has it in powers of two, and keeps what
-    is freed for later, until `torch.accelerator.empty_host_cache`."""
+    is freed for later, until a sleep of level 2."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -65,19 +68,22 @@ def staged(
     threads: int,
     allocate: Allocate = pinned,
     ahead: int = _AHEAD_BYTES,
-    most: int = _MOST_BYTES,
+    most: int | None = None,
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Yield the names and values of tensors, in their order, in staged memory; without threads, or
     where there is no memory, as they are stored.
 
-    Up to `ahead` bytes are staged before they are taken, and a larger tensor alone. When what was
-    taken is still referred to, up to `most` are. Taking raises what reading the sources does, and
-    `LoadFailed` for a damaged patch. At the end of the block no thread is left.
+    Up to `ahead` bytes are staged before they are taken, and a larger tensor alone. With what was
+    taken and is still referred to, up to `most` are: by default 4 GiB, but no more than a quarter
+    of what is free, since pinned memory that a host does not have is not refused. Taking raises
+    what reading the sources does, and `LoadFailed` for a damaged patch. At the end of the block no thread is left.
     """
     if not threads:
         yield ((source.name, source.tensor()) for source in sources)
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="staging")
+    if most is None:
+        most = min(_MOST_BYTES, free_memory_bytes() // _SHARE)
     staging = _Staging(pool, allocate, most=most)
     tensors = staging.tensors(sources, ahead=ahead)
     try:
@@ -150,7 +156,7 @@ class _Staging:
             return None
         self._in_use = [(kept, size) for kept, size in self._in_use if kept() is not None]
         in_use = sum(size for _, size in self._in_use)
-        if in_use and in_use + stored.nbytes > self._most:
+        if in_use + stored.nbytes > self._most:
             return None
         try:
             memory = self._allocate(stored.nbytes)

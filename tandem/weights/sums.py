@@ -54,7 +54,7 @@ def sum_of(
     words = tensor.dim() >= 2 and tensor.shape[-1] % width == 0 and ".experts." not in name
     values = tensor.detach().reshape(-1)
     piece = (_WORDS_ON_CPU if values.device.type == "cpu" else _WORDS_ON_GPU) * width
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=values.device)  # which a GPU need not tell
     bits = torch.int64 if words else {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for start in range(0, values.numel(), piece):
         go_on()
@@ -62,8 +62,8 @@ def sum_of(
         hashed.bitwise_xor_(hashed >> 32)
         hashed.mul_(_FACTOR)
         hashed.bitwise_xor_(hashed >> 32)
-        total += int(hashed.sum())
-    return total & _MASK
+        total += hashed.sum()
+    return int(total) & _MASK
 
 
 def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:

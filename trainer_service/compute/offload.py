@@ -121,7 +121,7 @@ class CudaMemory:
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
-        torch.accelerator.empty_host_cache()
+        torch._C._host_emptyCache()  # torch 2.11 has no public name for it
 
 
 def memory_of(device: str) -> DeviceMemory:

@@ -43,6 +43,9 @@ def start(on_lost):
     import torch
     from sampler_service.vllm import worker_extension
 
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    del BaseLayerWithLoRA.load_weights  # as in vLLM 0.26
     memory = partial(torch.empty, dtype=torch.uint8)
     worker_extension.staged = partial(worker_extension.staged, allocate=memory, ahead=2**16)
     worker_extension.staging_threads = lambda device, workers: threads

@@ -96,7 +96,9 @@ def test_tensors_of_any_type_shape_and_place_are_those_of_the_file(tmp_path: Pat
     write_in_order(tmp_path / "1.safetensors", ODD)
     write_in_order(tmp_path / "2.safetensors", {"other": torch.randn(33)})
     memory = Memory()
-    with staged(read_sources(tmp_path), threads=3, allocate=memory, ahead=MIB) as tensors:
+    with staged(
+        read_sources(tmp_path), threads=3, allocate=memory, ahead=MIB, most=40 * MIB
+    ) as tensors:
         found = list(tensors)  # all are kept, so that no memory is filled twice
     assert len(memory.storages) == len(found) - 1, "what is empty needs none"
     expected = list(read_tensors(tmp_path))
@@ -120,6 +122,14 @@ def test_so_much_is_staged_ahead_and_a_larger_tensor_alone():
     assert sums == {s.name: int(s.stored.sum()) for s in sources}
     assert len(memory.storages) == len(sources)
     assert memory.most == 8 * MIB, "the large one is in use while the next are staged"
+
+
+def test_a_tensor_beyond_the_bound_is_as_it_is_stored_and_the_others_are_staged():
+    sources = [*numbered(2), TensorSource("large", torch.ones(5 * MIB)), *numbered(2)]
+    memory = Memory()
+    with staged(sources, threads=2, allocate=memory, ahead=MIB, most=4 * MIB) as tensors:
+        found = [tensor for _, tensor in tensors]
+    assert found[2] is sources[2].stored and len(memory.storages) == 4
 
 
 def test_what_is_taken_and_kept_has_a_bound_above_which_tensors_are_as_they_are_stored():
