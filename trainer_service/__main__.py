@@ -3,7 +3,7 @@
 Of a trainer of several nodes it is started on node 0; `node.py` is what the others run.
 
 torch and transformers are imported late, in the engine thread, so that the address is reported
-at once.
+at once; where there are other ranks here, before all else, since these are forked then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from prometheus_client import CollectorRegistry
@@ -53,7 +55,13 @@ def serve(spec: WorkerSpec, link: LauncherLink) -> NoReturn:
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
-    code = asyncio.run(_Worker(spec, link).run())
+    worker = _Worker(spec, link)
+    try:
+        topology, ranks = worker.start_ranks()
+    except WorkerStartFailed as error:
+        code = worker.fail(error)
+    else:
+        code = asyncio.run(worker.run(topology, ranks))
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a normal exit: the engine thread may sit in a collective that will never end.
@@ -66,39 +74,39 @@ class _Worker:
         self._link = link
         self._settings = spec.trainer or TrainerSettings()
         self._failure = ""
+        self._broken = Future[TandemError]()
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
-    async def run(self) -> int:
+    def start_ranks(self) -> tuple[Topology, OtherRanks]:
+        """Start the other ranks of this node, and return them with how all are laid out. Raises
+        `WorkerStartFailed`."""
+        topology = topology_of(self._spec, os.environ, first=True)
+        if topology.node:
+            raise WorkerStartFailed(
+                f"this is node {topology.node}: start `python -m trainer_service.node` there"
+            )
+        devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
+        ranks = OtherRanks(self._spec, topology, devices=devices, on_death=self._break)
+        if devices:
+            confine(devices[0])
+        return topology, ranks
+
+    def _break(self, error: TandemError) -> None:
+        """End the worker, from any thread. The first error says why."""
+        with suppress(InvalidStateError):
+            self._broken.set_result(error)
+
+    async def run(self, topology: Topology, ranks: OtherRanks) -> int:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        broken: asyncio.Future[TandemError] = loop.create_future()
-
-        def break_with(error: TandemError) -> None:
-            def settle() -> None:
-                if not broken.done():
-                    broken.set_result(error)
-
-            loop.call_soon_threadsafe(settle)
-
-        try:
-            topology = topology_of(self._spec, os.environ, first=True)
-            if topology.node:
-                raise WorkerStartFailed(
-                    f"this is node {topology.node}: start `python -m trainer_service.node` there"
-                )
-            devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
-            if devices:
-                confine(devices[0])
-            ranks = OtherRanks(self._spec, topology, devices=devices, on_death=break_with)
-        except WorkerStartFailed as error:
-            return self._fail(error)
+        broken = asyncio.wrap_future(self._broken)
         registry = CollectorRegistry()
         engine = EngineThread(
             start=lambda: self._bring_up(topology, ranks),
             heartbeat=self._settings.collective_timeout / 3,
-            on_broken=lambda error: break_with(_cause(error, ranks)),
+            on_broken=lambda error: self._break(_cause(error, ranks)),
         )
         server = WorkerServer(self._spec)
         servicer = TrainerServicer(
@@ -133,22 +141,22 @@ class _Worker:
         if stopping.done():
             return 0
         if broken.done():
-            return self._fail(WorkerStartFailed(broken.result().message))
+            return self.fail(WorkerStartFailed(broken.result().message))
         error = started.exception()
         if error is not None:
             self._log.error("start_failed", exc_info=error)
             if isinstance(error, TandemError):
-                return self._fail(error)
-            return self._fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
+                return self.fail(error)
+            return self.fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
         await server.set_serving(True)
         self._log.info("ready", ranks=self._settings.ranks)
         await first_of(stopping, broken)
         await server.set_serving(False)
         if broken.done():
-            return self._fail(broken.result())
+            return self.fail(broken.result())
         return 0
 
-    def _fail(self, error: TandemError) -> int:
+    def fail(self, error: TandemError) -> int:
         self._failure = error.message
         self._log.error("worker_failed", error_type=error.type, error=error.message)
         self._report(WorkerReport(error_type=error.type, error=error.message, pid=os.getpid()))

@@ -88,7 +88,7 @@ def trainer_of(stack: TestStack, run: TrainingClient) -> dict:
 def rank(stack: TestStack, worker: dict, number: int) -> Process:
     """The process of a rank: rank 0 leads the group."""
     for process in stack.processes_of(worker):
-        if ("trainer_service.service.rank_processes" in process.command) == (number > 0):
+        if (process.pid != process.group) == (number > 0):
             return process
     raise AssertionError(f"no rank {number} among {stack.processes_of(worker)}")
 

@@ -4,6 +4,7 @@ training run uses."""
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy  # noqa: F401 - starts threads when imported, which must have their usual priority
 
@@ -23,3 +24,11 @@ def import_libraries() -> None:
 
     gc.freeze()
     gc.enable()
+
+
+def import_before_forks() -> None:
+    """Import them in a process that will be several, each of which may see other GPUs. A library
+    asks at its import whether there is one: asked in the usual way, CUDA would begin, which no
+    forked process can use, and which reads the list of devices once."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import_libraries()

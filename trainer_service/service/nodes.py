@@ -54,19 +54,16 @@ class OtherRanks:
     ) -> None:
         """Raises `WorkerStartFailed`."""
         self._topology = topology
-        self._nodes: _OtherNodes | None = None
-        if topology.nodes == 1:
-            self._deaths = Deaths(on_first=on_death, settle=0.2, where=lambda rank: "")
-        else:
-            self._deaths = Deaths(
-                on_first=on_death,
-                settle=1.0,
-                where=lambda rank: f" on node {topology.node_of(rank)}",
-            )
-            self._nodes = _OtherNodes(spec, topology, on_death=self._deaths.add)
+        several = topology.nodes > 1
+        self._deaths = Deaths(
+            on_first=on_death,
+            settle=1.0 if several else 0.2,
+            where=lambda rank: f" on node {topology.node_of(rank)}" if several else "",
+        )
         self._local = RankProcesses(
             ranks=topology.local[1:], devices=devices, on_death=self._deaths.add
         )
+        self._nodes = _OtherNodes(spec, topology, on_death=self._deaths.add) if several else None
 
     def meet(self, *, store_port: int) -> list[MeetingPoint]:
         """Wait until all nodes are here, and let their ranks come to the store on this port. Return

@@ -1,29 +1,33 @@
-"""The processes of ranks other than 0: how their node starts and watches them, and their program.
+"""The processes of ranks other than 0: how their node starts and watches them, and what they do.
 
-`python -m trainer_service.service.rank_processes` is one such rank, confined to its device if it is
-given one. It reads its assignment, which rank 0 made, as one line of JSON on standard input, which
-then stays open as its lifeline; it follows rank 0 until it is killed. If anything fails it writes a
-`RankReport` to the given descriptor and exits: a process group that lost a rank is of no use.
+They are forked when torch and transformers are imported, once for all ranks of the node. One that
+is given a device confines itself to it. It reads its assignment, which rank 0 made, as one line of
+JSON from its standard input, a pipe that then stays open as its lifeline; it follows rank 0 until
+it is killed. If anything fails it writes a `RankReport` to another pipe and exits: a process group
+that lost a rank is of no use.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 
 from tandem.devices import Device, confine, parse_device
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.worker import die_with_parent
 from tandem.worker_link import hold_lifeline
 from trainer_service.service.deaths import Death, RankReport
-from trainer_service.service.libraries import import_libraries
+from trainer_service.service.libraries import import_before_forks
+
+_KILLED_SECONDS = 10.0
 
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
@@ -42,9 +46,18 @@ def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
     return devices
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """`assignment` and `report` are our ends of its pipes."""
+
+    process: ForkProcess
+    assignment: int
+    report: int
+
+
 class RankProcesses:
-    """The `ranks` of this node, less rank 0. Start them from the main thread: they die with the
-    thread that did.
+    """The `ranks` of this node, less rank 0. Make it in the main thread, with which they die, and
+    before there are threads that hold locks or a server: it forks.
 
     `devices` are those of the trainer's ranks, or none. `on_death` is called from a thread with
     each that ends by itself.
@@ -58,82 +71,80 @@ class RankProcesses:
         on_death: Callable[[Death], None],
     ) -> None:
         self._on_death = on_death
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._reports: dict[int, int] = {}
         self._stopping = False
-        for rank in ranks:
-            self._start(rank, str(devices[rank]) if devices else "")
-        for rank in self._processes:
-            threading.Thread(
-                target=self._watch, args=(rank,), name=f"watch-{rank}", daemon=True
-            ).start()
-
-    def _start(self, rank: int, device: str) -> None:
-        read, write = os.pipe()
-        self._processes[rank] = subprocess.Popen(
-            [sys.executable, "-m", __name__, "--report-fd", str(write), "--device", device],
-            stdin=subprocess.PIPE,
-            pass_fds=(write,),
-        )
-        os.close(write)
-        self._reports[rank] = read
+        self._ranks = {rank: _fork(rank, devices[rank] if devices else None) for rank in ranks}
+        self._watchers = [
+            threading.Thread(target=self._watch, args=item, name=f"watch-{item[0]}", daemon=True)
+            for item in self._ranks.items()
+        ]
+        for watcher in self._watchers:
+            watcher.start()
 
     def assign(self, rank: int, line: str) -> None:
         """Sends a rank its assignment. The pipe stays open: it is the rank's lifeline."""
-        stdin = self._processes[rank].stdin
-        assert stdin is not None
         try:
-            stdin.write(line.encode() + b"\n")
-            stdin.flush()
+            with os.fdopen(self._ranks[rank].assignment, "wb", closefd=False) as pipe:
+                pipe.write(line.encode() + b"\n")
         except BrokenPipeError:
             return  # it has died; its watcher reports how
 
     def kill(self) -> None:
         """Kills them. They hold nothing that needs an orderly end."""
         self._stopping = True
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait(timeout=10)
+        for rank in self._ranks.values():
+            rank.process.kill()
+        for watcher in self._watchers:
+            watcher.join(_KILLED_SECONDS)
 
-    def _watch(self, rank: int) -> None:
-        process, report = self._processes[rank], self._reports[rank]
-        said = b""
-        while part := os.read(report, 4096):
-            said += part
-        os.close(report)
-        returncode = process.wait()
+    def _watch(self, number: int, rank: _Rank) -> None:
+        with os.fdopen(rank.report, "rb") as pipe:
+            said = pipe.read()
+        rank.process.join()
         if not self._stopping:
             why = RankReport.model_validate_json(said) if said else None
-            self._on_death(Death(rank=rank, returncode=returncode, report=why))
+            returncode = rank.process.exitcode
+            assert returncode is not None
+            self._on_death(Death(rank=number, returncode=returncode, report=why))
 
 
-def main() -> None:
-    """The program of one rank."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--report-fd", type=int, required=True)
-    parser.add_argument("--device", required=True, help="the only one that it sees; empty: all")
-    arguments = parser.parse_args()
-    report_fd: int = arguments.report_fd
-    die_with_parent()
-    faulthandler.enable()
+def _fork(number: int, device: Device | None) -> _Rank:
+    import_before_forks()
+    assignment, ours = os.pipe()
+    report, theirs = os.pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_run, args=(os.getpid(), assignment, theirs, device), name=f"rank-{number}"
+    )
+    process.start()
+    os.close(assignment)
+    os.close(theirs)
+    return _Rank(process=process, assignment=ours, report=report)
+
+
+def _run(parent: int, assignment: int, report: int, device: Device | None) -> None:
+    """What a rank does, until it is killed."""
+    die_with_parent(parent)
     # Rank 0 stops us. A signal to the whole process group must not look like our own death.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nothing else of rank 0 is ours: a pipe that we held, too, would not close with it.
+    os.dup2(assignment, 0)
+    os.closerange(3, report)
+    os.closerange(report + 1, os.sysconf("SC_OPEN_MAX"))
+    faulthandler.enable()
     try:
-        if arguments.device:
-            confine(parse_device(arguments.device))
-        import_libraries()  # while rank 0 does the same
+        if device is not None:
+            confine(device)
         from trainer_service.compute.process_group import Assignment, join
         from trainer_service.service.hosted_runs import FollowedRuns
 
-        line = sys.stdin.buffer.readline()
+        with os.fdopen(0, "rb", closefd=False) as pipe:
+            line = pipe.readline()
         if not line:
             os._exit(1)
         hold_lifeline()
         FollowedRuns(join(Assignment.model_validate_json(line))).follow()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
-        os.write(report_fd, _report_of(error).model_dump_json().encode())
+        os.write(report, _report_of(error).model_dump_json().encode())
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: the others wait, and a snapshot may still be written in a thread
@@ -145,7 +156,3 @@ def _report_of(error: BaseException) -> RankReport:
     if isinstance(error, MicroBatchTooLarge):
         return RankReport(error=str(error), out_of_memory_at=error.tokens)
     return RankReport(error=f"{type(error).__name__}: {error}".splitlines()[0][:4000])
-
-
-if __name__ == "__main__":
-    main()
