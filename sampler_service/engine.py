@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from sampler_service.structured_output import CompiledGrammar
 from tandem.errors import IllegalTransition, LoadFailed, TandemError
+from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 
 Float32Array = npt.NDArray[np.float32]
@@ -266,6 +267,9 @@ class Engine(Protocol):
         The engine must be idle or paused; its KV cache may be asleep. Raises `WeightsTouched`; only
         another load is allowed then.
         """
+
+    def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
+        """As `load`, of the weights that a trainer hands over in memory (`weights/handoff.py`)."""
 
     def pause(self) -> None:
         """Set aside what is under way, between two steps: it keeps its tokens, loses its keys and

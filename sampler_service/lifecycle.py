@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sampler_service.engine import Engine, EngineMemory, EngineState, SleepLevel, WeightsTouched
@@ -168,10 +168,16 @@ class EngineLifecycle:
                 self._cache_awake = True
             with _timed(phases, "check"):
                 difference = self._loader.confirm(placed)
-        except WeightsTouched:
+        except WeightsTouched as error:
             self._forget_weights()
-            raise
-        self._placed, self._intact = placed, True
+            if placed.version.handoff is None:
+                raise
+            self._log.warning("handoff_failed", version=version.name, error=error.message)
+            outcome = self._serve(_of_files(placed).version, phases)
+            assert outcome is not None, "it was not loaded"
+            seconds = time.monotonic() - started
+            return replace(outcome, seconds=seconds, handoff_failure=error.message)
+        self._placed, self._intact = _of_files(placed), True
         if not needs_load:
             return None
         return LoadOutcome(
@@ -179,6 +185,8 @@ class EngineLifecycle:
             bytes=placed.bytes,
             seconds=time.monotonic() - started,
             canary_difference=difference,
+            handed_off=placed.version.handoff is not None,
+            handoff_failure=placed.handoff_failure,
         )
 
     def _serve_previous(
@@ -205,6 +213,11 @@ class EngineLifecycle:
     def _move_to(self, state: EngineState) -> None:
         self.state = self.state.move_to(state)
         self._on_state(state)
+
+
+def _of_files(placed: Verified) -> Verified:
+    """As the version is to be loaded from now on: what was handed over is there once."""
+    return replace(placed, version=replace(placed.version, handoff=None))
 
 
 @contextmanager

@@ -51,6 +51,11 @@ class SamplerMetrics:
             "Loads of adapters that succeeded, the canary included.",
         )
         self._load_bytes = counter("tandem_sampler_load_bytes_total", "Bytes of weights loaded.")
+        self._handoffs = counter(
+            "tandem_sampler_handoffs_total",
+            "Loads of what a trainer handed over in memory: loaded, or read from files after all.",
+            ["outcome"],
+        )
         self._load_failures = counter("tandem_sampler_load_failures_total", "Loads that failed.")
         self._canary = gauge(
             "tandem_sampler_canary_difference", "Largest logprob difference of the last canary."
@@ -91,6 +96,8 @@ class SamplerMetrics:
         else:
             self._load_seconds.observe(outcome.seconds)
             self.version(outcome.version)
+        if outcome.handed_off or outcome.handoff_failure:
+            self._handoffs.labels("loaded" if outcome.handed_off else "files").inc()
         self._load_bytes.inc(outcome.bytes)
         self._canary.set(outcome.canary_difference)
 

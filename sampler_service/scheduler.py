@@ -387,6 +387,8 @@ class Scheduler:
             seconds=round(outcome.seconds, 4),
             bytes=outcome.bytes,
             canary_difference=outcome.canary_difference,
+            handed_off=outcome.handed_off,
+            handoff_failure=outcome.handoff_failure,
         )
         if self._leads(outcome.version):
             self._carry_over(outcome)

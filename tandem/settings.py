@@ -410,6 +410,12 @@ class GatewaySettings(BaseSettings):
         "earlier ones, for runs that do not say it: fewer bytes, which pays on a shared volume. "
         "auto: where they are in bfloat16.",
     )
+    weights_handoff: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether an engine on its trainer's only device takes new weights from the "
+        "trainer's memory, where there is room for a copy, and not from their files. auto: on a "
+        "GPU.",
+    )
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)

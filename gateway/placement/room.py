@@ -74,6 +74,13 @@ class Place:
         """Return what its worker is told: a device for each rank."""
         return tuple(str(device) for device in self.group.devices_for(self.ranks))
 
+    def has_device_of(self, other: Place) -> bool:
+        """Whether this worker and another one have one device each, which is the same, and are
+        awake there at once. On the whole machine, this is its memory."""
+        group = self.group
+        at_once = group.awake != 1 and not group.pool
+        return at_once and group.name == other.group.name and self.ranks == other.ranks == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Need:

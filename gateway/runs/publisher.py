@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder
@@ -9,7 +11,10 @@ from gateway.metrics import Metrics
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.deltas import Published
 from gateway.runs.operations import Call
+from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
+from gateway.sampling.sampler import Sampler
+from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import SequenceGap, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
@@ -20,16 +25,20 @@ class WeightPublisher:
         self,
         *,
         run: TrainingRun,
+        trainer: RunTrainer,
         delivery: CallDelivery,
         versions: VersionStore,
         pins: Pins,
         metrics: Metrics,
+        handoff: Literal["auto", "on", "off"],
     ) -> None:
         self._run = run
+        self._trainer = trainer
         self._delivery = delivery
         self._versions = versions
         self._pins = pins
         self._metrics = metrics
+        self._handoff = handoff
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     async def publish(
@@ -40,13 +49,17 @@ class WeightPublisher:
         sampled: bool = False,
         becomes_parent: bool = True,
         delta: bool = False,
-    ) -> WeightVersion:
+        to: Sampler | None = None,
+    ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
         """Let the trainer write a weight version, which may be `sampled` from, and may be a
-        `delta`; return it. What has a name is whole, for its files are copied and downloaded."""
+        `delta`; return it. What has a name is whole, for its files are copied and downloaded.
+
+        If the trainer can hand it over `to` a sampler, return where the trainer keeps it, too,
+        until its `release`."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
-                return published
+                return published, None
             if call.released:  # it came after a gap that was given up
                 raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
         request = trainer_pb2.PublishRequest(
@@ -54,6 +67,7 @@ class WeightPublisher:
             parent=run.parent,
             # It is kept until then: the newest version, `run.parent`, is that one or a delta of it.
             delta_of=run.deltas.next() if delta else "",
+            handoff=to is not None and self._hands_over(to),
         )
         try:
             reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
@@ -94,4 +108,23 @@ class WeightPublisher:
             seconds=round(reply.seconds, 4),
         )
         call.release()
-        return version
+        return version, reply.handoff if reply.HasField("handoff") else None
+
+    def _hands_over(self, sampler: Sampler) -> bool:
+        """Whether a sampler's engine can take the weights from the trainer's memory."""
+        run, wanted = self._run, self._handoff
+        if run.training.lora is not None or wanted == "off":
+            return False
+        if wanted == "auto" and run.about.device != "cuda":
+            return False
+        place, engines = self._trainer.host.place, sampler.engines
+        return place is not None and len(engines) == 1 and engines[0].is_beside(place)
+
+    async def release(self, version: str) -> None:
+        """Let the trainer free what it kept of a version. One that cannot be told frees it when it
+        publishes again, sleeps or ends."""
+        if self._trainer.serves:
+            try:
+                await (await self._trainer.client()).release(version)
+            except (WorkerUnavailable, TandemError) as error:
+                self._log.warning("handoff_not_released", version=version, reason=str(error))

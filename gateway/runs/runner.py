@@ -85,10 +85,12 @@ class OperationRunner:
         self._delivery = CallDelivery(run=run, trainer=trainer, usage=tools.usage)
         self._publisher = WeightPublisher(
             run=run,
+            trainer=trainer,
             delivery=self._delivery,
             versions=tools.versions,
             pins=tools.checkpoints.pins,
             metrics=tools.metrics,
+            handoff=tools.samplers.settings.weights_handoff,
         )
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
@@ -234,7 +236,9 @@ class OperationRunner:
             )
         with self._writing(name := call.operation.version):
             delta = path is None and run.publishes_deltas
-            version = await self._publisher.publish(call, name, sampled=True, delta=delta)
+            version, handoff = await self._publisher.publish(
+                call, name, sampled=True, delta=delta, to=sampler if path is None else None
+            )
             if path is not None:
                 await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
@@ -243,10 +247,13 @@ class OperationRunner:
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
             try:
-                await sampler.load(version, in_flight=body.kind == "inflight")
+                await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
             except LoadFailed:
                 run.deltas.forget()
                 raise
+            finally:
+                if handoff is not None:
+                    await self._publisher.release(name)
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
                 number=body.sampling_session_seq_id,
@@ -273,7 +280,9 @@ class OperationRunner:
         try:
             with ExitStack() as pinned:
                 pinned.enter_context(self._writing(name := call.operation.version))
-                version = await self._publisher.publish(call, name, becomes_parent=not recipients)
+                version, _ = await self._publisher.publish(
+                    call, name, becomes_parent=not recipients
+                )
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
                     name = new_version_name(run_id=run.id, number=call.operation.seq_id)

@@ -126,6 +126,11 @@ class SamplerEngine:
     def has_place(self) -> bool:
         return self.places.get(self.key) is not None
 
+    def is_beside(self, trainer: Place) -> bool:
+        """Whether it serves on the only device of a trainer, which is awake meanwhile."""
+        place = self.places.get(self.key)
+        return self.serves and place is not None and place.has_device_of(trainer)
+
     @property
     def ranks(self) -> int:
         """Over how many devices its weights are split."""

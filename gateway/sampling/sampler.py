@@ -246,14 +246,22 @@ class Sampler:
 
     # --- Loads --------------------------------------------------------------------------------
 
-    async def load(self, version: WeightVersion, *, in_flight: bool = False) -> None:
+    async def load(
+        self,
+        version: WeightVersion,
+        *,
+        in_flight: bool = False,
+        handoff: common_pb2.Handoff | None = None,
+    ) -> None:
         """Return when the engines that serve now have the version. One that dies meanwhile, or
         starts later, loads it for a sample. Raises `LoadFailed` and the like if none could load it;
         an engine then still serves what it served before.
 
         With `in_flight`, samples that are in flight go on with it, and it is enough if an engine
-        has a newer one of the run."""
-        request = sampler_pb2.LoadRequest(version=version.to_proto(), in_flight=in_flight)
+        has a newer one of the run. `handoff` is where the only engine finds it besides."""
+        request = sampler_pb2.LoadRequest(
+            version=version.to_proto(), in_flight=in_flight, handoff=handoff
+        )
         self._demand(1)
         try:
             with self.pins.pinned(relative_version_folder(version.name)):
@@ -275,6 +283,8 @@ class Sampler:
                 bytes=reply.bytes,
                 seconds=round(reply.seconds, 4),
                 canary_difference=reply.canary_difference,
+                handed_off=reply.handed_off,
+                handoff_failure=reply.handoff_failure,
             )
 
     def _follow(self, version: common_pb2.WeightVersion) -> None:

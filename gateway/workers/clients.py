@@ -20,6 +20,7 @@ from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 DESCRIBE_TIMEOUT = 30.0
 _REMOVAL_TIMEOUT = 60.0
 _PROGRESS_TIMEOUT = 5.0
+_RELEASE_TIMEOUT = 5.0
 _IDLE_INTERVAL = 0.1
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds within which the launcher reports the end of a worker whose connection broke."""
@@ -207,6 +208,12 @@ class TrainerClient:
             return answer
         finally:
             task.cancel()
+
+    async def release(self, name: str) -> None:
+        """Let it free what it keeps of a version for a sampler; whatever it is at, it does so at
+        once."""
+        request = trainer_pb2.ReleaseRequest(run_id=self._run_id, name=name)
+        await call_worker(self.worker, self.stub.Release, request, timeout=_RELEASE_TIMEOUT)
 
     async def await_snapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest

@@ -47,6 +47,7 @@ from sampler_service.service.engine_server import (
     serve_engine,
 )
 from sampler_service.vllm.memory import resident_bytes
+from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 
 Arguments = ParamSpec("Arguments")
@@ -157,6 +158,9 @@ class EngineProcess:
     def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
         assert not made, "they are not in the memory of the engine's process"
         return self._call(Engine.load, directory, {})
+
+    def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
+        return self._call(Engine.load_handoff, handoff)
 
     def weight_sums(self) -> dict[str, int]:
         return self._call(Engine.weight_sums)

@@ -109,6 +109,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         scheduler = (await self._leased_engine(context)).scheduler
         try:
             version = _parse_version(request.version)
+            if request.HasField("handoff"):
+                version = replace(version, handoff=request.handoff)
             outcome = await asyncio.wrap_future(
                 scheduler.load(version, in_flight=request.in_flight)
             )
@@ -122,6 +124,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             bytes=outcome.bytes,
             seconds=outcome.seconds,
             canary_difference=outcome.canary_difference,
+            handed_off=outcome.handed_off,
+            handoff_failure=outcome.handoff_failure,
         )
 
     async def Sample(  # type: ignore[override]

@@ -74,6 +74,7 @@ from tandem.errors import (
 )
 from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
+from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 from tandem.weights.sums import sums_of_workers
 
@@ -342,11 +343,23 @@ class VllmEngine:
             self._on_workers(WeightsExtension.tandem_use_adapter, begun, self._adapters[adapter])
 
     def load(self, directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE) -> frozenset[str]:
+        return self._load(directory.name, WeightsExtension.tandem_load, str(directory), dict(made))
+
+    def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
+        return self._load(handoff.name, WeightsExtension.tandem_load_handoff, handoff)
+
+    def _load(
+        self,
+        name: str,
+        method: Callable[Concatenate[WeightsExtension, Arguments], set[str]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> frozenset[str]:
         assert self._idle, "a load needs an idle engine"
         try:
-            missing = self._on_workers(WeightsExtension.tandem_load, str(directory), dict(made))
+            missing = self._on_workers(method, *args, **kwargs)
         except Exception as error:
-            raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
+            raise WeightsTouched(f"vLLM could not load {name}: {error}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights
         return frozenset().union(*missing)
 

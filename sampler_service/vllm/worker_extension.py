@@ -13,7 +13,7 @@ vLLM's; what is changed in it is in `internals`. Three fixes are for CPUs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,9 @@ from sampler_service.vllm.memory import (
 from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
 from sampler_service.weights.files import read_sources
+from sampler_service.weights.handoff import open_handoff
 from sampler_service.weights.staging import staged, staging_threads
+from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 
 if TYPE_CHECKING:
@@ -82,12 +84,20 @@ class WeightsExtension:
     def tandem_load(self, directory: str, made: Mapping[str, Bytes]) -> set[str]:
         """Load a directory of safetensors in place, of which some files may be `made` already.
         Return the parameters that got no value."""
+        sources = read_sources(Path(directory), made)
+        with staged(sources, threads=self._tandem_staging_threads()) as tensors:
+            return self.tandem_put(tensors)
+
+    def tandem_load_handoff(self, handoff: common_pb2.Handoff) -> set[str]:
+        """As `tandem_load`, of the weights that a trainer hands over."""
+        return self.tandem_put(open_handoff(handoff))
+
+    def tandem_put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load tensors in place. Return the parameters that got no value."""
         model = self.model_runner.get_model()
         forget_packed_weights(model)
         forget_packed_experts(self.model_runner)
-        sources = read_sources(Path(directory), made)
-        with staged(sources, threads=self._tandem_staging_threads()) as tensors:
-            everything, loaded = load_in_place(self.model_runner, tensors)
+        everything, loaded = load_in_place(self.model_runner, tensors)
         repack_heads(model)
         pad_linears(model)
         absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}

@@ -15,7 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,11 @@ from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
+from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.delta import Bytes
 from tandem.weights.store import read_again
-from tandem.weights.sums import WeightSums, differing, file_sums
+from tandem.weights.sums import WeightSums, differing, file_sums, sums_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +44,14 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 @dataclass(frozen=True)
 class WeightVersion:
     """A weight version as a request names it. Versions of one name are equal. An `adapter` is
-    computed beside the base model's weights."""
+    computed beside the base model's weights. With a `handoff`, the files need not be read."""
 
     name: str
     path: Path
     run_id: str = ""
     step: int = 0
     adapter: bool = False
+    handoff: common_pb2.Handoff | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightVersion) and other.name == self.name
@@ -65,19 +67,25 @@ class WeightVersion:
 @dataclass(frozen=True)
 class LoadOutcome:
     """A load that succeeded. `seconds` are those in which the engine could not sample;
-    `canary_difference` is NaN without a canary."""
+    `canary_difference` is NaN without a canary. Its weights were `handed_off`, or read from files:
+    `handoff_failure` says why, if they should have been."""
 
     version: WeightVersion
     bytes: int
     seconds: float
     canary_difference: float
+    handed_off: bool = False
+    handoff_failure: str = ""
 
 
 @dataclass(frozen=True)
 class Verified:
     """A version whose files are whole and fit the engine. `sums` are those of its numbers, if the
     engine can be compared with them; `made` are the files that patches made meanwhile; `seconds` is
-    how long it was read."""
+    how long it was read.
+
+    If the version has a `handoff`, this is what is loaded, and no file was read. If that cannot be,
+    it has none any more, and `handoff_failure` says why."""
 
     version: WeightVersion
     canary: Canary | None = None
@@ -85,6 +93,7 @@ class Verified:
     made: dict[str, Bytes] = field(default_factory=dict, compare=False)
     bytes: int = 0
     seconds: float = 0.0
+    handoff_failure: str = ""
 
 
 class Loader:
@@ -107,6 +116,33 @@ class Loader:
     def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of a version, in any thread; `go_on` is called before each piece, and ends
         it by raising. Raises `LoadFailed`."""
+        if version.handoff is None:
+            return self._read_files(version, go_on)
+        try:
+            return self._accept(version, version.handoff)
+        except LoadFailed as error:
+            read = self._read_files(replace(version, handoff=None), go_on)
+            return replace(read, handoff_failure=error.message)
+
+    def _accept(self, version: WeightVersion, handoff: common_pb2.Handoff) -> Verified:
+        """Check that what is handed over is what the engine expects, by its description alone.
+        Raises `LoadFailed`."""
+        started = time.monotonic()
+        if handoff.name != version.name:
+            raise LoadFailed(f"{handoff.name} is handed over, not {version.name}")
+        if not self._adds_up:
+            raise LoadFailed("the engine does not keep numbers as they are, which proves a load")
+        if handoff.dtype != self._facts.dtype:
+            raise LoadFailed(f"it is in {handoff.dtype}, and the engine in {self._facts.dtype}")
+        manifest = self._check(version, lambda: None)
+        assert manifest is not None
+        sums = sums_of(
+            (each.name, each.sum) for each in handoff.tensors if each.name in self._expected
+        )
+        seconds = time.monotonic() - started
+        return Verified(version, manifest.canary, sums, bytes=manifest.bytes, seconds=seconds)
+
+    def _read_files(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
         started = time.monotonic()
         try:
             manifest = self._check(version, go_on)
@@ -122,12 +158,16 @@ class Loader:
     def place(self, verified: Verified) -> None:
         """Put a version's weights into the engine, which must be idle. Raises `WeightsTouched`: the
         engine must not be used before another load."""
+        version = verified.version
         try:
-            missing = self._engine.load(verified.version.path, verified.made)
+            if version.handoff is not None:
+                missing = self._engine.load_handoff(version.handoff)
+            else:
+                missing = self._engine.load(version.path, verified.made)
         finally:
             verified.made.clear()
         if missing:
-            name = verified.version.name
+            name = version.name
             raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
 
     def confirm(self, verified: Verified) -> float:
@@ -174,10 +214,10 @@ class Loader:
         wrong = [] if wanted is None else differing(self._engine.weight_sums(), wanted)
         if not wrong:
             return
-        if not version.is_base:
+        if not version.is_base and version.handoff is None:
             base = self._sums_of(read_tensors(self._base), lambda: None)
             self._adds_up = not differing(self._base_sums, base)
-        if self._adds_up or version.is_base:
+        if self._adds_up or version.is_base or version.handoff is not None:
             raise WeightsTouched(
                 f"{version.name}: the engine does not hold these weights, but other numbers in "
                 f"{_some(wrong)}"
@@ -191,7 +231,8 @@ class Loader:
             for file in sorted(version.path.glob("*.safetensors")):
                 checksum_file(file, go_on)  # it has no manifest, but its load is to find it read
         else:
-            manifest = verified_manifest(version, self._facts, go_on)
+            files = version.handoff is None
+            manifest = verified_manifest(version, self._facts, go_on, checksums=files)
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
             untied = (version.path / "config.json").is_file() and not is_tied(version.path)
@@ -201,7 +242,9 @@ class Loader:
                     "merged in), which an engine whose head is the embedding cannot load in "
                     "place; sample from the adapter itself"
                 )
-        offered = loadable(read_inventory(version.path), tied=self._tied)
+        handoff = version.handoff
+        found = read_inventory(version.path) if handoff is None else inventory_of(handoff)
+        offered = loadable(found, tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
         return manifest
 
@@ -212,11 +255,16 @@ def default_tolerance(dtype: str) -> float:
 
 
 def verified_manifest(
-    version: WeightVersion, facts: EngineFacts, go_on: Callable[[], None] = lambda: None
+    version: WeightVersion,
+    facts: EngineFacts,
+    go_on: Callable[[], None] = lambda: None,
+    *,
+    checksums: bool = True,
 ) -> Manifest:
-    """Return a version's manifest after checking its files against it, and that the engine can
-    compute its canary. `go_on` is called before each piece. Raises `LoadFailed`."""
-    manifest = open_version(version.path, name=version.name, go_on=go_on)
+    """Return a version's manifest after checking its files against it, by their `checksums` or
+    their sizes alone, and that the engine can compute its canary. `go_on` is called before each
+    piece. Raises `LoadFailed`."""
+    manifest = open_version(version.path, name=version.name, checksums=checksums, go_on=go_on)
     canary = manifest.canary
     if canary is None:
         return manifest
@@ -275,6 +323,11 @@ def read_inventory(directory: Path) -> Inventory:
     if not inventory:
         raise LoadFailed(f"{directory.name} holds no safetensors file")
     return inventory
+
+
+def inventory_of(handoff: common_pb2.Handoff) -> Inventory:
+    """As `read_inventory`, of what a trainer hands over."""
+    return {each.name: TensorEntry(each.dtype, tuple(each.shape)) for each in handoff.tensors}
 
 
 def _read_header(file: Path) -> Inventory:

@@ -4,7 +4,9 @@ isort:skip_file
 What every call from the gateway to a worker has in common."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -115,6 +117,131 @@ class WeightVersion(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "name", b"name", "path", b"path", "run_id", b"run_id", "step", b"step"]) -> None: ...
 
 Global___WeightVersion: typing_extensions.TypeAlias = WeightVersion
+
+@typing.final
+class Handoff(google.protobuf.message.Message):
+    """The weights of a version, in memory of the trainer that published it, for a sampler on the same host and
+    device to copy. They stay until the trainer is told to release them, publishes again, sleeps or ends.
+    The gateway passes it on and does not look inside.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Tensor(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: builtins.int
+        DTYPE_FIELD_NUMBER: builtins.int
+        SHAPE_FIELD_NUMBER: builtins.int
+        OFFSET_FIELD_NUMBER: builtins.int
+        SUM_FIELD_NUMBER: builtins.int
+        name: builtins.str
+        dtype: builtins.str
+        """In safetensors' notation, such as "BF16"."""
+        offset: builtins.int
+        """In the memory, in bytes."""
+        sum: builtins.int
+        """Of its numbers, taken by the trainer (tandem/weights/sums.py); 0 if they are no floating ones."""
+        @property
+        def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+        def __init__(
+            self,
+            *,
+            name: builtins.str = ...,
+            dtype: builtins.str = ...,
+            shape: collections.abc.Iterable[builtins.int] | None = ...,
+            offset: builtins.int = ...,
+            sum: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset", b"offset", "shape", b"shape", "sum", b"sum"]) -> None: ...
+
+    @typing.final
+    class HostMemory(google.protobuf.message.Message):
+        """A file without a name, which the trainer's process has open."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        PID_FIELD_NUMBER: builtins.int
+        FILE_FIELD_NUMBER: builtins.int
+        INODE_FIELD_NUMBER: builtins.int
+        pid: builtins.int
+        file: builtins.int
+        inode: builtins.int
+        def __init__(
+            self,
+            *,
+            pid: builtins.int = ...,
+            file: builtins.int = ...,
+            inode: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["file", b"file", "inode", b"inode", "pid", b"pid"]) -> None: ...
+
+    @typing.final
+    class CudaMemory(google.protobuf.message.Message):
+        """A storage of torch's, shared by CUDA IPC."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        DEVICE_UUID_FIELD_NUMBER: builtins.int
+        HANDLE_FIELD_NUMBER: builtins.int
+        STORAGE_OFFSET_FIELD_NUMBER: builtins.int
+        COUNTER_HANDLE_FIELD_NUMBER: builtins.int
+        COUNTER_OFFSET_FIELD_NUMBER: builtins.int
+        EVENT_HANDLE_FIELD_NUMBER: builtins.int
+        EVENT_SYNC_REQUIRED_FIELD_NUMBER: builtins.int
+        device_uuid: builtins.str
+        handle: builtins.bytes
+        storage_offset: builtins.int
+        counter_handle: builtins.bytes
+        counter_offset: builtins.int
+        event_handle: builtins.bytes
+        event_sync_required: builtins.bool
+        def __init__(
+            self,
+            *,
+            device_uuid: builtins.str = ...,
+            handle: builtins.bytes = ...,
+            storage_offset: builtins.int = ...,
+            counter_handle: builtins.bytes = ...,
+            counter_offset: builtins.int = ...,
+            event_handle: builtins.bytes = ...,
+            event_sync_required: builtins.bool = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["counter_handle", b"counter_handle", "counter_offset", b"counter_offset", "device_uuid", b"device_uuid", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "handle", b"handle", "storage_offset", b"storage_offset"]) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    CUDA_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """The version's."""
+    bytes: builtins.int
+    dtype: builtins.str
+    """In which the sums were taken, such as "bfloat16"."""
+    @property
+    def host(self) -> Global___Handoff.HostMemory: ...
+    @property
+    def cuda(self) -> Global___Handoff.CudaMemory: ...
+    @property
+    def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Handoff.Tensor]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        bytes: builtins.int = ...,
+        host: Global___Handoff.HostMemory | None = ...,
+        cuda: Global___Handoff.CudaMemory | None = ...,
+        tensors: collections.abc.Iterable[Global___Handoff.Tensor] | None = ...,
+        dtype: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cuda", b"cuda", "host", b"host", "memory", b"memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cuda", b"cuda", "dtype", b"dtype", "host", b"host", "memory", b"memory", "name", b"name", "tensors", b"tensors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["memory", b"memory"]) -> typing.Literal["host", "cuda"] | None: ...
+
+Global___Handoff: typing_extensions.TypeAlias = Handoff
 
 @typing.final
 class SleepRequest(google.protobuf.message.Message):

@@ -111,20 +111,26 @@ class LoadRequest(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
+    HANDOFF_FIELD_NUMBER: builtins.int
     in_flight: builtins.bool
     """Requests that are `in_flight` go on with this version: see SampleRequest. Where they already
     have a newer one, nothing is loaded, and the reply names that.
     """
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
+    @property
+    def handoff(self) -> tandem.v1.common_pb2.Handoff:
+        """Where the version's weights lie, besides its files. The files are read if these cannot be had."""
+
     def __init__(
         self,
         *,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         in_flight: builtins.bool = ...,
+        handoff: tandem.v1.common_pb2.Handoff | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["in_flight", b"in_flight", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["handoff", b"handoff", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["handoff", b"handoff", "in_flight", b"in_flight", "version", b"version"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -137,12 +143,18 @@ class LoadReply(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     CANARY_DIFFERENCE_FIELD_NUMBER: builtins.int
+    HANDED_OFF_FIELD_NUMBER: builtins.int
+    HANDOFF_FAILURE_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     seconds: builtins.float
     canary_difference: builtins.float
     """The largest difference between the logprobs that the trainer recorded at
     publish and those of the engine. NaN for a base model, which has no record.
     """
+    handed_off: builtins.bool
+    """The weights were those of the request's `handoff`; no file of them was read."""
+    handoff_failure: builtins.str
+    """Why they were not, if there were any."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -157,9 +169,11 @@ class LoadReply(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
         canary_difference: builtins.float = ...,
+        handed_off: builtins.bool = ...,
+        handoff_failure: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "canary_difference", b"canary_difference", "failure", b"failure", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "canary_difference", b"canary_difference", "failure", b"failure", "handed_off", b"handed_off", "handoff_failure", b"handoff_failure", "seconds", b"seconds", "version", b"version"]) -> None: ...
 
 Global___LoadReply: typing_extensions.TypeAlias = LoadReply
 

@@ -532,6 +532,7 @@ class PublishRequest(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     MERGED_FIELD_NUMBER: builtins.int
     DELTA_OF_FIELD_NUMBER: builtins.int
+    HANDOFF_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
     merged: builtins.bool
@@ -540,6 +541,8 @@ class PublishRequest(google.protobuf.message.Message):
     """A whole version of the run, in the same folder: of files that differ little from its own, only
     what differs may be written. Empty: all files are to be whole.
     """
+    handoff: builtins.bool
+    """Keep the weights in memory, too, for a sampler on the same device."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -554,9 +557,10 @@ class PublishRequest(google.protobuf.message.Message):
         parent: builtins.str = ...,
         merged: builtins.bool = ...,
         delta_of: builtins.str = ...,
+        handoff: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "handoff", b"handoff", "header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -570,6 +574,7 @@ class PublishReply(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     DELTA_OF_FIELD_NUMBER: builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    HANDOFF_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     """Of all files, as a reader has them."""
     seconds: builtins.float
@@ -581,6 +586,10 @@ class PublishReply(google.protobuf.message.Message):
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
+    @property
+    def handoff(self) -> tandem.v1.common_pb2.Handoff:
+        """Absent if it was not asked for, or there is no room for it."""
+
     def __init__(
         self,
         *,
@@ -590,11 +599,41 @@ class PublishReply(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         delta_of: builtins.str = ...,
         written_bytes: builtins.int = ...,
+        handoff: tandem.v1.common_pb2.Handoff | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["failure", b"failure", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "delta_of", b"delta_of", "failure", b"failure", "seconds", b"seconds", "version", b"version", "written_bytes", b"written_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "handoff", b"handoff", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "delta_of", b"delta_of", "failure", b"failure", "handoff", b"handoff", "seconds", b"seconds", "version", b"version", "written_bytes", b"written_bytes"]) -> None: ...
 
 Global___PublishReply: typing_extensions.TypeAlias = PublishReply
+
+@typing.final
+class ReleaseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    name: builtins.str
+    """The version's."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "run_id", b"run_id"]) -> None: ...
+
+Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
+
+@typing.final
+class ReleaseReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReleaseReply: typing_extensions.TypeAlias = ReleaseReply
 
 @typing.final
 class SaveCheckpointRequest(google.protobuf.message.Message):

@@ -77,6 +77,11 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/tandem.v1.Trainer/Release',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.ReleaseReply.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/tandem.v1.Trainer/SaveCheckpoint',
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
@@ -175,6 +180,13 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """Writes weights, optimizer state and counters as a checkpoint.
         """
@@ -263,6 +275,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.ReleaseRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.ReleaseReply.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -496,6 +513,33 @@ class Trainer(object):
             '/tandem.v1.Trainer/Publish',
             tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/Release',
+            tandem_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,

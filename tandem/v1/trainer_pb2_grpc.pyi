@@ -140,6 +140,22 @@ _TrainerPublishType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerReleaseType = typing_extensions.TypeVar(
+    '_TrainerReleaseType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ReleaseRequest,
+        tandem.v1.trainer_pb2.ReleaseReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ReleaseRequest,
+        tandem.v1.trainer_pb2.ReleaseReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ReleaseRequest,
+        tandem.v1.trainer_pb2.ReleaseReply,
+    ],
+)
+
 _TrainerSaveCheckpointType = typing_extensions.TypeVar(
     '_TrainerSaveCheckpointType',
     grpc.UnaryUnaryMultiCallable[
@@ -252,7 +268,7 @@ _TrainerWakeType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
+class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerReleaseType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
     """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
@@ -291,6 +307,10 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.PublishRequest,
             tandem.v1.trainer_pb2.PublishReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.ReleaseRequest,
+            tandem.v1.trainer_pb2.ReleaseReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.SaveCheckpointRequest,
@@ -353,6 +373,10 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
             tandem.v1.trainer_pb2.PublishReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.ReleaseRequest,
+            tandem.v1.trainer_pb2.ReleaseReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.SaveCheckpointRequest,
             tandem.v1.trainer_pb2.SaveCheckpointReply,
         ],
@@ -406,6 +430,9 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
 
     Publish: _TrainerPublishType
     """Writes the current weights as a new weight version."""
+
+    Release: _TrainerReleaseType
+    """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once."""
 
     SaveCheckpoint: _TrainerSaveCheckpointType
     """Writes weights, optimizer state and counters as a checkpoint."""
@@ -461,6 +488,10 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.PublishRequest,
         tandem.v1.trainer_pb2.PublishReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ReleaseRequest,
+        tandem.v1.trainer_pb2.ReleaseReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.SaveCheckpointRequest,
@@ -561,6 +592,14 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.PublishReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.PublishReply]]:
         """Writes the current weights as a new weight version."""
+
+    @abc.abstractmethod
+    def Release(
+        self,
+        request: tandem.v1.trainer_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.ReleaseReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.ReleaseReply]]:
+        """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once."""
 
     @abc.abstractmethod
     def SaveCheckpoint(

@@ -28,6 +28,7 @@ from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Verified, WeightVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import SequenceTooLong
+from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 
 BASE, NEW, OTHER = (
@@ -142,6 +143,9 @@ class FakeEngine:
         self.weights = directory.name
         self.adapters.clear()
         return frozenset()
+
+    def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
+        raise AssertionError("nobody hands weights over to a fake engine")
 
     def settle(self) -> StepOutput:
         return StepOutput()

@@ -234,10 +234,14 @@ class SamplerClient(WorkerClient):
         )
 
     def load(
-        self, version: common_pb2.WeightVersion, *, in_flight: bool = False
+        self,
+        version: common_pb2.WeightVersion,
+        *,
+        in_flight: bool = False,
+        handoff: common_pb2.Handoff | None = None,
     ) -> sampler_pb2.LoadReply:
         return self.stub.Load(
-            sampler_pb2.LoadRequest(version=version, in_flight=in_flight),
+            sampler_pb2.LoadRequest(version=version, in_flight=in_flight, handoff=handoff),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )

@@ -58,9 +58,11 @@ from trainer_service.models.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainer_service.checkpoints.handoff import KeptCopy
+
 
 CANARY_TOKENS = 16
-_STORED_TYPES = {
+STORED_TYPES = {
     "torch.float64": "F64",
     "torch.float32": "F32",
     "torch.float16": "F16",
@@ -148,13 +150,16 @@ def published_by(request: VersionRequest) -> Manifest | None:
     return manifest
 
 
-def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
-    """Writes this rank's files. Rank 0 commits and returns the manifest, or raises `StorageFull`
-    or `PublishFailed` with nothing left of the version."""
+def publish(
+    request: VersionRequest, trainer: RankTrainer, copy: KeptCopy | None = None
+) -> Manifest | None:
+    """Writes this rank's files; of a single rank, keeps a `copy` of the whole model besides. Rank 0
+    commits and returns the manifest, or raises `StorageFull` or `PublishFailed` with nothing left
+    of the version."""
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
-    exported = _export(request, partial, trainer)
+    exported = _export(request, partial, trainer, copy)
     durable = begin(lambda: _make_durable(request, partial, exported, trainer))
     # Meanwhile, since it needs no disk. Where it cannot be computed, the process ends at once, as
     # after any such error: whoever publishes next discards what is there.
@@ -188,7 +193,9 @@ class _Exported:
     failed: OSError | None = None
 
 
-def _export(request: VersionRequest, partial: PartialVersion, trainer: RankTrainer) -> _Exported:
+def _export(
+    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
+) -> _Exported:
     """Writes the weights that are in the files of this rank, if it has any.
 
     Between two tensors a rank may wait for the others to gather the next one, so that what takes
@@ -208,6 +215,8 @@ def _export(request: VersionRequest, partial: PartialVersion, trainer: RankTrain
         files = name_files(exports, owners, ranks=control.size)[control.rank]
         units = {unit for unit, rank in owners.items() if rank == control.rank}
         tensors = backend.export_weights(units)
+        if copy is not None:
+            tensors = copy.copying(tensors)
     base = None if adapter_of(request, backend) else find_base(request.path, request.delta_of)
     exported = _Exported([], ExitStack(), Progress())
     try:
@@ -335,7 +344,7 @@ def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
             export.name: StoredTensor(
                 file=Path(name),
                 name=export.name,
-                dtype=_STORED_TYPES[str(export.dtype)],
+                dtype=STORED_TYPES[str(export.dtype)],
                 shape=export.shape,
                 start=place,
                 bytes=export.bytes,

@@ -54,6 +54,11 @@ class HostedRuns:
         operations.trainer.backend.activate()
         return operations
 
+    def release_copies(self) -> None:
+        """Free what is kept of versions for samplers."""
+        for run in self._runs.values():
+            run.release()
+
     def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         about = self._runs[run_id].describe()
         about.run_ids.extend(self._runs)

@@ -6,6 +6,7 @@ leaves no trace except that the gradients held are no longer what the client mea
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,10 @@ from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.checkpoints import training_state
+from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
 from trainer_service.checkpoints.publish import (
     VersionRequest,
+    adapter_of,
     prepare_publish,
     publish,
     published_by,
@@ -94,6 +97,9 @@ class Operations:
         self._refused = ""
         self._published = ""
         self._changed = common_pb2.OperationHeader()
+        self._copy: KeptCopy | None = None
+        """Of the newest version, for a sampler, until that needs it no more."""
+        self._releasing = threading.Lock()
 
     def note_refused(self, reason: str) -> None:
         """Note why a forward_backward never came here, unless `reason` is empty."""
@@ -205,13 +211,18 @@ class Operations:
     def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
         trainer, began = self.trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
+        self.release()
         try:
             manifest = published_by(version)
             if manifest is None:
                 prepare_publish(version, trainer.backend)
+                whole = adapter_of(version, trainer.backend) is None
+                if request.handoff and whole and trainer.control.size == 1:
+                    self._copy = keep_copy(version.name, trainer.backend)
                 self._announce(Op.PUBLISH, request)
-                manifest = publish(version, trainer)
+                manifest = publish(version, trainer, self._copy)
         except TandemError as error:
+            self.release()
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert manifest is not None
         self._published = manifest.version
@@ -227,7 +238,24 @@ class Operations:
             seconds=time.perf_counter() - began,
             delta_of=manifest.delta_of,
             written_bytes=manifest.written_bytes,
+            handoff=self._offer(),
         )
+
+    def _offer(self) -> common_pb2.Handoff | None:
+        """Return where the copy of the version is, if there is a whole one."""
+        offered = self._copy.offer() if self._copy is not None else None
+        if offered is None:
+            self.release()
+        return offered
+
+    def release(self, name: str = "") -> None:
+        """Free the copy of a version, whose reader has it, or of whichever version there is one,
+        which may have a reader still. From any thread."""
+        with self._releasing:
+            copy = self._copy
+            if copy is not None and name in ("", copy.name):
+                self._copy = None
+                copy.close(read=not name)
 
     def save_checkpoint(
         self, request: trainer_pb2.SaveCheckpointRequest

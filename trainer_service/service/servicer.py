@@ -155,6 +155,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             lambda operations: operations.publish(request),
         )
 
+    async def Release(
+        self, request: trainer_pb2.ReleaseRequest, context: Context
+    ) -> trainer_pb2.ReleaseReply:
+        # Not by the engine thread, which may be at operations that were sent since.
+        await self._sequence(request.run_id, context)
+        operations = self._engine.started.result().find(request.run_id)
+        await asyncio.to_thread(operations.release, request.name)
+        return trainer_pb2.ReleaseReply()
+
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Context
     ) -> trainer_pb2.SaveCheckpointReply:
@@ -239,6 +248,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self, move: Callable[[Switching], common_pb2.SwitchReply]
     ) -> common_pb2.SwitchReply:
         def carry_out(runs: HostedRuns) -> tuple[common_pb2.SwitchReply, bool]:
+            runs.release_copies()
             return move(runs.switching), runs.switching.asleep
 
         reply, asleep = await asyncio.wrap_future(self._engine.submit(carry_out))

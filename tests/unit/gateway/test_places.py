@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.placement.room import Ask, engine_key
+from gateway.placement.groups import DeviceGroup, Role
+from gateway.placement.room import Ask, Place, engine_key
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, NoRoom, StorageFull
 from tests.support.gateway.placement import SAMPLE, TRAIN, WHOLE, Engine, Run, World, group, quiet
@@ -304,3 +305,29 @@ async def test_an_adopted_engine_has_its_slot_and_one_without_a_place_is_not_ado
     assert world.places.adopt(world.engine()) is None
     world.places.release_left([])
     assert world.keys(SAMPLE) == [engine.key]
+
+
+# --- On one device --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "on_one"),
+    [
+        ({"awake": 2}, 1, True),
+        ({"devices": (), "awake": 0}, 1, True),
+        ({"awake": 1}, 1, False),
+        ({"awake": 2}, 2, False),
+        ({"awake": 0, "pool": "gpus"}, 1, False),
+    ],
+)
+def test_a_trainer_and_a_sampler_that_are_awake_at_once_may_have_one_device(
+    changes: dict[str, object], ranks: int, on_one: bool
+):
+    """Not where they take turns, nor where either has several, nor as pods."""
+    both = group("both", **changes)
+
+    def place(role: Role, of: DeviceGroup = both) -> Place:
+        return Place(key=role, role=role, group=of, owner="o", session_id="s", ranks=ranks)
+
+    assert place("sampler").has_device_of(place("trainer")) is on_one
+    assert not place("sampler").has_device_of(place("trainer", group("other", **changes)))

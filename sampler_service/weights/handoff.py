@@ -1,0 +1,91 @@
+"""Weights that a trainer on the same device hands over in memory, in place of their files.
+
+What is opened here is read once, while the engine loads it, and closed with the last of its
+tensors. Nothing is believed: the engine's sums are compared with those that the trainer took of
+what it wrote into the files. See "Handed over on one device" in docs/real-models.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tandem.errors import LoadFailed
+from tandem.v1 import common_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def open_handoff(handoff: common_pb2.Handoff) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the names and values of all tensors, which lie in memory of the trainer's. It may free
+    that meanwhile, but does not change it. Raises `LoadFailed` if there is no such memory any more,
+    and `RuntimeError` as torch and CUDA do."""
+    memory = _on_gpu(handoff) if handoff.HasField("cuda") else _on_host(handoff)
+    return _tensors(handoff, memory)
+
+
+def _tensors(
+    handoff: common_pb2.Handoff, memory: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for each in handoff.tensors:
+        dtype: torch.dtype = getattr(torch, _TYPES[each.dtype])
+        size = math.prod(each.shape) * dtype.itemsize
+        yield each.name, memory[each.offset : each.offset + size].view(dtype).view(*each.shape)
+
+
+def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
+    """Open the memory as bytes. It stays until the tensor is gone, even if the trainer ends."""
+    import torch
+
+    where = handoff.host
+    try:
+        file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY)
+    except OSError as error:
+        raise LoadFailed(f"{handoff.name} is not in the trainer's memory: {error}") from error
+    try:
+        found = os.fstat(file)
+        if (found.st_ino, found.st_size) != (where.inode, handoff.bytes):
+            raise LoadFailed(f"{handoff.name} is not in the trainer's memory any more")
+        mapped = mmap.mmap(file, handoff.bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _on_gpu(handoff: common_pb2.Handoff) -> torch.Tensor:
+    """As `_on_host`. What the trainer frees meanwhile, torch keeps until the tensor is gone."""
+    import torch
+
+    where, device = handoff.cuda, torch.cuda.current_device()
+    if str(torch.cuda.get_device_properties(device).uuid) != where.device_uuid:
+        raise LoadFailed(f"{handoff.name} is in the memory of another GPU, {where.device_uuid}")
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device,
+        where.handle,
+        handoff.bytes,
+        where.storage_offset,
+        where.counter_handle,
+        where.counter_offset,
+        where.event_handle,
+        where.event_sync_required,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

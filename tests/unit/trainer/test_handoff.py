@@ -1,0 +1,94 @@
+"""What a trainer keeps in memory of a version that it publishes, and when it frees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from sampler_service.weights.handoff import open_handoff
+from tandem.errors import LoadFailed
+from tandem.v1 import common_pb2
+from tandem.weights.sums import sum_of
+from tests.support.files import memory_files
+from tests.support.local_trainer import SPEC, make, publish
+from trainer_service.checkpoints import handoff as kept
+from trainer_service.checkpoints import publish as publishing
+
+
+def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
+    """Also of fused experts, whose names in files are others than in the model."""
+    import torch
+
+    trainer = make(models["qwen3_moe"], None)
+    reply = publish(trainer, tmp_path / "v1", handoff=True)
+    files = load_file(tmp_path / "v1" / "model.safetensors")
+    copied = dict(open_handoff(reply.handoff))
+    assert copied.keys() == files.keys()
+    for name, tensor in copied.items():
+        np.testing.assert_array_equal(tensor.numpy(), files[name])
+    sums = {each.name: each.sum for each in reply.handoff.tensors}
+    assert sums == {name: sum_of(t, torch.float32, name=name) for name, t in copied.items()}
+    trainer.release()
+
+
+def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_path: Path):
+    """What a reader has opened, it keeps; and no file of that name is found by another one."""
+    trainer = make(models["qwen3"], None)
+    first = publish(trainer, tmp_path / "v1", handoff=True).handoff
+    opened = open_handoff(first)
+    second = publish(trainer, tmp_path / "v2", handoff=True).handoff
+    trainer.release(first.name)
+    assert memory_files() == 2, "one has a reader, and one is newer"
+    files = load_file(tmp_path / "v1" / "model.safetensors")
+    for name, tensor in opened:
+        np.testing.assert_array_equal(tensor.numpy(), files[name])
+    del opened, tensor
+    assert memory_files() == 1
+    trainer.release(second.name)
+    assert memory_files() == 0
+    with pytest.raises(LoadFailed, match="not in the trainer's memory"):
+        open_handoff(second)
+    with (tmp_path / "v1" / "model.safetensors").open("rb") as another:
+        second.host.file = another.fileno()
+        with pytest.raises(LoadFailed, match="any more"):
+            open_handoff(second)
+
+
+def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path, monkeypatch):
+    trainer = make(models["qwen3"], None)
+    assert not publish(trainer, tmp_path / "v1").HasField("handoff")
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "free_memory_bytes", lambda: 1000)
+        assert not publish(trainer, tmp_path / "v2", handoff=True).HasField("handoff")
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "sum_of", _out_of_memory)
+        assert not publish(trainer, tmp_path / "v3", handoff=True).HasField("handoff")
+    adapters = make(models["qwen3"], SPEC)
+    assert not publish(adapters, tmp_path / "v4", handoff=True).HasField("handoff")
+    assert memory_files() == 0
+
+
+def test_a_version_that_could_not_be_written_is_not_handed_over(models, tmp_path, monkeypatch):
+    trainer = make(models["qwen3"], None)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publishing, "_write_tensors", full)
+    with pytest.raises(AssertionError, match="storage_full"):
+        publish(trainer, tmp_path / "v1", handoff=True)
+    assert memory_files() == 0
+
+
+def test_its_message_survives_the_way_to_an_engine_in_its_own_process():
+    import pickle
+
+    message = common_pb2.Handoff(name="v1", tensors=[common_pb2.Handoff.Tensor(shape=[2, 3])])
+    assert pickle.loads(pickle.dumps(message)) == message
+
+
+def _out_of_memory(*_: object, **__: object) -> int:
+    raise RuntimeError("out of memory")

@@ -1,0 +1,172 @@
+"""Keeps the weights of a version in memory, too, for a sampler on the same device to copy.
+
+The files remain what the version is; this saves the sampler from reading them. Whatever is missing
+for it (room, above all) is said in the log, and the sampler reads the files. What a sampler takes
+for granted is nothing: it compares the sums that are taken here of what goes into the files with
+those of what it has in the end. See "Handed over on one device" in docs/real-models.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.host import free_memory_bytes
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2
+from tandem.weights.sums import sum_of
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.checkpoints.publish import STORED_TYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ALIGNMENT = 512
+"""Of each tensor, in bytes."""
+
+
+def keep_copy(name: str, backend: TrainerBackend) -> KeptCopy | None:
+    """Return the memory for a copy of the version that is to be published, None if there is none.
+    It is neither what the memory plan needs, nor more than is free now."""
+    size = sum(_aligned(export.bytes) for export in backend.exports())
+    reason = ""
+    if size > (room := _room(backend)):
+        reason = f"{size} bytes are needed, and {room} are to spare"
+    else:
+        try:
+            return KeptCopy(name, size, backend)
+        except (OSError, RuntimeError) as error:  # which torch's own for full memory is
+            reason = str(error)
+    get_log().warning("handoff_not_kept", version=name, reason=reason)
+    return None
+
+
+class KeptCopy:
+    """The copy of the version `name`, of `size` bytes."""
+
+    def __init__(self, name: str, size: int, backend: TrainerBackend) -> None:
+        self._message = common_pb2.Handoff(name=name, bytes=size, dtype=backend.dtype)
+        self._dtype = getattr(torch, backend.dtype)
+        self._end = 0
+        self._failure = ""
+        self._memory = (_OnGpu if backend.device == "cuda" else _OnHost)(size)
+
+    @property
+    def name(self) -> str:
+        return self._message.name
+
+    def copying(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the version as they come, and copy each."""
+        for name, tensor in tensors:
+            if not self._failure:
+                try:
+                    self._copy(name, tensor)
+                except RuntimeError as error:  # the files are written all the same
+                    self._failure = str(error)
+            yield name, tensor
+
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        content = self._memory.bytes[self._end : self._end + tensor.nbytes]
+        content.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._message.tensors.add(
+            name=name,
+            dtype=STORED_TYPES[str(tensor.dtype)],
+            shape=tensor.shape,
+            offset=self._end,
+            sum=sum_of(tensor, self._dtype, name=name) if tensor.is_floating_point() else 0,
+        )
+        self._end += _aligned(tensor.nbytes)
+
+    def offer(self) -> common_pb2.Handoff | None:
+        """Let another process open the memory, and return where it is; None if it lacks tensors."""
+        if self._failure:
+            get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
+            return None
+        self._memory.offer(self._message)
+        return self._message
+
+    def close(self, *, read: bool) -> None:
+        """Free the memory. If it may still be `read`, that is once the reader has closed it, too;
+        else at once, be it that no reader has ever opened it, or that one was killed."""
+        self._memory.close(read=read)
+
+
+class _OnHost:
+    """A file without a name: it ends with the processes that have it open."""
+
+    def __init__(self, size: int) -> None:
+        self._file = os.memfd_create("tandem-weights")
+        try:
+            os.posix_fallocate(self._file, 0, size)
+            self.bytes = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def offer(self, message: common_pb2.Handoff) -> None:
+        inode = os.fstat(self._file).st_ino
+        message.host.CopyFrom(
+            common_pb2.Handoff.HostMemory(pid=os.getpid(), file=self._file, inode=inode)
+        )
+
+    def close(self, *, read: bool) -> None:
+        del self.bytes  # readers keep what they have mapped
+        os.close(self._file)
+
+
+class _OnGpu:
+    """A storage of torch's, which counts in a file in /dev/shm who has it open: one other process,
+    from the moment in which it is shared. It is freed when nobody has."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._counter: tuple[bytes, int] | None = None
+
+    def offer(self, message: common_pb2.Handoff) -> None:
+        _, handle, _, offset, counter, counter_offset, event, sync = (
+            self.bytes.untyped_storage()._share_cuda_()
+        )
+        self._counter = counter, counter_offset
+        device = torch.cuda.get_device_properties(self.bytes.device)
+        message.cuda.CopyFrom(
+            common_pb2.Handoff.CudaMemory(
+                device_uuid=str(device.uuid),
+                handle=handle,
+                storage_offset=offset,
+                counter_handle=counter,
+                counter_offset=counter_offset,
+                event_handle=event,
+                event_sync_required=sync,
+            )
+        )
+
+    def close(self, *, read: bool) -> None:
+        if self._counter is not None and not read:
+            # A reader that is through has done so, too; less than none is as good as none.
+            torch.UntypedStorage._release_ipc_counter(*self._counter)
+        device = self.bytes.device
+        del self.bytes
+        with torch.cuda.device(device):
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()  # what torch keeps, no other process has
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _room(backend: TrainerBackend) -> int:
+    """Return how many bytes of the device a copy may have."""
+    room: int
+    if backend.device == "cuda":
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        room = torch.cuda.mem_get_info()[0] + kept
+    else:
+        room = free_memory_bytes()
+    if (plan := backend.plan) is not None:
+        room = min(room, plan.available.device - sum(plan.needs.device.values()))
+    return room
