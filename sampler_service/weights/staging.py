@@ -76,7 +76,8 @@ def staged(
     Up to `ahead` bytes are staged before they are taken, and a larger tensor alone. With what was
     taken and is still referred to, up to `most` are: by default 4 GiB, but no more than a quarter
     of what is free, since pinned memory that a host does not have is not refused. Taking raises
-    what reading the sources does, and `LoadFailed` for a damaged patch. At the end of the block no thread is left.
+    what reading the sources does, and `LoadFailed` for a damaged patch. At the end of the block no
+    thread is left.
     """
     if not threads:
         yield ((source.name, source.tensor()) for source in sources)
