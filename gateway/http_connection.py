@@ -138,6 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._cancel("linger")
         if not self._refused:
+            self.scope["state"]["body_arrived"] = True
             super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -18,7 +18,7 @@ import zstandard
 from pydantic import BaseModel, FailFast, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from gateway.core import Gateway
 from gateway.limits import Reservation
@@ -211,11 +211,20 @@ class BoundedRequest(Request):
 
     async def _next_chunk(self, *, deadline: float) -> tuple[bytes, bool]:
         """Return the next chunk and whether more follow. `deadline` in the loop's time."""
+        if self.scope["state"].get("body_arrived"):  # there is nothing to wait for
+            message = await self.receive()
+        else:
+            message = await self._next_message(deadline=deadline)
+        if message["type"] == "http.disconnect":
+            raise MalformedPayload("the client went away before its request was complete")
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def _next_message(self, *, deadline: float) -> Message:
         settings = self._gateway.settings.http
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(loop.time() + settings.body_gap_timeout, deadline)):
-                message = await self.receive()
+                return await self.receive()
         except TimeoutError:
             self._gateway.metrics.timeouts.labels(what="body").inc()
             raise RequestTimedOut(
@@ -223,9 +232,6 @@ class BoundedRequest(Request):
                 f"{settings.body_gap_timeout:g} s, or not all of it within "
                 f"{settings.body_timeout:g} s; send it again"
             ) from None
-        if message["type"] == "http.disconnect":
-            raise MalformedPayload("the client went away before its request was complete")
-        return message.get("body", b""), message.get("more_body", False)
 
 
 def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:

@@ -82,8 +82,8 @@ class Sample:
 @dataclass(eq=False, kw_only=True)
 class _Call:
     """A call on its way to the `engine` that it was assigned to, for a `version`; `during` names
-    it. `worker` is the process that it was sent to, None before. `answer` is that of this engine,
-    which is `taken_back` when another one is to give it: that one if `to` is not None."""
+    it. `worker` is the process that it was sent to, None before. `task` awaits the answer of this
+    engine, which is `taken_back` when another one is to give it: that one if `to` is not None."""
 
     work: Work
     version: common_pb2.WeightVersion
@@ -91,14 +91,18 @@ class _Call:
     engine: SamplerEngine
     may_repeat: Callable[[], bool] = lambda: True
     worker: Worker | None = None
-    answer: asyncio.Task[object] | None = None
+    task: asyncio.Task[object] | None = None
     taken_back: bool = False
     to: SamplerEngine | None = None
 
     def take_back(self, *, to: SamplerEngine | None = None) -> None:
-        if self.answer is not None and self.may_repeat():
+        if self.task is not None and not self.taken_back and self.may_repeat():
             self.taken_back, self.to = True, to
-            self.answer.cancel()
+            self.task.cancel()
+
+    def was_only_taken_back(self) -> bool:
+        """Whether that is all that its task was cancelled for, which then goes on."""
+        return self.taken_back and self.task is not None and not self.task.uncancel()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -402,15 +406,14 @@ class Sampler:
         died = False
         while True:
             engine, call.worker, call.taken_back, call.to = call.engine, None, False, None
-            answer = asyncio.create_task(engine.call(noted, version=call.version))
-            call.answer, self._calls[call] = answer, None
+            # No task of its own: a turn of the event loop each way, with all that is in it.
+            call.task, self._calls[call] = asyncio.current_task(), None
             try:
-                return await answer
+                return await engine.call(noted, version=call.version)
             except EngineLost:
                 pass
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not call.taken_back or (task is not None and task.cancelling()):
+                if not call.was_only_taken_back():
                     raise
             except WorkerUnavailable as error:
                 if died:

@@ -44,6 +44,9 @@ class SamplerClient:
         self._samples: SampleStream | None = None
         self._heard_at = 0.0
         self._telling = 0
+        self._awaited: dict[asyncio.Timeout, float] = {}
+        """The calls that are not answered, and when each was sent, the oldest first."""
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def describe(self) -> sampler_pb2.DescribeSamplerReply:
         request = sampler_pb2.DescribeSamplerRequest()
@@ -104,25 +107,53 @@ class SamplerClient:
     async def _unless_silent(self, answer: Awaitable[Answer]) -> Answer:
         """Return the answer, unless the sampler is silent for too long: to this call and all
         others. Raises `OperationTimedOut` then."""
-        loop = asyncio.get_running_loop()
-        awaited, sent_at = asyncio.ensure_future(answer), loop.time()
+        awaited = asyncio.timeout(None)  # `_look` ends it
         try:
-            while not awaited.done():
-                if self._telling:  # it is not the sampler that is waited for
-                    self._note_heard()
-                left = max(sent_at, self._heard_at) + self._patience - loop.time()
-                if left <= 0:
-                    silence = (
-                        f"the sampler has answered nothing for {self._patience:g} s, "
-                        f"{_SILENCE} times TANDEM_SAMPLER_OPERATION_TIMEOUT"
-                    )
-                    self._give_up(silence)
-                    raise OperationTimedOut(silence)
-                await asyncio.wait([awaited], timeout=left)
-            self._note_heard()
-            return awaited.result()
+            async with awaited:
+                self._awaited[awaited] = asyncio.get_running_loop().time()
+                self._watch()
+                found = await answer
+        except TimeoutError:
+            if not awaited.expired():
+                raise
+            raise OperationTimedOut(self._silence) from None
         finally:
-            awaited.cancel()
+            self._awaited.pop(awaited, None)
+            self._watch()
+        self._note_heard()
+        return found
+
+    def _watch(self) -> None:
+        """Have one look for all calls, which are many, once the first of them may be due."""
+        loop = asyncio.get_running_loop()
+        if self._awaited and self._next_look is None:
+            due = max(next(iter(self._awaited.values())), self._heard_at) + self._patience
+            self._next_look = loop.call_at(due, self._look)
+        elif not self._awaited and self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+
+    def _look(self) -> None:
+        """End the calls that the sampler has been silent for too long to."""
+        self._next_look = None
+        now = asyncio.get_running_loop().time()
+        if self._telling:  # it is not the sampler that is waited for
+            self._note_heard()
+        latest = now - self._patience
+        due = [awaited for awaited, sent_at in self._awaited.items() if sent_at <= latest]
+        if due and self._heard_at <= latest:
+            self._give_up(self._silence)
+            for awaited in due:
+                del self._awaited[awaited]
+                awaited.reschedule(now)
+        self._watch()
+
+    @property
+    def _silence(self) -> str:
+        return (
+            f"the sampler has answered nothing for {self._patience:g} s, {_SILENCE} times "
+            "TANDEM_SAMPLER_OPERATION_TIMEOUT"
+        )
 
     def _note_heard(self) -> None:
         self._heard_at = asyncio.get_running_loop().time()
