@@ -46,6 +46,20 @@ def busy(stack: TestStack) -> bool:
     return len(found) == 2
 
 
+def ask_both(stack: TestStack, sampler: SamplingClient) -> list[Future[types.SampleResponse]]:
+    """Ask, and return once both engines have something of it to do; ask again if all has ended
+    before that was seen."""
+    for _ in range(5):
+        asked = ask(sampler)
+        wait_until(
+            lambda asked=asked: busy(stack) or all(each.done() for each in asked),
+            what="both engines have something to do",
+        )
+        if not all(each.done() for each in asked):
+            return asked
+    raise AssertionError("it was never seen that both engines have something to do")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [TIED, f"{TIED}:full"], ids=["adapters", "all weights"])
 def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, tmp_path):
@@ -58,8 +72,7 @@ def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, t
             assert answers(ask(sampler)) == answers(ask(sampler))
             wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
             undisturbed = answers(ask(sampler))
-            asked = ask(sampler)
-            wait_until(lambda: busy(stack), what="both engines have something to do")
+            asked = ask_both(stack, sampler)
             victim = engines(stack)[0]["worker"]
             (worker,) = [w for w in stack.status()["workers"] if w["id"] == victim]
             os.killpg(worker["pid"], signal.SIGKILL)
@@ -94,8 +107,7 @@ def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(mo
         assert scaled(stack, session, 2)["replicas"] == 2
         assert answers(asked) == undisturbed
         wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
-        asked = ask(sampler)
-        wait_until(lambda: busy(stack), what="both engines have something to do")
+        asked = ask_both(stack, sampler)
         assert scaled(stack, session, 1)["leaving"] == 1
         assert answers(asked) == undisturbed
         wait_until(lambda: len(engines(stack)) == 1, what="the other engine has ended")

@@ -35,7 +35,7 @@ def test_a_stream_adds_up_to_the_unstreamed_answer(
 
 
 def test_tokens_arrive_before_the_answer(sampler: SamplerClient):
-    call = open_stream(sampler, sampler.request(PROMPT, max_tokens=400, stop=[]))
+    call = open_stream(sampler, sampler.request(PROMPT, n=20, max_tokens=500, stop=[]))
     first = next(call)
     assert sampler.describe().running == 1
     rest = gather([first, *call])
