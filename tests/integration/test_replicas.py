@@ -28,7 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(sampler: SamplingClient) -> list[Future[types.SampleResponse]]:
     params = types.SamplingParams(max_tokens=TOKENS, seed=11, stop=[])
-    return [sampler.sample(types.ModelInput.from_ints(each), 2, params) for each in PROMPTS]
+    prompts = map(types.ModelInput.from_ints, PROMPTS)
+    return [sampler.sample(prompt, 2, params).future() for prompt in prompts]
 
 
 def answers(asked: list[Future[types.SampleResponse]]) -> list[list[tuple[list[int], list[float]]]]:
