@@ -4,7 +4,7 @@
 `work_thread` carries out, a `frequent_statement` is one that each operation executes, `log_sync`
 brings SQLite's log to the disk, and `drivers` knows how the two databases differ. `tables` declares
 the tables; `migrations` brings a database up to date; `lease` says which of several gateways may
-use PostgreSQL; `data_directory` locks the directory and keeps the secrets in it; `pairing` says
-whether database and directory belong together. To add a column, change `tables` and add a migration
-to `migrations/versions`.
+use PostgreSQL; `log_files` are those of the gateway and its workers; `data_directory` locks the
+directory and keeps the secrets in it; `pairing` says whether database and directory belong
+together. To add a column, change `tables` and add a migration to `migrations/versions`.
 """

@@ -1,9 +1,9 @@
 """The optimizers: AdamW, and "dimuon" (Muon for hidden matrices, AdamW for the rest).
 
 A run's `TrainingSpec` fixes the optimizer; its settings come with each step. Optimizers work on
-plain and on sharded parameters, and give their state as named tensors, for checkpoints. To add
-one, write a file with a class that satisfies `Optimizer`, its settings in `base.py`, and a branch
-in `make_optimizer`.
+plain and on sharded parameters, and give their state as named tensors, for checkpoints. `staged.py`
+is AdamW for states in bfloat16 or on the host. To add one, write a file with a class that satisfies
+`Optimizer`, its settings in `base.py`, and a branch in `make_optimizer`.
 """
 
 from __future__ import annotations
