@@ -137,8 +137,10 @@ def why_undivided(config: Mapping[str, object], count: int) -> str:
         return "transformers has no plan for it"
     if kind in _SINKS:
         return "it has attention sinks, which are in no layer of their own"
-    if any(text.get(key) for key in _EXPERT_KEYS):
-        return "it is a mixture of experts, which trainers do not divide"
+    for key in _EXPERT_KEYS:
+        experts = text.get(key)
+        if isinstance(experts, int) and experts % count:
+            return f"its {experts} experts are not a multiple of it"
     if odd := undivided_heads(text, count):
         return odd
     if kind in _DIVIDED:

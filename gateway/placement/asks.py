@@ -275,13 +275,11 @@ def _with_what_applies(
 
 def _check_divided(asks: Asks, training: TrainingSpec) -> None:
     """Raise `InvalidRequest` for what ranks that divide matrices cannot do."""
-    undivided = training.undivided
-    if asks.compile != "off":
-        undivided = undivided or f"compiled blocks ({_PREFIX}compile is {asks.compile})"
-    if undivided and asks.tensor_parallel > 1:
+    if training.undivided and asks.tensor_parallel > 1:
         raise InvalidRequest(
-            f"{_PREFIX}tensor_parallel is {asks.tensor_parallel}, and there are no {undivided} for "
-            f"ranks that divide matrices: leave them out, or shard alone ({_PREFIX}shards)"
+            f"{_PREFIX}tensor_parallel is {asks.tensor_parallel}, and there are no "
+            f"{training.undivided} for ranks that divide matrices: leave them out, or shard alone "
+            f"({_PREFIX}shards)"
         )
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -150,11 +150,15 @@ class Fsdp2Backend(TrainerBackend):
 
         def prepare(model: nn.Module) -> None:
             """While the parameters have no memory yet."""
-            self._prepare(model, settings, checkpointed=checkpointed)
+            mesh = None if self._mesh is None else self._mesh.tensor
+            self._prepare(
+                model,
+                settings,
+                checkpointed=checkpointed,
+                divide=None if mesh is None else functools.partial(divide_matrices, mesh=mesh),
+            )
             if self._mesh is not None:
                 compute = torch_dtype(self.dtype) if self._casts else None
-                if self._mesh.tensor is not None:
-                    self._active.divide(divide_matrices(model, self._mesh.tensor))
                 self._groups.shard(self._mesh.data, dtype=compute)
 
         load_model(model_path, prepare=prepare)
@@ -249,7 +253,14 @@ class Fsdp2Backend(TrainerBackend):
 
     # --- Loading and sharding --------------------------------------------------------------
 
-    def _prepare(self, model: nn.Module, settings: TrainerSettings, *, checkpointed: bool) -> None:
+    def _prepare(
+        self,
+        model: nn.Module,
+        settings: TrainerSettings,
+        *,
+        checkpointed: bool,
+        divide: Callable[[nn.Module], None] | None,
+    ) -> None:
         self._model = model
         self._active = ActiveAdapters()
         self.facts = facts_of(model)
@@ -263,6 +274,8 @@ class Fsdp2Backend(TrainerBackend):
             self._keep_in(torch_dtype(self.training.states))
         if self._compiled:
             compile_blocks(find_blocks(model))
+        if divide is not None:
+            divide(model)
         if checkpointed:
             checkpoint_blocks(find_blocks(model))
 
@@ -273,14 +286,18 @@ class Fsdp2Backend(TrainerBackend):
         other = copy.copy(self)
         other.device, other._device = "meta", torch.device("meta")
         other._compiled = False  # compiled blocks keep no more than others
-        other._prepare(empty_model(path).eval(), settings, checkpointed=checkpointed)
+        parts = self.training.layout.tensor_parallel
+        other._prepare(
+            empty_model(path).eval(),
+            settings,
+            checkpointed=checkpointed,
+            divide=functools.partial(divide_stand_in, count=parts) if parts > 1 else None,
+        )
         model = other._model
         other._keep_in(torch_dtype(self.dtype))
         other.packs = packs
         if packs:
             pack(model)
-        if (parts := self.training.layout.tensor_parallel) > 1:
-            other._active.divide(divide_stand_in(model, parts))
         other._divide(settings, apart=has_body(model))
         other._choose_trainable(self.training)
         other.activate()
@@ -324,6 +341,7 @@ class Fsdp2Backend(TrainerBackend):
             mask_windows(self._model)
         # Rows that are not packed come in too many sizes.
         self._by_onednn = self._compiled and self.packs and not self._casts
+        self._by_onednn &= self.training.layout.tensor_parallel == 1  # whose layers are others
         self._by_onednn &= faster_by_onednn(self.device)
         if self._by_onednn:
             multiply_by_onednn(self._model)

@@ -106,8 +106,6 @@ def bring_up(
     if training.lora:
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
     if (count := training.layout.tensor_parallel) > 1:
-        if compiles(settings.compile, device):
-            raise WorkerStartFailed("there are no compiled blocks for ranks that divide matrices")
         check_divisible(empty_model(Path(spec.model_path)), count)
     store: dist.Store = dist.HashStore()
     points: Sequence[MeetingPoint] = [MeetingPoint(0, "lo")]

@@ -29,7 +29,6 @@ from torch.nn import functional
 from tandem.errors import InvalidRequest, UnsuitableLora, without_paths
 from tandem.worker import LoraSpec
 from trainer_service.models.huggingface import find_blocks
-from trainer_service.models.tensor_parallel import PartOfAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,19 +87,12 @@ class ActiveAdapters:
         for layer in self.layers:
             layer.linear = linear
 
-    def divide(self, parts: Mapping[str, PartOfAdapter]) -> None:
-        """Let each layer compute with its rank's part, by module name."""
-        for layer in self.layers:
-            layer.part_of = parts[layer.name]
-
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another and the active adapter, if there is one.
 
     The parameters keep their names, and a tied weight stays tied: the adapter is added to the
     layer's output. Adapters are no part of the module: they come and go with their runs.
-
-    `part_of` is for a layer whose matrix is divided among ranks.
     """
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
@@ -110,7 +102,6 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.register_parameter("bias", layer.bias)
         self.name = name
         self.adapter: Adapter | None = None
-        self.part_of: PartOfAdapter | None = None
         self.linear: Callable[..., Tensor] = functional.linear
         active.layers.append(self)
 
@@ -120,14 +111,16 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         adapter = self.adapter
         if adapter is None:
             return y
-        a, b = adapter.lora_A, adapter.lora_B
-        if self.part_of is not None:
-            a, b = self.part_of(a, b)
+        a, b = self.part_of(adapter.lora_A, adapter.lora_B)
         if a.dtype != y.dtype:
             a, b = a.to(y.dtype), b.to(y.dtype)
         low = functional.linear(x, a)
         added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=adapter.scale)
         return added.view_as(y)
+
+    def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank computes with of A and B: all, unless ranks divide the layer's matrix."""
+        return a, b
 
 
 def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:

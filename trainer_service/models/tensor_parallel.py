@@ -4,21 +4,24 @@ ranks that compute the same tokens together.
 Which are divided, and how, is the plan that transformers has of a model (`tp_plan`). Each parameter
 becomes a DTensor over the mesh of those ranks, divided or whole, so that FSDP shards what a rank
 has of it, and loading, checkpoints and exporting know what that is. Modules compute with their part
-as a plain tensor; what they add up, gather or split is one of the operations below.
+as a plain tensor, which a block's forward, or that of a module in no block, gives them; what they
+add up, gather or split is one of the operations below. Blocks can be compiled, with these in them:
+modules of a kind compute in the same way in all blocks, and collectives are operators.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import (
     DeviceMesh,
     DTensor,
@@ -31,6 +34,7 @@ from torch.distributed.tensor import (
 
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import undivided_heads
+from trainer_service.models.huggingface import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +52,12 @@ COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
 inputs, or some outputs that are then gathered, or some inputs where all are there; of an embedding
 some tokens. The last one is whole, and computes with the heads of one rank alone, as norms of
 queries and keys do."""
-PartOfAdapter = Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor"]]
-"""What a rank computes with of A [r, in] and B [out, r], which each has whole: the gradients that
-ranks have of them add up to those of the whole layer."""
+EXPERTS = "experts"
+"""Not transformers' plan for them, which divides each: a rank has some of a layer's experts, whole.
+So what it has is rows of the stack of their matrices."""
+_OF_EXPERTS = "_is_expert_parallel"
+"""An attribute of transformers' layers of experts: whether some of them are elsewhere, with which
+they skip tokens whose expert is none of theirs."""
 _TOLERANCE = 1e-4
 _LAYERS: Mapping[str, type[nn.Module]] = {
     COLUMNS: nn.Linear,
@@ -59,6 +66,7 @@ _LAYERS: Mapping[str, type[nn.Module]] = {
     SPLIT: nn.Linear,
     TABLE: nn.Embedding,
     OF_HEADS: nn.Module,
+    EXPERTS: nn.Module,
 }
 
 
@@ -77,8 +85,10 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
     if not styles:
         return "transformers has no plan for it"
     for name, parameter in model.named_parameters():
+        if styles.get(name.rpartition(".")[0]) == EXPERTS:
+            continue
         if parameter.ndim > 2:
-            return f"{name} is of several experts, which trainers do not divide"
+            return f"{name} is of several experts, in a layer that trainers do not know"
         if any(model.get_submodule(name.rpartition(".")[0]).children()) or _general(name) in plan:
             return f"{name} is in no layer of its own"
     for name, style in styles.items():
@@ -97,20 +107,22 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
             return f"its plan divides {name} only once, and other layers have it, too"
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % count:
             size = parameter.shape[placement.dim]
-            return f"{name} has {size} {'rows' if placement.dim == 0 else 'columns'}"
+            rows = "experts" if styles[module] == EXPERTS else "rows"
+            return f"{name} has {size} {rows if placement.dim == 0 else 'columns'}"
     return ""
 
 
-def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartOfAdapter]:
-    """Divides a model that has no memory yet among the ranks of a mesh with one dimension. Returns
-    what layers compute with of adapters, by module name."""
-    ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=mesh.get_group())
+def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Divides a model that has no memory yet among the ranks of a mesh with one dimension. Comes
+    after its blocks are compiled, and before they are checkpointed."""
+    group = mesh.get_group()
+    ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=group.group_name)
 
     def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
-    return _divide(model, ranks, part)
+    _divide(model, ranks, part)
 
 
 def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -140,9 +152,8 @@ def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
             )
 
 
-def divide_stand_in(model: PreTrainedModel, count: int) -> dict[str, PartOfAdapter]:
-    """Gives a model on `meta` the sizes that it has on each of `count` ranks. Returns as
-    `divide_matrices`."""
+def divide_stand_in(model: PreTrainedModel, count: int) -> None:
+    """Gives a model on `meta` the sizes that it has on each of `count` ranks."""
 
     def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         own = parameter.detach()
@@ -150,33 +161,30 @@ def divide_stand_in(model: PreTrainedModel, count: int) -> dict[str, PartOfAdapt
             own = own.chunk(count, dim=placement.dim)[0].clone()
         return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
-    return _divide(model, _Ranks(count=count, index=0, group=None), part)
+    _divide(model, _Ranks(count=count, index=0, group=""), part)
 
 
+@dataclass(frozen=True)
 class _Ranks:
-    """Those that compute together, and which of them this is. Without a group, there is one that
-    computes what all would, in shapes alone."""
+    """Those that compute together, which of them this is, and the name of their group; "" on
+    `meta`, where nothing travels."""
 
-    def __init__(self, *, count: int, index: int, group: dist.ProcessGroup | None) -> None:
-        self.count, self.index, self.group = count, index, group
+    count: int
+    index: int
+    group: str
 
     def add_up(self, value: Tensor) -> Tensor:
-        total = value.clone(memory_format=torch.contiguous_format)
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+        total: Tensor = torch.ops.tandem.add_up(value, self.group)
         return total
 
     def gather(self, value: Tensor) -> Tensor:
         """[…, n / count] → […, n]."""
-        mine = value.contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.count)]
-        if self.group is not None:
-            dist.all_gather(parts, mine, group=self.group)
-        return torch.cat(parts, dim=-1)
+        parts: Tensor = torch.ops.tandem.gather_parts(value, self.count, self.group)
+        return torch.cat(parts.unbind(), dim=-1)
 
-    def part_of(self, value: Tensor) -> Tensor:
+    def part_of(self, value: Tensor, *, dim: int = -1) -> Tensor:
         """[…, n] → […, n / count]."""
-        return value.chunk(self.count, dim=-1)[self.index].contiguous()
+        return value.chunk(self.count, dim=dim)[self.index]
 
 
 # --- Parameters -----------------------------------------------------------------------------------
@@ -185,7 +193,10 @@ class _Ranks:
 def _styles_of(model: PreTrainedModel) -> dict[str, str]:
     """What the plan says of modules, by their names in the model."""
     plan = dict(model.tp_plan)
-    found = {name: plan.get(_general(name), "") for name, _ in model.named_modules()}
+    found = {
+        name: EXPERTS if hasattr(module, _OF_EXPERTS) else plan.get(_general(name), "")
+        for name, module in model.named_modules()
+    }
     return {name: style for name, style in found.items() if style}
 
 
@@ -196,7 +207,7 @@ def _general(name: str) -> str:
 
 def _placement(style: str, key: str) -> Placement:
     """Where a module's parameter is: divided along one of its dimensions, or whole on each rank."""
-    if style in (COLUMNS, GATHERED, TABLE):
+    if style in (COLUMNS, GATHERED, TABLE, EXPERTS):
         return Shard(0)
     return Shard(1) if style in (ROWS, SPLIT) and key == "weight" else Replicate()
 
@@ -205,99 +216,179 @@ def _divide(
     model: PreTrainedModel,
     ranks: _Ranks,
     part: Callable[[nn.Parameter, Placement], nn.Parameter],
-) -> dict[str, PartOfAdapter]:
+) -> None:
     styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
-    parts: dict[str, PartOfAdapter] = {}
-    for name, module in list(model.named_modules()):
+    for name, module in model.named_modules():
         own = {key: each for key, each in module._parameters.items() if each is not None}
         style = styles.get(name, "")
         for key, parameter in own.items():
             if parameter not in made:  # a tied weight stays one
                 made[parameter] = part(parameter, _placement(style, key))
             module._parameters[key] = made[parameter]
-        if style == TABLE:
-            _hold_part_of_table(module, ranks)
         if own:
-            _compute_with_part(module, style, ranks)
-            parts[name] = partial(_part_of_adapter, style=style, ranks=ranks)
-    return parts
+            # Of a class, and not with a forward of its own: compiled blocks would not be alike.
+            module.__class__ = _class_of_part(type(module), style)  # type: ignore[arg-type]
+            module.ranks = ranks
+        if isinstance(module, _PartOfTable | _PartOfExperts):
+            module.hold_part()
+    _give_plain_parameters(model)
 
 
 # --- Modules --------------------------------------------------------------------------------------
 
 
-def _compute_with_part(module: nn.Module, style: str, ranks: _Ranks) -> None:
-    whole = module.forward
-    grads: Placement = Partial() if style == OF_HEADS else Replicate()
-
-    def forward(*given: Any, **named: Any) -> Any:
-        with _plain_parameters(module, of_replicated=grads) as plain:
-            if style in (COLUMNS, GATHERED):
-                made = whole(_copy_to(given[0], ranks), *given[1:], **named)
-                return _gather(made, ranks) if style == GATHERED else made
-            if style in (ROWS, SPLIT):
-                own = _split(given[0], ranks) if style == SPLIT else given[0]
-                # Every rank would add it.
-                bias, module._parameters["bias"] = plain.get("bias"), None
-                total = _sum(whole(own, *given[1:], **named), ranks)
-                return total if bias is None else total + bias
-            if style == TABLE:
-                return _look_up(whole, given[0], module, ranks)
-            return whole(*given, **named)
-
-    module.forward = forward
+def _give_plain_parameters(model: nn.Module) -> None:
+    """Let blocks, and modules with parameters that are in none, compute with plain tensors."""
+    units = {block: list(block.modules()) for block in find_blocks(model)}
+    inside = {module for modules in units.values() for module in modules}
+    units |= {module: [module] for module in model.modules() if module not in inside}
+    for unit, modules in units.items():
+        if parts := [module for module in modules if isinstance(module, _Part)]:
+            unit.forward = functools.partial(_with_plain_parameters, parts, unit.forward)
 
 
-def _part_of_adapter(a: Tensor, b: Tensor, *, style: str, ranks: _Ranks) -> tuple[Tensor, Tensor]:
-    """The A [r, in] and B [out, r] that a rank has, whole, as it computes with them: for its
-    outputs, or its inputs, or all where all ranks compute the same."""
-    if style in (COLUMNS, GATHERED):
-        return a, b.chunk(ranks.count)[ranks.index]
-    if style in (ROWS, SPLIT):
-        return a.chunk(ranks.count, dim=1)[ranks.index], b
-    return (a, b) if style == OF_HEADS else (_of_first(a, ranks), _of_first(b, ranks))
-
-
-@contextmanager
-def _plain_parameters(
-    module: nn.Module, *, of_replicated: Placement
-) -> Iterator[Mapping[str, Tensor]]:
-    """Lets a module compute with what this rank has of its parameters. The gradients of those that
-    are whole are alike on all ranks (`Replicate`), or parts of a sum (`Partial`)."""
-    held = {key: each for key, each in module._parameters.items() if each is not None}
-    plain = {key: _plain(each, of_replicated) for key, each in held.items()}
-    module._parameters.update(plain)
+def _with_plain_parameters(
+    modules: Sequence[_Part], forward: Callable[..., Any], *given: Any, **named: Any
+) -> Any:
+    held = [dict(module._parameters) for module in modules]
+    for module in modules:
+        module.make_plain()
     try:
-        yield plain
+        return forward(*given, **named)
     finally:
-        module._parameters.update(held)
+        for module, parameters in zip(modules, held, strict=True):
+            module._parameters.update(parameters)
 
 
-def _plain(parameter: Tensor, of_replicated: Placement) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    (placement,) = parameter.placements
-    gradient = of_replicated if isinstance(placement, Replicate) else placement
-    return parameter.to_local(grad_placements=[gradient])
+class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """A module that is whole on all ranks, and computes the same."""
+
+    ranks: _Ranks
+    of_replicated: Placement = Replicate()
+    """What gradients of its parameters are that are whole: alike on all ranks, or parts of a sum
+    (`Partial`)."""
+
+    def make_plain(self) -> None:
+        """Replaces parameters by what this rank has of them."""
+        for key, each in self._parameters.items():
+            if isinstance(each, DTensor):
+                (placement,) = each.placements
+                gradient = self.of_replicated if isinstance(placement, Replicate) else placement
+                self._parameters[key] = each.to_local(grad_placements=[gradient])
+
+    def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an adapter's A [r, in] and B [out, r], which each rank has whole, what this one
+        computes with: the gradients that ranks have of them add up to those of the whole layer."""
+        return _of_first(a, self.ranks), _of_first(b, self.ranks)
 
 
-def _hold_part_of_table(module: nn.Module, ranks: _Ranks) -> None:
-    """Of the table's tokens, the padding has no gradient."""
-    rows = module.num_embeddings // ranks.count
-    module.num_embeddings = rows
-    if module.padding_idx is not None:
-        own = module.padding_idx - ranks.index * rows
-        module.padding_idx = own if 0 <= own < rows else None
+class _PartOfHeads(_Part):
+    """Whole on all ranks, each of which computes with its heads."""
+
+    of_replicated = Partial()
+
+    def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a, b
 
 
-def _look_up(
-    whole: Callable[[Tensor], Tensor], tokens: Tensor, module: nn.Module, ranks: _Ranks
-) -> Tensor:
-    """The rows [B, T, hidden] of tokens, of which each rank has some."""
-    own = tokens - ranks.index * module.num_embeddings
-    elsewhere = (own < 0) | (own >= module.num_embeddings)
-    found = whole(own.masked_fill(elsewhere, 0))
-    return _sum(found.masked_fill(elsewhere[..., None], 0), ranks)
+class _PartInColumns(_Part):
+    """Each rank has some of a linear layer's outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(_copy_to(x, self.ranks))
+        return made
+
+    def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a, self.ranks.part_of(b, dim=0)
+
+
+class _PartInGatheredColumns(_PartInColumns):
+    def forward(self, x: Tensor) -> Tensor:
+        return _gather(super().forward(x), self.ranks)
+
+
+class _PartInRows(_Part):
+    """Each rank has some of a linear layer's inputs."""
+
+    _added: Tensor | None = None
+
+    def make_plain(self) -> None:
+        super().make_plain()
+        # Every rank would add it.
+        self.__dict__["_added"], self._parameters["bias"] = self._parameters["bias"], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = _sum(super().forward(x), self.ranks)
+        return total if self._added is None else total + self._added
+
+    def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ranks.part_of(a, dim=1), b
+
+
+class _PartInSplitRows(_PartInRows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_split(x, self.ranks))
+
+
+class _PartOfTable(_Part):
+    """Each rank has the rows of some tokens."""
+
+    num_embeddings: int
+    padding_idx: int | None
+
+    def hold_part(self) -> None:
+        """Of the table's tokens, the padding has no gradient."""
+        self.num_embeddings //= self.ranks.count
+        if self.padding_idx is not None:
+            own = self.padding_idx - self.ranks.index * self.num_embeddings
+            self.padding_idx = own if 0 <= own < self.num_embeddings else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The rows [B, T, hidden] of tokens [B, T]."""
+        own = tokens - self.ranks.index * self.num_embeddings
+        elsewhere = (own < 0) | (own >= self.num_embeddings)
+        found = super().forward(own.masked_fill(elsewhere, 0))
+        return _sum(found.masked_fill(elsewhere[..., None], 0), self.ranks)
+
+
+class _PartOfExperts(_Part):
+    """Each rank has some of a layer's experts."""
+
+    num_experts: int
+
+    def hold_part(self) -> None:
+        self.num_experts //= self.ranks.count
+        setattr(self, _OF_EXPERTS, True)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What the experts that are `chosen` [T, k] of tokens make of `hidden` [T, hidden], with
+        their `weights` [T, k] added up."""
+        own = chosen - self.ranks.index * self.num_experts
+        elsewhere = (own < 0) | (own >= self.num_experts)
+        found = super().forward(
+            _copy_to(hidden, self.ranks),
+            own.masked_fill(elsewhere, self.num_experts),
+            _copy_to(weights, self.ranks),
+        )
+        return _sum(found, self.ranks)
+
+
+_PARTS: Mapping[str, type[_Part]] = {
+    "": _Part,
+    COLUMNS: _PartInColumns,
+    ROWS: _PartInRows,
+    GATHERED: _PartInGatheredColumns,
+    SPLIT: _PartInSplitRows,
+    TABLE: _PartOfTable,
+    OF_HEADS: _PartOfHeads,
+    EXPERTS: _PartOfExperts,
+}
+
+
+@functools.cache
+def _class_of_part(kind: type, style: str) -> type:
+    """That of a rank's part of a module."""
+    return type(kind.__name__, (_PARTS[style], kind), {"__module__": kind.__module__})
 
 
 # --- What ranks tell each other -------------------------------------------------------------------
@@ -358,14 +449,14 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.part_of(gradient), None
+        return ctx.ranks.part_of(gradient).contiguous(), None
 
 
 class _Split(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: _Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.part_of(value)
+        return ranks.part_of(value).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -380,4 +471,44 @@ class _OfFirst(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient if ctx.ranks.index == 0 else torch.zeros_like(gradient), None
+        # Not zeros that depend on nothing: a compiler would leave out the collectives before it.
+        return gradient * float(ctx.ranks.index == 0), None
+
+
+# --- Operators ------------------------------------------------------------------------------------
+
+_OPERATORS = torch.library.Library("tandem", "FRAGMENT")
+for _schema in (
+    "add_up(Tensor value, str group) -> Tensor",
+    "gather_parts(Tensor value, int count, str group) -> Tensor",
+):
+    _OPERATORS.define(_schema, tags=torch.Tag.needs_exact_strides)
+
+
+def _add_up(value: Tensor, group: str) -> Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_resolve_process_group(group))
+    return total
+
+
+def _gather_parts(value: Tensor, count: int, group: str) -> Tensor:
+    """[count, *value.shape]."""
+    parts = _shape_of_parts(value, count, group)
+    group_of = _resolve_process_group(group)
+    dist.all_gather([*parts.unbind()], value.contiguous(), group=group_of)
+    return parts
+
+
+def _shape_of_total(value: Tensor, group: str) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _shape_of_parts(value: Tensor, count: int, group: str) -> Tensor:
+    return value.new_empty((count, *value.shape))
+
+
+for _device in ("CPU", "CUDA"):
+    _OPERATORS.impl("add_up", _add_up, _device)
+    _OPERATORS.impl("gather_parts", _gather_parts, _device)
+torch.library.register_fake("tandem::add_up", _shape_of_total, lib=_OPERATORS)
+torch.library.register_fake("tandem::gather_parts", _shape_of_parts, lib=_OPERATORS)

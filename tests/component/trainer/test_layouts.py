@@ -20,6 +20,8 @@ from tests.support.losses.batches import mixed_data
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, logprobs_of, request, trainer_process
 
+COMPILE_SECONDS = 900.0
+COMPILED = [pytest.mark.nightly, pytest.mark.timeout(3 * COMPILE_SECONDS)]
 SETTINGS = {"shard_group_parameters": 1, "micro_batch_tokens": 40}
 Weights = dict[str, np.ndarray]
 
@@ -98,6 +100,20 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
             {"checkpointing": "on", "logits_bytes": 4 * VOCABULARY * 7},
             marks=pytest.mark.nightly,
         ),
+        pytest.param(
+            2,
+            Layout(tensor_parallel=2),
+            None,
+            {"compile": "on", "checkpointing": "on"},
+            marks=COMPILED,
+        ),
+        pytest.param(
+            4,
+            Layout(replicas=2, tensor_parallel=2),
+            LoraSpec(rank=4, seed=5),
+            {"compile": "on"},
+            marks=COMPILED,
+        ),
     ],
     ids=[
         "copies that are whole on a rank",
@@ -106,6 +122,8 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
         "divided matrices in two shards, checkpointed blocks, gradients reduced at once",
         "copies of divided matrices, checkpointed blocks, gradients reduced at once",
         "adapters on copies of divided matrices, checkpointed blocks, logits in chunks",
+        "divided matrices, compiled and checkpointed blocks",
+        "adapters on copies of divided matrices, compiled blocks",
     ],
 )
 def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_after_a_kill(
@@ -115,8 +133,9 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
     files = ranks if lora is None else 1
     snapshot = tmp_path / "snapshots" / "s2"
     training = TrainingSpec(layout=layout, lora=lora)
-    settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training}
+    settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training, "wait": False}
     with trainer_process(model, tmp_path, lease=1, **settings) as client:
+        client.wait_until_serving(COMPILE_SECONDS)
         found = train(client, 1)
         found += train(client, 2, snapshot=str(snapshot))
         assert client.await_snapshot(str(snapshot)).step == 2
@@ -131,6 +150,7 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
     assert_close(after, expected)
     with trainer_process(model, tmp_path, **settings) as client:
+        client.wait_until_serving(COMPILE_SECONDS)
         client.restore(str(snapshot), seq_id=4)
         train(client, 3)
         again = weights(client, tmp_path / "again", files=files)

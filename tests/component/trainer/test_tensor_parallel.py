@@ -1,8 +1,9 @@
 """Two ranks that divide the matrices of a model compute what one does, for each kind of model, and
-of what is trained."""
+of what is trained, also with compiled blocks, of which machine code is for `make nightly`."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.errors import WorkerStartFailed
@@ -24,6 +26,7 @@ from trainer_service.backends import TrainerBackend, World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.models.huggingface import small_model
+from trainer_service.models.packing import bounds_of
 from trainer_service.models.tensor_parallel import compare_divided
 from trainer_service.optimizers import AdamWSettings
 
@@ -38,9 +41,15 @@ ARCHITECTURES = (
     "granite",
     "phi3",
     "olmo2",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "glm4_moe",
     "deepseek_v3",
 )
-PATIENCE = timedelta(seconds=120)
+DENSE = "deepseek_v3, dense"
+"""Latent attention, which is whole on each rank, without experts."""
+PATIENCE = timedelta(seconds=300)
 SETTINGS = TrainerSettings(device="cpu", threads=1)
 STEP = AdamWSettings(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0
@@ -53,11 +62,14 @@ RUNS: dict[str, list[TrainingSpec]] = {
         TrainingSpec(lora=LoraSpec(rank=3, seed=6, alpha=8, attention=False)),
     ],
     "states in bfloat16": [TrainingSpec(states="bfloat16", moments="host")],
+    "compiled blocks": [TrainingSpec()],
 }
 CASES = [
-    *((name, "all parameters") for name in ARCHITECTURES),
-    *((name, "adapters") for name in ("llama", "gemma3_text", "gpt_neox", "phi3", "deepseek_v3")),
+    *((name, "all parameters") for name in (*ARCHITECTURES, DENSE)),
+    *((name, "adapters") for name in ("llama", "gemma3_text", "gpt_neox", "phi3", DENSE)),
     ("gemma2", "states in bfloat16"),
+    ("qwen3_moe", "states in bfloat16"),
+    ("llama", "compiled blocks"),
 ]
 Found = tuple[list[torch.Tensor], list[float], dict[str, torch.Tensor]]
 
@@ -74,18 +86,33 @@ def train(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
     return [steps(backend) for backend in backends]
 
 
+def train_compiled(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
+    """As `train`. All blocks are one graph with gradients, and one without."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    settings = SETTINGS.model_copy(update={"compile": "on", "checkpointing": "on"})
+    backend = Fsdp2Backend(model_path=path, settings=settings, world=world, training=runs[0])
+    backend.activate()
+    backend.warm_up()
+    assert counters["stats"]["unique_graphs"] == 2
+    with torch.compiler.set_stance("fail_on_recompile"):
+        return [steps(backend)]
+
+
 def steps(backend: TrainerBackend) -> Found:
     backend.activate()
     numbers = np.random.default_rng(0)
     found, norms = [], []
     for _ in range(2):
         tokens = numbers.integers(0, VOCABULARY, (3, 20))
+        shape = (1, 3 * 19) if backend.packs else (3, 19)
         micro_batch = MicroBatch(
-            tokens=tokens[:, :-1],
-            targets=tokens[:, 1:, None],
+            tokens=tokens[:, :-1].reshape(shape),
+            targets=tokens[:, 1:].reshape(*shape, 1),
             select=None,
             entries=np.arange(3 * 19),
             inputs={},
+            positions=np.tile(np.arange(19), 3)[None] if backend.packs else None,
+            bounds=bounds_of([19] * 3) if backend.packs else None,
         )
         logprobs = backend.logprobs(micro_batch, gradients=True)
         backend.backward(-logprobs.sum())
@@ -104,10 +131,10 @@ def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     try:
         world = World(rank=rank, size=2, device="cpu")
-        found = {
-            (name, kind): train(Path(folder) / name, world, *runs_of(kind, TOGETHER))
-            for name, kind in CASES
-        }
+        found = {}
+        for name, kind in CASES:
+            trained = train_compiled if kind == "compiled blocks" else train
+            found[name, kind] = trained(Path(folder) / name, world, *runs_of(kind, TOGETHER))
         # A plan that forgets what computes with some of the heads.
         wrong = small_model(Path(folder) / "gemma3_text", times=2)
         wrong.tp_plan = {n: s for n, s in wrong.tp_plan.items() if not n.endswith("_norm")}
@@ -124,9 +151,8 @@ def run_rank(rank: int, folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("divided")
     for name in ARCHITECTURES:
-        # Latent attention, which is whole on each rank, without experts.
-        dense = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
-        write_model(folder / name, name, **dense)
+        write_model(folder / name, name)
+    write_model(folder / DENSE, "deepseek_v3", first_k_dense_replace=2)
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
     for each in ranks:

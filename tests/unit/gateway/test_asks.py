@@ -162,7 +162,6 @@ def test_what_ranks_that_divide_matrices_cannot_do_is_refused_when_a_run_is_crea
     assert divided().shards == 2
     for run, training, reason in (
         ({"tandem.shards": "1"}, None, r"the 1 ranks .*shards\) are not a multiple of it"),
-        ({"tandem.compile": "auto"}, None, r"no compiled blocks \(tandem.compile is auto\)"),
         (None, OTHERS["by dimuon"], "no steps by dimuon"),
     ):
         with pytest.raises(InvalidRequest, match=f"tensor_parallel is 2, .*{reason}"):

@@ -37,7 +37,8 @@ def empty_of(config: PreTrainedConfig) -> torch.nn.Module:
     [
         ("gpt2", {}, "transformers has no plan for it"),
         ("minicpm3", {}, "its plan has mla_kv_a_proj, of .*, which trainers do not know"),
-        ("qwen3_moe", {}, "experts.gate_up_proj is of several experts"),
+        ("qwen3_moe", {"num_experts": 5}, "experts.gate_up_proj has 5 experts"),
+        ("llama4_text", {}, "is of several experts, in a layer that trainers do not know"),
         ("gpt_oss", {}, "self_attn.sinks is in no layer of its own"),
         ("qwen3", {"num_key_value_heads": 1}, "its 1 heads of keys and values are not a multiple"),
         ("llama", {"intermediate_size": 129}, "gate_proj.weight has 129 rows"),
@@ -65,6 +66,7 @@ def test_the_gateway_refuses_by_the_configuration_alone_what_the_trainer_refuses
         for name, size in (("intermediate_size", 129), ("vocab_size", 257))
     ]
     cases += [("llama", {"num_key_value_heads": 1}), ("llama", {"num_attention_heads": 1})]
+    cases += [("mixtral", {"num_local_experts": 5})]
     for architecture, changes in cases:
         config = configuration(architecture, **changes)
         model = empty_of(config)
