@@ -158,34 +158,36 @@ def read_tensors(
 
 
 def verified_tensors(
-    directory: Path, manifest: Manifest, go_on: Callable[[], None], made: MadeFiles | None = None
+    file: WeightsFile,
+    manifest: Manifest,
+    go_on: Callable[[], None],
+    made: MadeFiles | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_tensors`, of a version whose own files are verified: what the patches make is
-    compared with the checksums, and kept in `made`. Whoever takes all has read what was published.
+    """Yield the names and values of the tensors of one file of a version whose own files are
+    verified: what a patch makes is compared with the checksum, and kept in `made`. Whoever takes
+    all of all files has read what was published.
 
     Raises `LoadFailed` that names the file which is damaged, `OSError`, and what `go_on` does.
     """
-    entries = {entry.name: entry for entry in manifest.files}
-    for file in weights_files(directory):
-        if file.patch is None:
-            yield from ((source.name, source.stored) for source in file.sources())
-            continue
-        checksum = Checksum()
-        checksum.update(header_of(file.path))
-        name, size = file.path.name, entries[file.path.name].bytes
-        room = made.make(name, size) if made is not None else None
-        for source in file.sources():
-            go_on()
-            part = slice(source.place, source.place + source.stored.nbytes)
-            tensor = source.tensor() if room is None else source.made_in(room[part])
-            checksum.update(memoryview(bytes_of(tensor).numpy()))
-            yield source.name, tensor
-        if checksum.entry(file.path.name) != entries[file.path.name]:
-            base_of(directory, manifest, checksums=True, go_on=go_on)
-            raise LoadFailed(
-                f"{manifest.version}: {file.patch.name} does not make what was published out of "
-                f"{manifest.delta_of}"
-            )
+    if file.patch is None:
+        yield from ((source.name, source.stored) for source in file.sources())
+        return
+    (entry,) = (entry for entry in manifest.files if entry.name == file.path.name)
+    checksum = Checksum()
+    checksum.update(header_of(file.path))
+    room = made.make(entry.name, entry.bytes) if made is not None else None
+    for source in file.sources():
+        go_on()
+        part = slice(source.place, source.place + source.stored.nbytes)
+        tensor = source.tensor() if room is None else source.made_in(room[part])
+        checksum.update(memoryview(bytes_of(tensor).numpy()))
+        yield source.name, tensor
+    if checksum.entry(entry.name) != entry:
+        base_of(file.patch.parent, manifest, checksums=True, go_on=go_on)
+        raise LoadFailed(
+            f"{manifest.version}: {file.patch.name} does not make what was published out of "
+            f"{manifest.delta_of}"
+        )
 
 
 def base_of(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,16 +22,22 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
-from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
+from sampler_service.weights.files import (
+    WeightsFile,
+    read_tensors,
+    verified_tensors,
+    weights_files,
+)
 from sampler_service.weights.made_files import MadeFiles
+from sampler_service.weights.staging import staging_threads
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.delta import Bytes
-from tandem.weights.store import read_again
-from tandem.weights.sums import WeightSums, differing, file_sums, sums_of
+from tandem.weights.store import in_threads, read_again
+from tandem.weights.sums import WeightSums, added_up, differing, file_sums, sums_of
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +117,8 @@ class Loader:
         self._tolerance = tolerance
         self._base_sums = engine.weight_sums()
         self._adds_up = True
+        # Samples of a GPU leave the host's cores to this; on a CPU they need them.
+        self._threads = staging_threads(self._facts.device, workers=1) or 1
 
     def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of a version, in any thread; `go_on` is called before each piece, and ends
@@ -191,11 +198,19 @@ class Loader:
     ) -> WeightSums | None:
         """Read the tensors of a version whose own files are verified, of a delta what its patches
         make; return their sums, None if the engine cannot be compared with them."""
-        if self._adds_up:
-            return self._sums_of(verified_tensors(directory, manifest, go_on, made), go_on)
-        if manifest.delta_of:
-            deque(verified_tensors(directory, manifest, go_on, made), maxlen=0)
-        return None
+        adds_up = self._adds_up
+        if not adds_up and not manifest.delta_of:
+            return None
+
+        def read(file: WeightsFile) -> WeightSums:
+            if self._threads > 1:
+                import torch
+
+                torch.set_num_threads(1)  # of this thread, which has others beside it
+            return self._sums_of(verified_tensors(file, manifest, go_on, made), go_on)
+
+        sums = added_up(in_threads(read, weights_files(directory), threads=self._threads))
+        return sums if adds_up else None
 
     def _sums_of(
         self, tensors: Iterable[tuple[str, torch.Tensor]], go_on: Callable[[], None]
@@ -228,11 +243,14 @@ class Loader:
         """Return the manifest of a version, None of a base model."""
         manifest = None
         if version.is_base:
-            for file in sorted(version.path.glob("*.safetensors")):
-                checksum_file(file, go_on)  # it has no manifest, but its load is to find it read
+            # It has no manifest, but its load is to find it read.
+            each = sorted(version.path.glob("*.safetensors"))
+            in_threads(lambda file: checksum_file(file, go_on), each, threads=self._threads)
         else:
             files = version.handoff is None
-            manifest = verified_manifest(version, self._facts, go_on, checksums=files)
+            manifest = verified_manifest(
+                version, self._facts, go_on, checksums=files, threads=self._threads
+            )
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
             untied = (version.path / "config.json").is_file() and not is_tied(version.path)
@@ -260,11 +278,14 @@ def verified_manifest(
     go_on: Callable[[], None] = lambda: None,
     *,
     checksums: bool = True,
+    threads: int = 1,
 ) -> Manifest:
     """Return a version's manifest after checking its files against it, by their `checksums` or
-    their sizes alone, and that the engine can compute its canary. `go_on` is called before each
-    piece. Raises `LoadFailed`."""
-    manifest = open_version(version.path, name=version.name, checksums=checksums, go_on=go_on)
+    their sizes alone, in so many `threads`, and that the engine can compute its canary. `go_on` is
+    called before each piece. Raises `LoadFailed`."""
+    manifest = open_version(
+        version.path, name=version.name, checksums=checksums, go_on=go_on, threads=threads
+    )
     canary = manifest.canary
     if canary is None:
         return manifest

@@ -8,6 +8,8 @@ engine in processes of its own applies them again, and so does one for which the
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from tandem.host import free_memory_bytes
@@ -23,13 +25,15 @@ class MadeFiles:
     def __init__(self, *, room: int | None = None) -> None:
         """`room` in bytes is what may be used, if not a part of what is free by then."""
         self._room = room
+        self._lock = threading.Lock()
         self.contents: dict[str, Bytes] = {}
 
     def make(self, name: str, size: int) -> Bytes | None:
         """Return the memory of a file, to be filled, or None if there is no room for it."""
-        room = free_memory_bytes() // _SHARE if self._room is None else self._room
-        if size > room:
-            return None
-        self._room = room - size
+        with self._lock:
+            room = free_memory_bytes() // _SHARE if self._room is None else self._room
+            if size > room:
+                return None
+            self._room = room - size
         self.contents[name] = np.empty(size, np.uint8)
         return self.contents[name]

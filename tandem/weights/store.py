@@ -18,8 +18,10 @@ import os
 import secrets
 import shutil
 import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,7 @@ _PARTIAL_PREFIX = ".partial-"
 _SYNCS_AT_ONCE = 16
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -190,10 +193,11 @@ def open_version(
     name: str = "",
     checksums: bool = True,
     go_on: Callable[[], None] = lambda: None,
+    threads: int = 1,
 ) -> Manifest:
     """Read and verify what is in the folder of a version before anything is loaded from it: of a
     delta, not what it is a delta of (`open_base`). `go_on` is called before each block of a file,
-    and ends the reading by raising.
+    in as many `threads` as read, and ends the reading by raising.
 
     Raises `LoadFailed` when the manifest is missing or of another version than `name`, or when a
     file is missing, of another size or (unless `checksums` is off) damaged.
@@ -208,13 +212,47 @@ def open_version(
         raise LoadFailed(f"the manifest of {path.name} is damaged: {error}") from error
     if name and manifest.version != name:
         raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
-    for entry in manifest.written:
+
+    def check(entry: FileEntry) -> None:
         try:
             _check(path, entry, checksum=checksums, version=manifest.version, go_on=go_on)
         except OSError as error:
             why = without_paths(str(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
+
+    in_threads(check, manifest.written, threads=threads)
     return manifest
+
+
+def in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
+) -> list[Result]:
+    """Return what a function makes of each item, in their order, in up to so many threads; of one,
+    in this. Raises what it raises, and begins no other item then.
+
+    A thread that hangs on a volume cannot be ended: these do not keep the process from ending.
+    """
+    threads = min(threads, len(items))
+    if threads < 2:
+        return [function(item) for item in items]
+    results: list[Future[Result]] = [Future() for _ in items]
+    waiting = deque(zip(items, results, strict=True))
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                item, result = waiting.popleft()
+                try:
+                    result.set_result(function(item))
+                except Exception as error:  # noqa: BLE001 - raised where the result is wanted
+                    result.set_exception(error)
+
+    for _ in range(threads):
+        threading.Thread(target=work, name="weights", daemon=True).start()
+    try:
+        return [result.result() for result in results]
+    finally:
+        waiting.clear()
 
 
 def open_base(

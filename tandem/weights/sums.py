@@ -101,6 +101,14 @@ def file_sums(
     )
 
 
+def added_up(parts: Iterable[WeightSums]) -> WeightSums:
+    """Return the sums of a version from those of its files."""
+    sums: WeightSums = {}
+    for block, value in ((block, value) for part in parts for block, value in part.items()):
+        sums[block] = (sums.get(block, 0) + value) & _MASK
+    return sums
+
+
 def differing(one: WeightSums, other: WeightSums) -> list[str]:
     """Return where two differ, such as `["block 3", "the rest"]`."""
     blocks = [b for b in sorted({*one, *other}, key=_number) if one.get(b, 0) != other.get(b, 0)]

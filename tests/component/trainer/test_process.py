@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sampler_service.weights.files import read_tensors, verified_tensors
+from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
 from tandem.agent.worker_process import group_members
 from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
@@ -98,7 +98,12 @@ def test_each_of_two_ranks_writes_what_changed_in_its_files(two, tmp_path):
     assert delta.delta_of == before.version.name and delta.bytes == whole.bytes
     assert len(open_version(changed).patches) == len(list(path.glob("*.safetensors"))) == 2
     expected = dict(read_tensors(path))
-    found = dict(verified_tensors(changed, open_version(changed), lambda: None))
+    manifest = open_version(changed)
+    found = {
+        name: tensor
+        for file in weights_files(changed)
+        for name, tensor in verified_tensors(file, manifest, lambda: None)
+    }
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sampler_service.engine import EngineFacts, WeightsTouched
 from sampler_service.weights.files import read_tensors
 from sampler_service.weights.loader import Loader, WeightVersion
+from tandem.errors import LoadFailed
 from tandem.weights import Manifest, checksum_file
 from tandem.weights.delta import Bytes
 from tandem.weights.sums import (
@@ -114,8 +117,6 @@ class HoldingEngine:
     )
 
     def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
-        from safetensors.torch import load_file
-
         if not self.ignores:
             self.tensors = load_file(directory / "model.safetensors")
         return frozenset()
@@ -195,3 +196,33 @@ def test_an_engine_that_keeps_other_numbers_than_files_has_only_its_canary(tmp_p
     loader.place(verified := loader.verify(WeightVersion("base/tiny", base), lambda: None))
     with pytest.raises(WeightsTouched):
         loader.confirm(verified)
+
+
+def test_files_are_read_in_threads_for_a_gpu_and_the_damaged_one_is_named(tmp_path: Path):
+    base = write(tmp_path / "base", seed=1)
+    on_gpu = replace(HoldingEngine.facts, device="cuda")
+    engine = HoldingEngine(load_file(base / "model.safetensors"), facts=on_gpu)
+    version = write_version(tmp_path / "v1", seed=2)
+    (version.path / "model.safetensors").unlink()
+    for name in "qk":
+        tensors = {f"layers.0.{name}.weight": some(4 if name == "q" else 2, 8, seed=ord(name))}
+        save_file(tensors, version.path / f"{name}.safetensors")
+    entries = [checksum_file(file) for file in sorted(version.path.glob("*.safetensors"))]
+    about = Manifest.model_validate_json((version.path / "manifest.json").read_bytes())
+    about = about.model_copy(update={"files": entries})
+    (version.path / "manifest.json").write_text(about.model_dump_json())
+    caller, readers = threading.current_thread(), set()
+
+    def go_on() -> None:
+        readers.add(threading.current_thread())
+
+    loader = Loader(engine, base=base, tolerance=0.5)
+    several = loader.verify(version, go_on)
+    assert caller not in readers or len(os.sched_getaffinity(0)) == 1
+    engine.facts = HoldingEngine.facts
+    one = Loader(engine, base=base, tolerance=0.5).verify(version, go_on)
+    assert caller in readers and several.sums == one.sums != engine.weight_sums()
+    damaged = version.path / "q.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(LoadFailed, match=r"q\.safetensors is damaged"):
+        loader.verify(version, go_on)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tandem.weights import (
     version_path,
 )
 from tandem.weights.manifest import MANIFEST_NAME
+from tandem.weights.store import in_threads
 
 RUN = "s-ab12:train:0"
 SHARDS = {
@@ -182,3 +184,20 @@ def test_names_never_repeat_and_sort_by_number():
     assert len(set(names)) == 100
     assert new_version_name(run_id=RUN, number=9) < new_version_name(run_id=RUN, number=10)
     assert names[0].startswith(f"{RUN}/v000007-")
+
+
+def test_threads_work_on_items_in_their_order_and_begin_none_after_an_error():
+    assert in_threads(lambda n: 10 * n, range(20), threads=3) == [10 * n for n in range(20)]
+    assert in_threads(lambda n: threading.get_ident(), [1], threads=9) == [threading.get_ident()]
+    begun, stopped = [], threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            raise LoadFailed("the first is damaged")
+        stopped.wait(60)
+
+    with pytest.raises(LoadFailed, match="first is damaged"):
+        in_threads(work, range(20), threads=2)
+    stopped.set()
+    assert len(begun) <= 3

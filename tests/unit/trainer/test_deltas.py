@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
 
-from sampler_service.weights.files import read_tensors, verified_tensors
+from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
 from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed
 from tandem.v1 import trainer_pb2
@@ -22,10 +21,14 @@ from trainer_service.service.operations import Operations
 pytestmark = pytest.mark.usefixtures("group")
 
 
-def read(path: Path) -> dict[str, torch.Tensor]:
+def read(path: Path, made: MadeFiles | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a version, after the checks of an engine."""
     manifest = open_version(path)
-    return dict(verified_tensors(path, manifest, lambda: None))
+    return {
+        name: tensor.clone()
+        for file in weights_files(path)
+        for name, tensor in verified_tensors(file, manifest, lambda: None, made)
+    }
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -141,8 +144,7 @@ def test_a_delta_that_was_published_before_its_trainer_died_is_told_again(traine
 
 def test_what_was_made_to_be_verified_is_loaded_without_the_patches(delta: Path):
     made, whole = MadeFiles(), delta.parent / "whole"
-    tensors = verified_tensors(delta, open_version(delta), lambda: None, made)
-    verified = {name: tensor.clone() for name, tensor in tensors}
+    verified = read(delta, made)
     assert [*made.contents] == ["model.safetensors"]
     (delta / "model.safetensors.patch").write_bytes(b"")
     assert equal(dict(read_tensors(delta, made.contents)), verified)
@@ -151,7 +153,7 @@ def test_what_was_made_to_be_verified_is_loaded_without_the_patches(delta: Path)
 
 def test_without_room_the_patches_are_applied_again(delta: Path):
     made = MadeFiles(room=1000)
-    deque(verified_tensors(delta, open_version(delta), lambda: None, made), maxlen=0)
+    read(delta, made)
     assert not made.contents
     assert equal(dict(read_tensors(delta)), dict(read_tensors(delta.parent / "whole")))
 
