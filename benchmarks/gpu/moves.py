@@ -170,7 +170,7 @@ async def trainer_of(
             bench.say(json.dumps(found))
         published = []
         for number in range(1, versions + 1):
-            published.append(await publish(bench, trainer, number))
+            published.append((await publish(bench, trainer, number)).version)
             await step(trainer, size)
         if measured:
             found["suspended"] = await suspended(bench, trainer, before=before)

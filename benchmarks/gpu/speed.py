@@ -13,7 +13,6 @@ One after the other on the one device, each with nothing beside it but what it i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import statistics
@@ -143,8 +142,8 @@ async def sampling(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure how new weights come from a trainer to an engine on the same device, whole and as a
-    delta in turn, and how far apart their logprobs are."""
+    """Measure how new weights come from a trainer to an engine on the same device, whole, as a
+    delta and handed over in memory in turn, and how far apart their logprobs are."""
     bench.say(f"{size}: an engine serves what a trainer publishes")
     weights = 2 * parameters_of(size)
     settings = SamplerSettings(
@@ -154,7 +153,8 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         gpu_memory_bytes=weights + 8 * 2**30 if bench.gpu is not None else 0,
     )
     sequences = sequences_of(size, count=4, length=128)
-    published, loaded, both, of_delta = [], [], [], []
+    published, loaded, both, of_delta, handed, of_handoff = [], [], [], [], [], []
+    refused = ""
     async with (
         worker(bench, engine_spec(bench, size, model, settings)) as engine,
         worker(bench, trainer_spec(bench, size, model)) as trainer,
@@ -163,7 +163,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             await forward_backward(trainer, sequences)
             await optim_step(trainer)
             began = time.perf_counter()
-            version = await publish(bench, trainer, number)
+            version = (await publish(bench, trainer, number)).version
             written = time.perf_counter()
             reply = await engine.call("Load", sampler_pb2.LoadRequest(version=version))
             ended = time.perf_counter()
@@ -173,9 +173,22 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             await forward_backward(trainer, sequences)
             await optim_step(trainer)
             began = time.perf_counter()
-            version = await publish(bench, trainer, 1000 + number, delta_of=version.name)
-            await engine.call("Load", sampler_pb2.LoadRequest(version=version))
+            delta = await publish(bench, trainer, 1000 + number, delta_of=version.name)
+            await engine.call("Load", sampler_pb2.LoadRequest(version=delta.version))
             of_delta.append(time.perf_counter() - began)
+            await forward_backward(trainer, sequences)
+            await optim_step(trainer)
+            began = time.perf_counter()
+            kept = await publish(bench, trainer, 2000 + number, handoff=True)
+            written, version = time.perf_counter(), kept.version
+            handoff = kept.handoff if kept.HasField("handoff") else None
+            request = sampler_pb2.LoadRequest(version=version, handoff=handoff)
+            taken = await engine.call("Load", request)
+            ended = time.perf_counter()
+            handed.append(ended - written)
+            of_handoff.append(ended - began)
+            if not taken.handed_off:
+                refused = taken.handoff_failure or "the trainer had no room for a copy"
         prompts = [each[:8].tolist() for each in sequences_of(size, count=16, length=64)]
         sampled = await sample(engine, prompts, version=version, samples=1, max_tokens=64, seed=1)
         of_trainer, again = [], []
@@ -191,6 +204,11 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         "load_seconds": round(statistics.median(loaded[1:]), 3),
         "published_to_served_seconds": round(statistics.median(both[1:]), 3),
         "delta_to_served_seconds": round(statistics.median(of_delta[1:]), 3),
+        "handoff": refused
+        or {
+            "load_seconds": round(statistics.median(handed[1:]), 3),
+            "published_to_served_seconds": round(statistics.median(of_handoff[1:]), 3),
+        },
         "logprob_gap": _gap(of_trainer, of_engine),
         "logprob_gap_of_the_engine_alone": _gap(again, of_engine),
     }
@@ -215,7 +233,7 @@ async def sample(
         )
         for number, prompt in enumerate(prompts)
     ]
-    replies = await asyncio.gather(*(engine.call("Sample", request) for request in requests))
+    replies = await engine.sample(requests)
     first = [wire.SampleResponse.FromString(reply.response).sequences[0] for reply in replies]
     return [
         (np.frombuffer(each.tokens, "<i4"), np.frombuffer(each.logprobs, "<f4")) for each in first
@@ -228,7 +246,7 @@ async def scored(
     """Return the engine's logprobs of the last tokens of a prompt, computed with nothing else."""
     request = _sample_request(tokens.tolist(), version=version, number=0, samples=1, max_tokens=1)
     request.operation_id, request.prompt_logprobs = f"score-{time.monotonic_ns()}", True
-    reply = await engine.call("Sample", request)
+    (reply,) = await engine.sample([request])
     response = wire.SampleResponse.FromString(reply.response)
     return np.frombuffer(response.prompt_logprobs, "<f4")[-last:]
 

@@ -20,7 +20,7 @@ from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
 from tandem.devices import confine, parse_device
 from tandem.fencing import LEASE_METADATA_KEY
 from tandem.host import Accelerator
-from tandem.v1 import common_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import new_version_name, version_path
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerSpec
@@ -130,6 +130,23 @@ class Caller:
             raise RuntimeError(f"{method}: {reply.failure.message}")
         return reply
 
+    async def sample(
+        self, requests: Sequence[sampler_pb2.SampleRequest]
+    ) -> list[sampler_pb2.SampleReply]:
+        """Return a sampler's replies to requests that are sent at once, in their order. Raises as
+        `call`."""
+        for number, request in enumerate(requests):
+            request.number = number
+        metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
+        sent = iter([sampler_pb2.SampleRequests(requests=requests)])
+        found: dict[int, sampler_pb2.SampleReply] = {}
+        async for batch in self._stub.Sample(sent, metadata=metadata, timeout=CALL_SECONDS):
+            for reply in batch.replies:
+                if reply.HasField("failure"):
+                    raise RuntimeError(f"Sample: {reply.failure.message}")
+                found[reply.number] = reply
+        return [found[number] for number in range(len(requests))]
+
     async def switch(
         self, request: common_pb2.SleepRequest | common_pb2.WakeRequest
     ) -> common_pb2.SwitchReply:
@@ -238,18 +255,23 @@ async def step(trainer: Caller, size: str) -> None:
 
 
 async def publish(
-    bench: Bench, trainer: Caller, number: int, *, delta_of: str = ""
-) -> common_pb2.WeightVersion:
-    """Publish all weights, those of adapters added in, or what of them has changed."""
+    bench: Bench, trainer: Caller, number: int, *, delta_of: str = "", handoff: bool = False
+) -> trainer_pb2.PublishReply:
+    """Publish all weights, those of adapters added in, or what of them has changed; keep them in
+    memory, too, for a `handoff`."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
     request = trainer_pb2.PublishRequest(
-        header=trainer.header(), version=version, merged=trainer.lora, delta_of=delta_of
+        header=trainer.header(),
+        version=version,
+        merged=trainer.lora,
+        delta_of=delta_of,
+        handoff=handoff,
     )
-    reply = await trainer.call("Publish", request)
+    reply: trainer_pb2.PublishReply = await trainer.call("Publish", request)
     bench.say(f"published {reply.written_bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
-    return version
+    return reply
 
 
 def torch_device(bench: Bench) -> str:

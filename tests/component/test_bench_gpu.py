@@ -40,6 +40,7 @@ def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of
     serving = row["serving"]
     assert serving["published_to_served_seconds"] >= serving["load_seconds"] > 0
     assert serving["delta_to_served_seconds"] > 0
+    assert serving["handoff"]["published_to_served_seconds"] > 0
     assert serving["logprob_gap"]["max"] < 1e-4
 
 

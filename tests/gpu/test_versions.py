@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 
 import pytest
@@ -65,3 +66,61 @@ def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
         engine.sleep(2)
         assert engine.wake(versions[0]).version.name == versions[0].name
         assert same(sampled(versions[0]), expected[0])
+
+
+def test_an_engine_takes_the_weights_from_the_memory_of_a_trainer_on_its_device(tmp_path):
+    """By CUDA IPC, to the bits that the files have; what is mixed up is noticed; and the trainer's
+    memory is free again when it is told so, whether anybody has opened it or not."""
+    model = tmp_path / "model"
+    write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
+    with (
+        trainer_process(
+            model, tmp_path, lease=1, device="cuda", devices=["cuda:0"], threads=0
+        ) as trainer,
+        sampler_process(
+            model,
+            lease=1,
+            device="cuda",
+            devices=("cuda:0",),
+            gpu_memory_bytes=4 * 2**30,
+            max_num_seqs=16,
+        ) as engine,
+    ):
+
+        def published(number: int):
+            trainer.output(request(mixed_data()))
+            assert not trainer.optim_step(lr=1e-2).HasField("failure")
+            reply, _ = trainer.publish(tmp_path, number, handoff=True)
+            assert reply.HasField("handoff") and reply.handoff.HasField("cuda"), reply
+            return reply
+
+        def sampled(version):
+            return engine.sample(
+                PROMPT, version=version, seed=3, max_tokens=20, stop=[], prompt_logprobs=True
+            )
+
+        def freed(version) -> int:
+            """How many bytes of the device the release of a version frees."""
+            before, _ = torch.cuda.mem_get_info()
+            trainer.release(version)
+            after, _ = torch.cuda.mem_get_info()
+            return after - before
+
+        first = published(1)
+        loaded = engine.load(first.version, handoff=first.handoff)
+        assert loaded.handed_off, loaded
+        assert freed(first.version) >= first.handoff.bytes
+        handed_over = sampled(first.version)
+
+        second = published(2)
+        exchanged = copy.deepcopy(second.handoff)
+        of = {tensor.name: tensor for tensor in exchanged.tensors}
+        one, other = (of[f"model.layers.{block}.mlp.down_proj.weight"] for block in (0, 1))
+        one.offset, other.offset = other.offset, one.offset
+        loaded = engine.load(second.version, handoff=exchanged)
+        assert not loaded.handed_off and "other numbers" in loaded.handoff_failure, loaded
+        assert freed(second.version) >= second.handoff.bytes
+
+        unopened = published(3)
+        assert freed(unopened.version) >= unopened.handoff.bytes
+        assert same(sampled(first.version), handed_over), "from the files"

@@ -202,7 +202,13 @@ class TrainerClient(WorkerClient):
         )
 
     def publish(
-        self, data_dir: Path, number: int = 1, *, merged: bool = False, delta_of: str = ""
+        self,
+        data_dir: Path,
+        number: int = 1,
+        *,
+        merged: bool = False,
+        delta_of: str = "",
+        handoff: bool = False,
     ) -> tuple[trainer_pb2.PublishReply, Path]:
         name = f"{self.run_id}/v{number:06d}-{os.urandom(4).hex()}"
         path = version_path(data_dir, name)
@@ -212,11 +218,20 @@ class TrainerClient(WorkerClient):
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
                 merged=merged,
                 delta_of=delta_of,
+                handoff=handoff,
             ),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
         return reply, path
+
+    def release(self, version: common_pb2.WeightVersion) -> None:
+        """Free what was kept of a version for a sampler."""
+        self.stub.Release(
+            trainer_pb2.ReleaseRequest(run_id=self.run_id, name=version.name),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
 
     def save(self, path: Path) -> trainer_pb2.SaveCheckpointReply:
         return self.stub.SaveCheckpoint(

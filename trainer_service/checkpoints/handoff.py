@@ -83,11 +83,14 @@ class KeptCopy:
 
     def offer(self) -> common_pb2.Handoff | None:
         """Let another process open the memory, and return where it is; None if it lacks tensors."""
-        if self._failure:
-            get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
-            return None
-        self._memory.offer(self._message)
-        return self._message
+        if not self._failure:
+            try:
+                self._memory.offer(self._message)
+                return self._message
+            except RuntimeError as error:  # such as of an allocator whose memory cannot be shared
+                self._failure = str(error)
+        get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
+        return None
 
     def close(self, *, read: bool) -> None:
         """Free the memory. If it may still be `read`, that is once the reader has closed it, too;
