@@ -4,5 +4,5 @@
 `topology.py` derives from specification and environment. `trainer.py` is what every rank then runs:
 its share of each batch, its optimizer steps, and the control group by which rank 0 tells the others
 what to do. On one CPU rank the shares run in parallel threads instead (`parallel.py`). `offload.py`
-moves a rank's state off its device and back.
+moves a rank's state off its device (`device_memory.py`) and back.
 """
