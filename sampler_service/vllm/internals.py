@@ -11,7 +11,7 @@ What is changed in vLLM is changed here. The modules beside this one say what fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import metadata
@@ -101,8 +101,9 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
 )
 """MODULE:CLASS.NAME, where the name is a method or an attribute that the class sets. Besides, on a
-CPU, linear layers' `cpu_linear` and `dispatch_cpu_unquantized_gemm`, which makes it, and experts'
-`moe_kernel`, and on a GPU `CuMemAllocator.pointer_to_data`."""
+CPU, linear layers' `cpu_linear` and `dispatch_cpu_unquantized_gemm`, which makes it, experts'
+`moe_kernel`, and the model runner's `copy_kv_cache_blocks_inplace`, and on a GPU
+`CuMemAllocator.pointer_to_data`."""
 
 MIN_ROWS = 2
 
@@ -303,6 +304,31 @@ def before_packing(notice: Callable[[torch.nn.Module], None]) -> None:
         pack(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = noticed
+
+
+def copy_blocks_singly() -> None:
+    """Let blocks of the KV cache be copied one by one. vLLM gathers all of them in a new tensor
+    first, which suits a GPU: of a burst of 100 groups of 8, their 700 blocks of 128 KiB took 34 of
+    the 338 ms of processor time that the engine computed, and 4 of 280 ms in this way."""
+    import torch
+    from vllm.v1.worker import gpu_model_runner
+
+    copy_all = gpu_model_runner.copy_kv_cache_blocks_inplace
+    copy_all = getattr(copy_all, "__wrapped__", copy_all)
+
+    @wraps(copy_all)
+    def copy(
+        caches: Sequence[torch.Tensor], blocks: int, copies: Sequence[tuple[int, int]]
+    ) -> None:
+        for cache in caches:
+            if not cache.is_contiguous():
+                copy_all([cache], blocks, copies)
+                continue
+            rows = cache.view(torch.uint8).reshape(blocks, -1).numpy()
+            for source, target in copies:  # no target is a source: they are new blocks
+                rows[target] = rows[source]
+
+    gpu_model_runner.copy_kv_cache_blocks_inplace = copy
 
 
 class PaddedLinear:
