@@ -39,7 +39,7 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from gateway.workers.fleet import Fleet
-from gateway.workers.launchers.kubernetes.resources import read_ahead
+from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import (
     GatewayRestarted,
     InternalError,

@@ -47,7 +47,7 @@ from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import UsageMeter
-from gateway.workers.launchers.kubernetes.resources import read_ahead
+from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
 from tandem.v1 import trainer_pb2
 from tandem.weights import new_version_name

@@ -23,7 +23,7 @@ from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.sessions.registry import SessionRegistry
 from gateway.usage.meter import SampleMeter
 from gateway.workers.fleet import Fleet
-from gateway.workers.launchers.kubernetes.resources import read_ahead
+from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
 from tandem.settings import GatewaySettings

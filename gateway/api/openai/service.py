@@ -25,7 +25,7 @@ from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
-from gateway.workers.launchers.kubernetes.resources import read_ahead
+from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2

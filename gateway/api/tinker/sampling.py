@@ -37,7 +37,7 @@ from gateway.futures.table import Future, digest_of
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from gateway.workers.launchers.kubernetes.resources import read_ahead
+from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from gateway.placement.asks import Asks, with_pod_memory
-from gateway.workers.launchers.kubernetes.resources import (
+from gateway.workers.launchers.kubernetes.model_size import (
     ModelSize,
     known_size,
     read_ahead,
     read_size,
-    resources_of,
-    table,
 )
+from gateway.workers.launchers.kubernetes.resources import resources_of, table
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gateway.workers.launchers.kubernetes.resources import TrainerPod, read_size
+from gateway.workers.launchers.kubernetes.model_size import read_size
+from gateway.workers.launchers.kubernetes.resources import TrainerPod
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
+from gateway.workers.launchers.kubernetes.model_size import read_size
 from gateway.workers.launchers.kubernetes.names import METRICS_PORT, PORT, pool_name
 from gateway.workers.launchers.kubernetes.objects import (
     FOLDERS,
@@ -17,7 +18,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     render_worker,
     spec_of_pod,
 )
-from gateway.workers.launchers.kubernetes.resources import read_size, resources_of
+from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.authority import Authority
 from tandem.cluster_settings import ClaimPoolSettings

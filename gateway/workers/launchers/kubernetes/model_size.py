@@ -1,0 +1,109 @@
+"""How large a model is, by the headers of its files, for the pods that will hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import InvalidRequest
+from tandem.model_config import Json, text_config
+from tandem.settings import GatewaySettings
+
+_BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
+"""What the names of all of a block's tensors begin with."""
+_LARGEST_HEADER = 100 * 2**20
+"""Of a safetensors file, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """`parameters` of a model, of which an adapter of rank 1 would have `adapter_width`; those of
+    each of its `blocks`; and the size of its parts, 0 where its configuration does not say."""
+
+    parameters: int
+    adapter_width: int
+    blocks: tuple[int, ...] = ()
+    vocabulary: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+
+
+_read: dict[Path, ModelSize | str] = {}
+"""What was read of each model last: its size, or why that cannot be read."""
+
+
+def known_size(path: Path) -> ModelSize:
+    """Return the size of a model as `read_ahead` has found it. Raises `InvalidRequest`."""
+    known = _read[path]
+    if isinstance(known, str):
+        raise InvalidRequest(known)
+    return known
+
+
+async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
+    """Read the size of a model whose workers will be pods, if it is not known, or `anew`: in a
+    thread, as the volume may hang. What cannot be read is said when it is needed."""
+    if settings.launcher != "kubernetes":
+        return
+    path = settings.data_dir / model_path
+    if anew or not isinstance(_read.get(path), ModelSize):
+        with suppress(InvalidRequest):
+            await asyncio.to_thread(read_size, path)
+
+
+def read_size(path: Path) -> ModelSize:
+    """Read the size of a model from the headers of its files. Raises `InvalidRequest`."""
+    try:
+        size = _read[path] = _size_of(path)
+    except InvalidRequest as error:
+        _read[path] = error.message
+        raise
+    return size
+
+
+def _size_of(path: Path) -> ModelSize:
+    shapes: dict[str, list[int]] = {}
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            shapes |= dict(_shapes(file))
+        config = text_config(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(
+            f"the size of the model {path.name} cannot be read: {error}"
+        ) from error
+    if not shapes:
+        raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
+    matrices = [shape for shape in shapes.values() if len(shape) >= 2]
+    blocks: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if block := _BLOCK.match(name):
+            blocks[block[0]] += math.prod(shape)
+    return ModelSize(
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        adapter_width=sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices),
+        blocks=tuple(blocks.values()),
+        vocabulary=_number(config, "vocab_size"),
+        hidden=_number(config, "hidden_size"),
+        intermediate=_number(config, "intermediate_size"),
+    )
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, _LARGEST_HEADER)))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, entry["shape"]
+
+
+def _number(config: Json, name: str) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) else 0
