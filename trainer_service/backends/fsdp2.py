@@ -55,6 +55,7 @@ from trainer_service.models.compiled_blocks import (
     mask_windows,
     not_yet,
 )
+from trainer_service.models.heap import map_large_tensors
 from trainer_service.models.huggingface import (
     check_causal,
     check_trainable,
@@ -139,6 +140,8 @@ class Fsdp2Backend(TrainerBackend):
         self._by_onednn = False
         training = self.training
         check_trainable(model_path)
+        if world.device == "cpu":
+            map_large_tensors()
         self.plan = self._plan(model_path, settings)
         checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
 

@@ -1,24 +1,42 @@
 """What a process on a CPU has of its host for tensors that come and go, found out without any.
 
-The GNU C library maps what is larger than a threshold by itself, and gives it back at once. What is
-smaller lies in a heap, which keeps its largest extent: what is freed within it is used again for
-what fits. How much is lost between depends on the order in which tensors come and go, so their
+The GNU C library maps by itself what is larger than a threshold and finds no gap, and gives it back
+at once. What is smaller lies in a heap, which keeps its largest extent: what is freed within it is
+used again for what fits. glibc raises that threshold to 32 MiB when large tensors are freed, and
+the gaps then take as much as lives: before each tensor lie some 48 bytes that were cut off to align
+it, small objects take these, and a gap between two of them has not the room for an aligned tensor
+of its own size. How much is lost depends on every small object, and cannot be planned. So a trainer
+holds the threshold where it is (`map_large_tensors`).
+
+Between smaller tensors, what is lost depends on the order in which they come and go, so their
 places are found here as malloc finds them: the smallest gap that is large enough, else the end.
 """
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-MAPPED_FROM = 32 * 2**20
-"""Bytes. What glibc raises its threshold to by itself, when large pieces are freed (mallopt(3))."""
+MAPPED_FROM = 2**20
+"""Bytes."""
+_KEPT_AT_END = 64 * 2**20
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Parameters of mallopt(3)."""
 _PAGE, _GRAIN = 4096, 16
 _ALIGNED = 96
 """A gap must have so much more than what shall lie in it, which torch wants aligned."""
 
 Trace = Sequence[tuple[int, int]]
 """Tensors as they come and go: which one, and its bytes, negative when it goes."""
+
+
+def map_large_tensors() -> None:
+    """Let this process's C library map what has `MAPPED_FROM` bytes, if it is glibc. What is freed
+    at the heap's end stays there: glibc would give it back, once thresholds are set."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_MMAP_THRESHOLD, MAPPED_FROM)
+        mallopt(_TRIM_THRESHOLD, _KEPT_AT_END)
 
 
 def most_living(trace: Trace) -> int:

@@ -5,11 +5,14 @@ So everything is counted as the code has it: what autograd keeps, blocks that ar
 logits in chunks, gradients, what each operation makes on the way. Three things are put right, since
 the `meta` device computes them in another way than a CPU or a GPU: attention keeps no probabilities
 [T, T] (its flash kernels do not), grouped products of experts need no bfloat16, and questions about
-values are answered with yes, as those whether positions just count up.
+values are answered with yes, as those whether positions just count up. And one thing that autograd
+does in another way while operations are noted: gradients that are added up, which it otherwise adds
+in place.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,11 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ATEN = torch.ops.aten
+_References = tuple[int, int]
 
 
 def trace_of(compute: Callable[[], object], *, besides: Iterable[Tensor]) -> Trace:
     """What comes and goes while `compute` runs on `meta`, without the tensors `besides`."""
-    living = _Living(besides)
+    living = _Living(besides, sole=_sole_references())
     with _FlashAttention(), living:
         compute()
     return tuple(living.trace)
@@ -39,18 +43,24 @@ def trace_of(compute: Callable[[], object], *, besides: Iterable[Tensor]) -> Tra
 class _Living(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
     """Traces storages from the operation that makes them to their end."""
 
-    def __init__(self, besides: Iterable[Tensor]) -> None:
+    def __init__(self, besides: Iterable[Tensor], *, sole: _References | None) -> None:
         super().__init__()
         self.trace: list[tuple[int, int]] = []
         self._besides = [tensor.untyped_storage() for tensor in besides]
         self._known = {storage._cdata for storage in self._besides}
         self._results: dict[object, list[_Shape]] = {}
+        self._sole, self.seen = sole, list[_References]()
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             return 1
+        if func is _ATEN.add.Tensor and _sums_gradients(args, kwargs):
+            self.seen = [_references(each) for each in args]
+            for gradient, other in (args, args[::-1]):
+                if _references(gradient) == self._sole and _is_dense(gradient):
+                    return gradient.add_(other)
         result = self._result_of(func, args, kwargs or {})
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -86,6 +96,48 @@ class _Living(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
             for dtype, size, stride in shapes
         ]
         return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
+
+
+def _sums_gradients(args: Any, kwargs: object) -> bool:
+    """Whether an addition may be one of those in which autograd adds up gradients of the same thing
+    (`input_buffer.cpp`). A formula may add, too; what it adds is rarely held by it alone."""
+    return (
+        not kwargs
+        and not torch.is_grad_enabled()
+        and torch._C._current_autograd_node() is not None
+        and all(type(each) is torch.Tensor for each in args)
+        and args[0].shape == args[1].shape
+        and args[0].dtype == args[1].dtype
+    )
+
+
+@functools.cache
+def _sole_references() -> _References:
+    """Of a gradient that autograd alone holds, seen while operations are noted. It depends on
+    torch's version, and so is looked at."""
+    with torch.enable_grad(), _Living((), sole=None) as noted:
+        leaf = torch.ones((), requires_grad=True)
+        torch.autograd.grad(leaf.sin() + leaf.cos(), leaf)
+    found: _References = noted.seen[0]
+    return found
+
+
+def _references(tensor: Tensor) -> _References:
+    """To the tensor and to its storage."""
+    storage = tensor.untyped_storage()
+    of_tensor, of_storage = tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return int(of_tensor), int(of_storage)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are all apart, without gaps, in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 _Shape = Any
