@@ -10,7 +10,7 @@ import pytest
 from tinker import SamplingClient, TrainingClient
 
 from tandem.weights import Manifest
-from tests.support.sdk import SOON, Floats, prompt_logprobs, sequences, train
+from tests.support.sdk import SOON, TIMEOUT, Floats, prompt_logprobs, sequences, train
 from tests.support.stacks import TIED, TestStack, running, session_of, write_qwen
 from tests.support.waiting import wait_until
 
@@ -67,7 +67,7 @@ def test_a_delta_outlives_its_engine_and_what_it_is_a_delta_of_goes_after_it(
         logprobs(sampler)
         assert base.is_dir(), "a delta of it is served"
 
-        run.save_weights_for_sampler("named").result(timeout=SOON)
+        run.save_weights_for_sampler("named").result(timeout=TIMEOUT)
         named = manifest(stack, run)
         assert not named.delta_of, "what has a name is whole"
         train(run, seed=3, steps=1, rate=1e-6)

@@ -21,6 +21,7 @@ from tests.support.plain_http import PlainClient, message
 from tests.support.processes import Process, fill, small_disk
 from tests.support.sdk import (
     SOON,
+    TIMEOUT,
     adam,
     largest_difference,
     logprobs,
@@ -72,7 +73,7 @@ def faulty(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         train(run, seed=192)
         state = run.save_state("before").result(timeout=240).path
         for future in train_on(run, 1, 2, 3, 4):
-            future.result(timeout=SOON)
+            future.result(timeout=TIMEOUT)
         yield Faulty(stack, service, state, weights_of(stack, run), run, mounted)
 
 
@@ -113,11 +114,11 @@ def drawn(sampler: SamplingClient, *, tokens: int) -> Future[types.SampleRespons
 
 
 def tokens_of(samples: Future[types.SampleResponse]) -> list[list[int]]:
-    return [each.tokens for each in samples.result(timeout=SOON).sequences]
+    return [each.tokens for each in samples.result(timeout=TIMEOUT).sequences]
 
 
 def weights_of(stack: TestStack, run: TrainingClient) -> dict[str, np.ndarray]:
-    run.save_weights_for_sampler(f"at-{uuid.uuid4().hex[:8]}").result(timeout=SOON)
+    run.save_weights_for_sampler(f"at-{uuid.uuid4().hex[:8]}").result(timeout=TIMEOUT)
     return stack.published(run)
 
 
@@ -128,7 +129,7 @@ def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
     stack, expected = faulty.stack, faulty.undisturbed
     run = faulty.create_again()
     for future in train_on(run, 1, 2):
-        future.result(timeout=SOON)
+        future.result(timeout=TIMEOUT)
     snapshots = stack.data_dir / "snapshots"
     wait_until(lambda: stack.run(run)["snapshot_step"] > 0, what="there is a snapshot")
     worker = trainer_of(stack, run)
@@ -142,7 +143,7 @@ def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
 
     wait_until(lambda: stack.run(run)["restored"] == 1, what="the run is restored")
     for future in pending:
-        future.result(timeout=SOON)
+        future.result(timeout=TIMEOUT)
     assert stack.run(run)["restored"] == 1
     assert not pids & {process.pid for process in stack.processes()}
     found = weights_of(stack, run)

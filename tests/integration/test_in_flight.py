@@ -11,7 +11,7 @@ import pytest
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
 
 from tandem.rl import staleness
-from tests.support.sdk import SOON, Floats, train
+from tests.support.sdk import SOON, TIMEOUT, Floats, train
 from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8]
@@ -28,7 +28,9 @@ def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleR
 def scored(sampler: SamplingClient, tokens: Sequence[int]) -> Floats:
     """What a client's weights make of sampled tokens [tokens]."""
     whole = types.ModelInput.from_ints([*PROMPT, *tokens])
-    return np.array(sampler.compute_logprobs(whole).result(timeout=SOON)[len(PROMPT) :], np.float32)
+    return np.array(
+        sampler.compute_logprobs(whole).result(timeout=TIMEOUT)[len(PROMPT) :], np.float32
+    )
 
 
 class Told(NamedTuple):
@@ -58,17 +60,17 @@ def test_an_answer_goes_on_with_the_next_save_and_each_token_is_of_the_version_t
     run: TrainingClient = service.create_lora_training_client(name, rank=8).result(timeout=240)
     train(run, seed=301)
     following = run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=4 * SOON)
-    first = before = run.save_weights_and_get_sampling_client().result(timeout=SOON)
+    first = before = run.save_weights_and_get_sampling_client().result(timeout=TIMEOUT)
     carried: list[Told] = []
     for step in range(4, 4 + ATTEMPTS):
         train(run, seed=298 + step, steps=1)
-        frozen = ask(first, n=2, tokens=3).result(timeout=SOON)
-        ask(following, n=1, tokens=1).result(timeout=SOON)  # the engine has its weights again
+        frozen = ask(first, n=2, tokens=3).result(timeout=TIMEOUT)
+        ask(following, n=1, tokens=1).result(timeout=TIMEOUT)  # the engine has its weights again
         asked = [ask(following, n=48, tokens=220)]
         # It has begun before this one, for which there is room.
-        ask(following, n=1, tokens=1).result(timeout=SOON)
+        ask(following, n=1, tokens=1).result(timeout=TIMEOUT)
         asked += [ask(following, n=48, tokens=220) for _ in range(2 ** (step - 4) - 1)]
-        run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=2 * SOON)
+        run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=TIMEOUT)
         newest = run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)
         for answer in asked:
             told = told_of(stack, answer.result(timeout=4 * SOON))

@@ -11,7 +11,7 @@ import pytest
 from tinker import TrainingClient
 
 from tests.support import small_memory
-from tests.support.sdk import SOON, adam, supervised
+from tests.support.sdk import TIMEOUT, adam, supervised
 from tests.support.stacks import TIED, TestStack, running, session_of
 
 EARLY = [supervised([7, 8, 9]), supervised([4, 5])]
@@ -28,7 +28,7 @@ def trained(stack: TestStack, run: TrainingClient, *, name: str) -> dict[str, np
     ]
     for each in pending:
         each.result(timeout=240)  # a trainer may have to start
-    run.save_weights_for_sampler(name).result(timeout=SOON)
+    run.save_weights_for_sampler(name).result(timeout=TIMEOUT)
     return stack.published(run)
 
 

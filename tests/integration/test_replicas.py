@@ -13,7 +13,7 @@ from tinker import SamplingClient, types
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tests.support.sdk import SOON, train
+from tests.support.sdk import SOON, TIMEOUT, train
 from tests.support.stacks import TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
@@ -68,7 +68,7 @@ def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, t
         with stack.service(user_metadata={"tandem.replicas": "2"}) as service:
             run = service.create_lora_training_client(name, rank=8).result(timeout=240)
             train(run, seed=7)
-            path = run.save_weights_for_sampler("x").result(timeout=SOON).path
+            path = run.save_weights_for_sampler("x").result(timeout=TIMEOUT).path
             sampler = run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)
             assert answers(ask(sampler)) == answers(ask(sampler))
             wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)

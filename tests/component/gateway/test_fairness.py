@@ -138,11 +138,11 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         gate.run(busy.gate.clear)
         gate.run(flood())
         assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
-        wait_until(lambda: order == ["bea"], timeout=60)
+        wait_until(lambda: order == ["bea"])
         anns = gateway.runs.get(owners["ann"][2]).dispatcher
         assert anns.under_way <= gate.settings.dispatch_window  # all of hers that went before
         gate.run(busy.gate.set)
-        wait_until(lambda: len(order) == len(started) == FLOOD + 1, timeout=60)
+        wait_until(lambda: len(order) == len(started) == FLOOD + 1)
         assert started.index("bea") <= 2 * 16  # one slice under way, and one round
 
 
