@@ -44,6 +44,7 @@ from sampler_service.vllm.prompt_scoring import PromptScorer
 from sampler_service.weights.files import read_sources
 from sampler_service.weights.handoff import open_handoff
 from sampler_service.weights.staging import staged, staging_threads
+from tandem.telemetry import configure_logging
 from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 
@@ -63,6 +64,8 @@ class WeightsExtension:
     def tandem_prepare(self, *, seed: int) -> None:
         """Called once, after the engine was made. `seed` is that of samples without one, which all
         workers of an engine draw alike; vLLM's own is 0, the same for all engines."""
+        if self._tandem_workers > 1:  # this is a process of vLLM's
+            configure_logging(service="sampler")
         torch.manual_seed(seed)
         pad_linears(self.model_runner.get_model())
         for wrapper in adapters_of(self.model_runner):
@@ -85,7 +88,8 @@ class WeightsExtension:
         """Load a directory of safetensors in place, of which some files may be `made` already.
         Return the parameters that got no value."""
         sources = read_sources(Path(directory), made)
-        with staged(sources, threads=self._tandem_staging_threads()) as tensors:
+        threads = staging_threads(self.model_runner.device.type, workers=self._tandem_workers)
+        with staged(sources, threads=threads) as tensors:
             return self.tandem_put(tensors)
 
     def tandem_load_handoff(self, handoff: common_pb2.Handoff) -> set[str]:
@@ -103,9 +107,10 @@ class WeightsExtension:
         absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}
         return (everything - loaded) | dropped_layers(model) | absent
 
-    def _tandem_staging_threads(self) -> int:
-        workers = self.model_runner.parallel_config.world_size
-        return staging_threads(self.model_runner.device.type, workers=workers)
+    @property
+    def _tandem_workers(self) -> int:
+        workers: int = self.model_runner.parallel_config.world_size
+        return workers
 
     def tandem_weight_sums(self) -> dict[str, int]:
         """Return the sum of each parameter's numbers."""

@@ -1,15 +1,25 @@
-"""A worker of vLLM's that leaves out what it is told to leave out, for engines of several."""
+"""A worker of vLLM's that leaves out what it is told to leave out, for engines of several. It
+stages what it loads, as on a GPU, in memory that is not pinned."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from sampler_service.vllm import worker_extension
 from sampler_service.vllm.adapter_sums import AdapterSums
 from sampler_service.vllm.internals import adapters_in
 from sampler_service.vllm.worker_extension import WeightsExtension
 from tandem.weights.delta import Bytes
+
+worker_extension.staging_threads = lambda device, workers: workers
+worker_extension.staged = partial(
+    worker_extension.staged, allocate=partial(torch.empty, dtype=torch.uint8)
+)
 
 
 class ForgetfulExtension(WeightsExtension):

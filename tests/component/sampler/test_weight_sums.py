@@ -255,4 +255,5 @@ def test_a_worker_of_two_that_did_not_load_is_noticed(
     assert [first, *loaded, *again] == [""] * (3 + 2 * len(adapters))
     assert "does not hold these weights" in forgotten[0]
     assert all("does not hold this adapter" in refusal for refusal in forgotten[1:])
+    assert '"event":"weights_staged"' in done.stderr, "in the form of a worker's log"
     assert "weights_compared_by_canary_alone" not in done.stderr + done.stdout
