@@ -78,6 +78,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from tandem.v1 import common_pb2
@@ -143,6 +144,16 @@ def from_failure(failure: common_pb2.Failure) -> TandemError:
 def from_type(type_: str, message: str) -> TandemError:
     """Return the error of a (type, message) pair; an unknown type becomes `InternalError`."""
     return _BY_TYPE.get(type_, InternalError)(message)
+
+
+def unusable_directory(data_dir: Path, error: OSError) -> InvalidRequest:
+    """Return the error for a data directory in which something could not be made or opened."""
+    in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+    reason = "there is a file in the place of a directory" if in_the_way else error.strerror
+    return InvalidRequest(
+        f"the data directory {data_dir} cannot be used: {error.filename or data_dir}: "
+        f"{reason or error}; choose another with --data-dir (TANDEM_DATA_DIR)"
+    )
 
 
 def without_paths(text: str) -> str:

@@ -5,43 +5,37 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
-from tandem.heartbeat import HEARTBEAT_FD, Heartbeats
+from tandem.errors import ServerError, WorkerStartFailed, unusable_directory
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
-from tandem.worker import SUPERVISOR_PID, without_secrets
+from tandem.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
+from tandem.worker import without_secrets
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
 """Begins the line of standard error with which a gateway says why it does not start."""
 
-_TAIL_BYTES = 16 * 1024
 _NO_CERTIFICATES = False
 """Of a gateway that speaks plain HTTP: reading the system's certificates takes 25 ms."""
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
-_FIRST_WAIT = 0.25
 _MOST_ENDS = 5
-_MOST_ENDS_WITHIN = 60.0
 
 
 class Endpoint(BaseModel):
@@ -100,14 +94,14 @@ class Stack:
         environment |= {f"TANDEM_{key.upper()}": value for key, value in (settings or {}).items()}
         environment["TANDEM_DATA_DIR"] = str(data_dir)
         patience = _seconds("worker_unresponsive_timeout", environment)
-        self._agent = _Supervised(
+        self._agent = SupervisedProcess(
             name="agent",
             command=[sys.executable, "-m", "tandem.agent", "--data-dir", str(data_dir)],
             environment=without_secrets(environment),
             log_path=data_dir / "logs" / "agent.log",
             patience=patience,
         )
-        self._gateway = _Supervised(
+        self._gateway = SupervisedProcess(
             name="gateway",
             command=[sys.executable, "-m", "gateway"],
             environment=environment,
@@ -163,7 +157,7 @@ class Stack:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise unusable(self.data_dir, error) from error
+            raise unusable_directory(self.data_dir, error) from error
         self._thread.start()
         try:
             self._up.wait()
@@ -239,7 +233,7 @@ class Stack:
             if not self._answers() and self._gateway.process is not None:
                 self._note_answer(self._gateway)
 
-    def _note_end(self, ended: _Supervised) -> None:
+    def _note_end(self, ended: SupervisedProcess) -> None:
         assert ended.process is not None
         asked = ended.process.returncode == 0
         why = "it was asked to end" if asked else ended.why_ended()
@@ -252,7 +246,7 @@ class Stack:
         served = ended is self._agent or self._answers()
         ends = ended.note_end(served=served)
         if ends >= _MOST_ENDS:
-            often = f"within {_MOST_ENDS_WITHIN:.0f} s" if served else "before it served"
+            often = f"within {MOST_ENDS_WITHIN:.0f} s" if served else "before it served"
             raise ServerError(
                 f"the {ended.name} ended by itself {ends} times {often}; the last time, {why}"
             )
@@ -265,7 +259,7 @@ class Stack:
             process is not None and self._endpoint is not None and self._endpoint.pid == process.pid
         )
 
-    def _note_answer(self, gateway: _Supervised) -> None:
+    def _note_answer(self, gateway: SupervisedProcess) -> None:
         assert gateway.process is not None
         endpoint = read_endpoint(self.data_dir)
         if endpoint is not None and endpoint.pid == gateway.process.pid and answers(endpoint):
@@ -281,142 +275,6 @@ class Stack:
             gateway.process.kill()
 
 
-class _Supervised:
-    """The agent or the gateway: a child process that is started again when it ends."""
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        command: list[str],
-        environment: dict[str, str],
-        log_path: Path,
-        patience: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = name
-        self.environment = environment
-        self.log_path = log_path
-        self.process: subprocess.Popen[bytes] | None = None
-        self.started_at = 0.0
-        self.due = 0.0
-        self._sentence = f"tandem {name}: "
-        self._command = command
-        self._clock = clock
-        self._patience = patience
-        self._heartbeats = Heartbeats()
-        self._was_silent = False
-        self._log_start = 0
-        self._ends: deque[float] = deque()
-
-    def start(self) -> None:
-        try:
-            log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise unusable(self.log_path.parent, error) from error
-        last, self._heartbeats, self._was_silent = self._heartbeats, Heartbeats(), False
-        last.close()
-        with log:
-            self._log_start = log.tell()
-            self.started_at = self._clock()
-            self.process = subprocess.Popen(
-                self._command,
-                env={
-                    **self.environment,
-                    HEARTBEAT_FD: str(self._heartbeats.fd),
-                    SUPERVISOR_PID: str(os.getpid()),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[self._heartbeats.fd],
-                start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
-                # No preexec_fn: it needs a real fork, in which gRPC's handlers can crash the child
-                # of a process that has called anybody.
-            )
-
-    def kill_if_silent(self) -> None:
-        """Kill it if its event loop has stood still for too long."""
-        if self._heartbeats.silence() > self._patience:
-            self._was_silent = True
-            self.kill()
-
-    def start_when_due(self) -> None:
-        if self._clock() >= self.due:
-            self.start()
-
-    def note_end(self, *, served: bool = True) -> int:
-        """Note that it has ended, and is to be started again after a while; return how often it
-        ended lately. Ends before it `served` count together, however long its starts take."""
-        now = self._clock()
-        self._ends.append(now)
-        while served and self._ends[0] < now - _MOST_ENDS_WITHIN:
-            self._ends.popleft()
-        self.due = now + _FIRST_WAIT * 2 ** (len(self._ends) - 1)
-        self.process = None
-        return len(self._ends)
-
-    def why_ended(self) -> str:
-        """Return, of a process that has ended, the sentence that it left; else how it ended."""
-        assert self.process is not None
-        if self._was_silent:
-            return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"
-        with self._read_log() as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        for line in reversed(lines):
-            if line.startswith(self._sentence):
-                return f"{line.removeprefix(self._sentence)} (log: {self.log_path})"
-        status = self.process.wait()
-        if status < 0:
-            name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
-            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-            return f"it was killed by {name}{memory} (log: {self.log_path})"
-        return f"it exited with status {status}; see its log, {self.log_path}"
-
-    def stop(
-        self,
-        number: signal.Signals,
-        timeout: float,
-        *,
-        at_once: threading.Event,
-        say: Callable[[str], None],
-    ) -> None:
-        """Ask it to end, and kill it after `timeout` seconds, or when it is to end `at_once`. What
-        it tells meanwhile is passed on to `say`."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        try:
-            with self._read_log() as log:
-                log.seek(0, os.SEEK_END)
-                self.process.send_signal(number)
-                deadline = time.monotonic() + timeout
-                while self.process.poll() is None and time.monotonic() < deadline:
-                    if at_once.wait(_POLL_SECONDS):
-                        break
-                    for line in (each.decode(errors="replace") for each in log):
-                        if line.startswith(self._sentence):
-                            say(line.removeprefix(self._sentence).rstrip())
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    def close(self) -> None:
-        """Hear of it no more."""
-        self._heartbeats.close()
-
-    def _read_log(self) -> IO[bytes]:
-        try:
-            return self.log_path.open("rb")
-        except OSError:  # somebody has removed it: nothing can be said, all else goes on
-            return io.BytesIO()
-
-
 def _to_whoever_listens(tell: Callable[[str], None], sentence: str) -> None:
     with suppress(OSError, SystemExit):  # with which rich answers that the reader has gone
         tell(sentence)
@@ -430,20 +288,6 @@ def _seconds(setting: str, environment: Mapping[str, str]) -> float:
     except ValueError:
         return default
     return value if value > 0 else default
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def unusable(data_dir: Path, error: OSError) -> InvalidRequest:
-    """Return the error for a data directory in which something could not be made or opened."""
-    in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-    reason = "there is a file in the place of a directory" if in_the_way else error.strerror
-    return InvalidRequest(
-        f"the data directory {data_dir} cannot be used: {error.filename or data_dir}: "
-        f"{reason or error}; choose another with --data-dir (TANDEM_DATA_DIR)"
-    )
 
 
 def answers(endpoint: Endpoint) -> bool:

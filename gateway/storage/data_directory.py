@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, unusable_directory
 from tandem.settings import GatewaySettings
-from tandem.stack import unusable
 from tandem.weights.store import fsync_path, make_folder
 
 
@@ -25,7 +24,7 @@ def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[N
             make_folder(data_dir, mode=0o700)
         fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise unusable(data_dir, error) from error
+        raise unusable_directory(data_dir, error) from error
     try:
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -46,7 +45,7 @@ def private_directory(settings: GatewaySettings) -> Path:
         with suppress(FileExistsError):
             make_folder(settings.private, mode=0o700)
     except OSError as error:
-        raise unusable(settings.private, error) from error
+        raise unusable_directory(settings.private, error) from error
     return settings.private
 
 

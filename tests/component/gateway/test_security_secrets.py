@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.stack import _private, read_endpoint
+from tandem.stack import read_endpoint
+from tandem.supervised_process import _private
 from tandem.telemetry import configure_logging, get_log, without_credentials
 from tandem.worker import WorkerSpec
 from tests.support.gateway.access_world import World

@@ -10,13 +10,14 @@ import pytest
 
 from tandem import process_birth
 from tandem.process_birth import born
-from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, _Supervised, read_endpoint
+from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, read_endpoint
+from tandem.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def supervised(clock) -> _Supervised:
-    return _Supervised(
+def supervised(clock) -> SupervisedProcess:
+    return SupervisedProcess(
         name="gateway", command=[], environment={}, log_path=Path("none"), patience=10, clock=clock
     )
 

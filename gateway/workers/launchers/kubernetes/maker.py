@@ -22,9 +22,8 @@ from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.authority import Authority
 from tandem.cluster_settings import ClaimPoolSettings
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerStartFailed, unusable_directory
 from tandem.settings import GatewaySettings
-from tandem.stack import unusable
 from tandem.telemetry import get_log
 from tandem.weights.store import make_folder
 from tandem.worker import WorkerHandle, WorkerSpec
@@ -101,7 +100,7 @@ class WorkerMaker:
             except FileExistsError:  # another gateway starts, too
                 continue
             except OSError as error:
-                raise unusable(self.settings.data_dir, error) from error
+                raise unusable_directory(self.settings.data_dir, error) from error
 
     def _pool_of(self, group: str) -> ClaimPoolSettings:
         try:
