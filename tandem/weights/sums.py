@@ -27,8 +27,11 @@ WeightSums = dict[str, int]
 _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio as an odd 64-bit number (Knuth's multiplicative hashing), signed."""
-_WORDS_ON_CPU, _WORDS_ON_GPU = 2**16, 2**21
-"""How many are hashed at once: what stays in a core's cache, and 48 MiB of a GPU's memory."""
+_VALUES_ON_CPU = 2**15
+"""How many are hashed at once there: as many as torch computes in one thread. Several would wait
+for each other at every step, and on busy cores spend most of their time with it."""
+_WORDS_ON_GPU = 2**21
+"""How many are hashed at once: 48 MiB of a GPU's memory."""
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -53,7 +56,7 @@ def sum_of(
     width = 8 // dtype.itemsize
     words = tensor.dim() >= 2 and tensor.shape[-1] % width == 0 and ".experts." not in name
     values = tensor.detach().reshape(-1)
-    piece = (_WORDS_ON_CPU if values.device.type == "cpu" else _WORDS_ON_GPU) * width
+    piece = _VALUES_ON_CPU if values.device.type == "cpu" else _WORDS_ON_GPU * width
     total = torch.zeros((), dtype=torch.int64, device=values.device)  # which a GPU need not tell
     bits = torch.int64 if words else {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for start in range(0, values.numel(), piece):

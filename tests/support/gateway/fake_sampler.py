@@ -27,6 +27,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         self.requests: list[sampler_pb2.SampleRequest] = []
         self.cancelled: list[int] = []
         self.loaded: list[str] = []
+        self.handoffs: list[str] = []
         self.slow_loads: dict[int, asyncio.Event] = {}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -36,6 +37,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         self.max_length = 0
 
     async def Load(self, request, context):
+        self.handoffs.append(request.handoff.name)
         if self.load_error is not None:
             return sampler_pb2.LoadReply(failure=self.load_error.to_failure())
         self.loaded.append(request.version.name)

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from tandem.errors import CheckpointDamaged, OutOfMemory, TandemError
-from tandem.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
@@ -44,6 +44,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         self.step = 0
         self.held = 0
         self.published = ""
+        self.released: list[str] = []
         self.history = ""
         self.snapshots: dict[str, trainer_pb2.AwaitSnapshotReply] = {}
         self.snapshot_error: TandemError | None = None
@@ -168,7 +169,12 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             bytes=manifest.bytes,
             written_bytes=sum(entry.bytes for entry in manifest.patches or manifest.files),
             delta_of=manifest.delta_of,
+            handoff=common_pb2.Handoff(name=version.name) if request.handoff else None,
         )
+
+    async def Release(self, request, context):
+        self.released.append(request.name)
+        return trainer_pb2.ReleaseReply()
 
     def _take_snapshot(self, request) -> None:
         reply = self.snapshots[request.snapshot] = trainer_pb2.AwaitSnapshotReply(
