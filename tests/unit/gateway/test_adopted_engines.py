@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from gateway.placement.lease_records import LeaseRecord
-from gateway.workers.launchers.kubernetes import resources
+from gateway.workers.launchers.kubernetes import model_size
 from tandem.errors import SessionFinished
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.leased_workers import World as Leases
@@ -384,13 +384,13 @@ def test_the_files_of_a_model_whose_engine_is_a_pod_are_read_beside_the_event_lo
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     write_weights(folder, "weight", [64, 64])
-    readers, read = [], resources.text_config
+    readers, read = [], model_size.text_config
 
     def noted(path: Path) -> object:
         readers.append(threading.current_thread())
         return read(path)
 
-    monkeypatch.setattr(resources, "text_config", noted)
+    monkeypatch.setattr(model_size, "text_config", noted)
 
     async def scenario():
         world.left()
