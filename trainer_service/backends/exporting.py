@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer_service.backends.base import Export
+from trainer_service.backends.owners_gathering import OwnersGathering
 from trainer_service.backends.sharding import ShardGroups
 from trainer_service.lora.adapters import Adapter, merged
 from trainer_service.models.huggingface import find_blocks, persistent_buffers
@@ -107,15 +108,20 @@ class WholeWeights:
     def _on_owners(
         self, units: Collection[str], owners: Mapping[str, int]
     ) -> Iterator[tuple[str, Tensor]]:
-        for group in self._groups.names:
-            for unit, names in self._units_of(group).items():
-                whole = {
-                    name: _gathered_on(owners[unit], self._model.get_parameter(name), self._dtype)
-                    for name in names
-                    if unit in owners
-                }
-                if unit in units:
-                    yield from self._file_layout(whole).items()
+        parts = [
+            (unit, [self._model.get_parameter(name) for name in names], names)
+            for group in self._groups.names
+            for unit, names in self._units_of(group).items()
+            if unit in owners
+        ]
+        gathering = OwnersGathering(
+            [(owners[unit], parameters) for unit, parameters, _ in parts], dtype=self._dtype
+        )
+        for place, (unit, _, names) in enumerate(parts):
+            whole = gathering.next(place)
+            if unit in units:
+                yield from self._file_layout(dict(zip(names, whole, strict=True))).items()
+        gathering.end()
 
     def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of a group by unit, a tied weight's second name too if it is untied."""
@@ -151,24 +157,6 @@ class WholeWeights:
 
         reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
         return reverted
-
-
-def _gathered_on(owner: int, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A sharded parameter, whole on one rank of its mesh; elsewhere what this rank has of it."""
-    assert isinstance(parameter, DTensor)
-    group = parameter.device_mesh.get_group()
-    ranks, destination = dist.get_world_size(group), dist.get_global_rank(group, owner)
-    rows = -(-parameter.shape[0] // ranks)
-    mine = parameter.to_local().detach().to(dtype)
-    if len(mine) < rows:  # the last ranks may have fewer, or none
-        mine = torch.cat([mine, mine.new_zeros((rows - len(mine), *mine.shape[1:]))])
-    mine = mine.contiguous()
-    if dist.get_rank(group) != owner:
-        dist.gather(mine, dst=destination, group=group)
-        return mine
-    whole = mine.new_empty((rows * ranks, *mine.shape[1:]))
-    dist.gather(mine, [*whole.split(rows)], dst=destination, group=group)
-    return whole[: parameter.shape[0]]
 
 
 def _second_names(model: nn.Module, adapters: Collection[str]) -> dict[str, str]:
