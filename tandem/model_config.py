@@ -1,5 +1,5 @@
 """Reads from a model directory, without loading it, its length, its end tokens, and whether it can
-be trained, and its matrices divided.
+be trained, its matrices divided, and a copy of it sharded.
 
 The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
@@ -137,17 +137,36 @@ def why_undivided(config: Mapping[str, object], count: int) -> str:
         return "transformers has no plan for it"
     if kind in _SINKS:
         return "it has attention sinks, which are in no layer of their own"
+    if odd := undivided_heads(text, count):
+        return odd
     for key in _EXPERT_KEYS:
         experts = text.get(key)
         if isinstance(experts, int) and experts % count:
             return f"its {experts} experts are not a multiple of it"
-    if odd := undivided_heads(text, count):
-        return odd
     if kind in _DIVIDED:
         for key in ("intermediate_size", "vocab_size"):
             size = text.get(key)
             if isinstance(size, int) and size % count:
                 return f"its {key} is {size}, which is not a multiple of it"
+    return ""
+
+
+def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> str:
+    """Return why a copy of a model with this `config.json` cannot be on so many ranks, of which
+    those that compute together are `divided`, as a sentence without its end, or "" if nothing in it
+    speaks against it: each rank needs at least one expert of a layer.
+
+    Literal example: `why_unsharded({"num_local_experts": 8}, ranks=16, divided=1)` is
+    `"it has 8 experts, and a rank without any could not load it"`.
+    """
+    text, shards = _text(config), ranks // divided
+    for key in _EXPERT_KEYS:
+        experts = text.get(key)
+        if not isinstance(experts, int) or not experts:
+            continue
+        sharded = experts // divided
+        if sharded <= (shards - 1) * -(-sharded // shards):
+            return f"it has {experts} experts, and a rank without any could not load it"
     return ""
 
 

@@ -142,12 +142,6 @@ class TrainingSpec(BaseModel):
         return self.lora.rank if self.lora is not None else 0
 
     @property
-    def undivided(self) -> str:
-        """What of it cannot be where ranks divide matrices (`layout.tensor_parallel`); "" if all
-        can."""
-        return "" if self.optimizer == "adamw" else f"steps by {self.optimizer}"
-
-    @property
     def state_bytes(self) -> StateBytes:
         width = 2 if self.states == "bfloat16" else 4
         return StateBytes(weight=width, gradient=width, moments=2 * width)

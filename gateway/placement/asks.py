@@ -234,7 +234,6 @@ def settled_asks(
     )
     if training is not None:
         asks = _with_what_applies(asks, training, run)
-        _check_divided(asks, asks.training(training))
     return with_pod_memory(
         asks,
         model_path=model_path,
@@ -271,16 +270,6 @@ def _with_what_applies(
                 f"trains {trained}: its states are in float32 on the device"
             )
     return plain
-
-
-def _check_divided(asks: Asks, training: TrainingSpec) -> None:
-    """Raise `InvalidRequest` for what ranks that divide matrices cannot do."""
-    if training.undivided and asks.tensor_parallel > 1:
-        raise InvalidRequest(
-            f"{_PREFIX}tensor_parallel is {asks.tensor_parallel}, and there are no "
-            f"{training.undivided} for ranks that divide matrices: leave them out, or shard alone "
-            f"({_PREFIX}shards)"
-        )
 
 
 def with_pod_memory(

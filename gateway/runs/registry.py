@@ -47,7 +47,7 @@ from tandem.errors import (
     SessionFinished,
     TandemError,
 )
-from tandem.model_config import read_json, why_undivided, why_untrained
+from tandem.model_config import read_json, why_undivided, why_unsharded, why_untrained
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
@@ -208,6 +208,7 @@ class RunRegistry:
                 max_lora_rank=training.rank,
             )
             _check_divided(config, model.name, ranks=asks.tensor_parallel)
+            _check_sharded(config, model.name, asks)
             run = self._new_run(
                 id=run_id,
                 session_id=session_id,
@@ -316,6 +317,17 @@ def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> No
         raise InvalidRequest(
             f"tandem.tensor_parallel is {ranks}, and the model {name} cannot be divided among so "
             f"many ranks: {reason}. Choose another number, or shard alone (tandem.shards)"
+        )
+
+
+def _check_sharded(config: Mapping[str, object], name: str, asks: Asks) -> None:
+    """Raise `InvalidRequest` for a model whose configuration says that a copy of it cannot be on so
+    many ranks."""
+    shards = asks.shards or 1
+    if reason := why_unsharded(config, ranks=shards, divided=asks.tensor_parallel):
+        raise InvalidRequest(
+            f"a copy of the model {name} cannot be on {shards} ranks: {reason}. Choose fewer "
+            "(tandem.shards)"
         )
 
 

@@ -247,6 +247,11 @@ class Fsdp2Backend(TrainerBackend):
                 "this trainer's model is trained by one run, and another one cannot share it: only "
                 "LoRA runs share a model"
             )
+        if training.layout != self.training.layout:
+            raise InvalidRequest(
+                f"this trainer's ranks have its model by the layout {self.training.layout}, and "
+                f"the run is for {training.layout}: runs that share a model have one layout"
+            )
         other = copy.copy(self)
         other._begin(training)
         return other

@@ -155,13 +155,9 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
         raise backend.cannot(Capability.ADAPTERS)
     if training.layout.replicas > 1 and Capability.REPLICAS not in backend.capabilities:
         raise backend.cannot(Capability.REPLICAS)
-    if training.layout.tensor_parallel > 1:
-        if Capability.TENSOR_PARALLEL not in backend.capabilities:
-            raise backend.cannot(Capability.TENSOR_PARALLEL)
-        if training.undivided:
-            raise WorkerStartFailed(
-                f"there are no {training.undivided} for ranks that divide matrices"
-            )
+    divides = training.layout.tensor_parallel > 1
+    if divides and Capability.TENSOR_PARALLEL not in backend.capabilities:
+        raise backend.cannot(Capability.TENSOR_PARALLEL)
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "

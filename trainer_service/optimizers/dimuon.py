@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.errors import GradientsNotFinite
 from trainer_service.optimizers.adamw import Moments
@@ -136,8 +139,7 @@ class PlainMuon:
 
 
 class ShardedMuon:
-    """Muon over matrices sharded over the ranks of one mesh, whose last dimension those are that
-    hold one replica.
+    """Muon over matrices that lie in pieces on the ranks of one mesh.
 
     Momentum works element by element and is sharded like the weights. Newton-Schulz needs whole
     matrices: each rank gathers some of them, makes their update with torch's Muon and sends it
@@ -153,29 +155,25 @@ class ShardedMuon:
         names = [name for name, matrix in self._matrices.items() if matrix.grad is not None]
         if not names:
             return
-        ranks = self._matrices[names[0]].device_mesh.size(-1)
-        for start in range(0, len(names), ranks):
-            self._round(names[start : start + ranks], settings)
+        replica = _Replica(self._matrices[names[0]].device_mesh)
+        for start in range(0, len(names), replica.size):
+            self._round(names[start : start + replica.size], replica, settings)
 
-    def _round(self, names: Sequence[str], settings: DiMuonSettings) -> None:
+    def _round(self, names: Sequence[str], replica: _Replica, settings: DiMuonSettings) -> None:
         """Updates one matrix per rank of a replica, in order; fewer in the last round."""
-        mesh = self._matrices[names[0]].device_mesh
-        me, group = mesh.get_local_rank(-1), mesh.get_group(-1)
         whole: Tensor | None = None
         for owner, name in enumerate(names):
             gathered = self._nesterov(name, settings.beta1).full_tensor()
-            if owner == me:
+            if owner == replica.index:
                 whole = gathered
         mine = _orthogonal_update(whole, settings.learning_rate) if whole is not None else None
         for owner, name in enumerate(names):
             matrix = self._matrices[name]
-            update = mine if owner == me else None
+            update = mine if owner == replica.index else None
             if update is None:
                 update = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
-            if mesh.size(-1) > 1:
-                dist.broadcast(update, src=dist.get_global_rank(group, owner), group=group)
-            piece = _piece(update, matrix)
-            matrix.to_local().add_(piece)
+            replica.broadcast(update, owner=owner)
+            matrix.to_local().add_(_piece(update, matrix))
 
     def _nesterov(self, name: str, momentum: float) -> DTensor:
         """The sharded direction before orthogonalization, as torch's Muon defines it."""
@@ -201,6 +199,30 @@ class ShardedMuon:
         self._buffers.clear()
 
 
+class _Replica:
+    """The ranks of a mesh that hold one replica of what lies on it, those of all its dimensions but
+    `replicas`: how many, and which of them this is, in the mesh's order."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        self._mesh = mesh
+        self._dims = [dim for dim, name in enumerate(names) if name != "replicas"]
+        self._here = [mesh.get_local_rank(dim) for dim in self._dims]
+        self._sizes = [mesh.size(dim) for dim in self._dims]
+        self.size = math.prod(self._sizes)
+        self.index = int(np.ravel_multi_index(self._here, self._sizes))
+
+    def broadcast(self, value: Tensor, *, owner: int) -> None:
+        """Sends the owner's value to all: along the last dimension of the mesh, and then those who
+        have it along the one before."""
+        there = [int(each) for each in np.unravel_index(owner, self._sizes)]
+        for depth in reversed(range(len(self._dims))):
+            if self._sizes[depth] > 1 and self._here[:depth] == there[:depth]:
+                group = self._mesh.get_group(self._dims[depth])
+                source = dist.get_global_rank(group, there[depth])
+                dist.broadcast(value, src=source, group=group)
+
+
 def _muon(matrices: list[nn.Parameter], *, momentum: float = 0.9) -> torch.optim.Muon:
     return torch.optim.Muon(
         matrices,
@@ -223,14 +245,8 @@ def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
 
 
 def _piece(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's shard of a whole matrix, sharded like `like`."""
-    mesh, placement = like.device_mesh, like.placements[-1]
-    if not isinstance(placement, Shard):
-        return whole
-    pieces = whole.chunk(mesh.size(-1), dim=placement.dim)
-    me = mesh.get_local_rank(-1)
-    mine = like.to_local()
-    if me >= len(pieces):  # fewer rows than ranks
-        return whole.new_empty(mine.shape)
-    assert pieces[me].shape == mine.shape, f"{pieces[me].shape} is not {mine.shape}"
-    return pieces[me]
+    """This rank's part of a whole matrix that lies in pieces like `like`."""
+    shape, first = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
+    return whole[tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))]

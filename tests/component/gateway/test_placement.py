@@ -178,7 +178,7 @@ def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
     with start(host_memory_bytes=2**30) as gate, gate.http() as client:
         (model,) = client.get("/api/tandem/v1/models").json()["models"]
         config = Path(model["path"]) / "config.json"
-        about = json.loads(config.read_text()) | {"num_attention_heads": 9}
+        about = json.loads(config.read_text()) | {"num_attention_heads": 9, "num_experts": 1}
         config.write_text(json.dumps(about))
         session = gate.session_id()
         for number, (asks, why) in enumerate(
@@ -190,6 +190,7 @@ def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
                 ({"dtype": "int8"}, "tandem.dtype is 'int8'; it is auto, float32 or bfloat16"),
                 (divided, "tandem.tensor_parallel is 2, and the model tiny cannot be divided"),
                 (divided, "so many ranks: its 9 attention heads are not a multiple of it. Choose"),
+                ({"ranks": "2"}, "tiny cannot be on 2 ranks: it has 1 experts, and a rank without"),
             )
         ):
             answer = create(client, session, number, **asks)

@@ -178,11 +178,13 @@ def test_bfloat16_is_rounded_with_the_same_random_bits_on_any_number_of_ranks(
     assert (one != other).float().mean() < 0.01
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "replicas", "divided"), [(1, 1, False), (2, 1, False), (4, 2, False), (4, 1, True)]
+)
 def test_pieces_of_matrices_are_stepped_as_whole_ones(
-    tmp_path: Path, size: int, replicas: int
+    tmp_path: Path, size: int, replicas: int, divided: bool
 ) -> None:
-    found, norms = run_ranks(tmp_path, size, replicas=replicas)
+    found, norms = run_ranks(tmp_path, size, replicas=replicas, divided=divided)
     expected, expected_norms = run_plain()
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     assert found.keys() == expected.keys()

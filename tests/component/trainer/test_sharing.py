@@ -63,7 +63,8 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
             b.optim_step()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         b.seq_id = 0
-        assert b.add(TrainingSpec(lora=LoraSpec(rank=400))).failure.type == "unsuitable_lora"
+        large = TrainingSpec(lora=LoraSpec(rank=400), layout=layout)
+        assert b.add(large).failure.type == "unsuitable_lora"
         about = b.add(training_b).about
         assert list(about.run_ids) == [RUN, OTHER]
         assert about.trainable_parameters < a.describe().trainable_parameters

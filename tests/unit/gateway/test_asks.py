@@ -155,17 +155,10 @@ def test_a_copy_of_the_model_is_on_the_ranks_of_one_node_unless_the_run_says_oth
 
 
 def test_what_ranks_that_divide_matrices_cannot_do_is_refused_when_a_run_is_created():
-    def divided(run=None, training=None):
-        return settled({"tandem.ranks": "2", "tandem.tensor_parallel": "2", **(run or {})}, None,
-                       training or TrainingSpec())  # fmt: skip
-
-    assert divided().shards == 2
-    for run, training, reason in (
-        ({"tandem.shards": "1"}, None, r"the 1 ranks .*shards\) are not a multiple of it"),
-        (None, OTHERS["by dimuon"], "no steps by dimuon"),
-    ):
-        with pytest.raises(InvalidRequest, match=f"tensor_parallel is 2, .*{reason}"):
-            divided(run, training)
+    divided = {"tandem.ranks": "2", "tandem.tensor_parallel": "2"}
+    assert settled(divided, None, TrainingSpec()).shards == 2
+    with pytest.raises(InvalidRequest, match=r"tensor_parallel is 2, .*the 1 ranks .*shards\) are"):
+        settled({**divided, "tandem.shards": "1"}, None, TrainingSpec())
 
 
 def test_a_group_must_be_there_for_the_role():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.model_config import why_untrained
+from tandem.model_config import why_unsharded, why_untrained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 
@@ -46,3 +46,21 @@ def test_a_model_that_cannot_be_trained_says_why(config, reason):
 )
 def test_nothing_is_said_against_a_model_whose_sequences_stay_apart(config):
     assert why_untrained(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "divided", "without"),
+    [
+        (8, 8, 1, False),
+        (8, 6, 1, True),  # two each
+        (12, 8, 4, False),  # three over two shards
+        (8, 16, 8, True),
+        (2, 2, 2, False),
+    ],
+)
+def test_a_copy_is_not_on_ranks_of_which_some_would_have_no_expert(
+    experts: int, ranks: int, divided: int, without: bool
+) -> None:
+    found = why_unsharded({"num_local_experts": experts}, ranks=ranks, divided=divided)
+    assert found.startswith(f"it has {experts} experts") == without
+    assert why_unsharded({"num_local_experts": 0}, ranks=ranks, divided=divided) == ""

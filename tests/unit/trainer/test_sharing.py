@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.fake_device import FakeDevice
 from tests.support.local_trainer import (
     data_of,
@@ -340,6 +340,7 @@ def test_a_run_that_cannot_share_the_model_is_refused_and_the_others_go_on(model
             "unsuitable_lora",
         ),
         (TrainingSpec(), "invalid_request"),
+        (TrainingSpec(lora=LoraSpec(), layout=Layout(replicas=2)), "invalid_request"),
     ]:
         assert add(shared, "x", training).failure.type == failure
     assert add(shared, "a", B).failure.type == "invalid_request"

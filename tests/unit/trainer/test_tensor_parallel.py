@@ -103,12 +103,6 @@ def check(training: TrainingSpec) -> None:
     check_capabilities(spec, "fsdp2")
 
 
-def test_what_is_not_for_ranks_that_divide_matrices_is_refused_before_the_start() -> None:
-    check(TOGETHER)
-    with pytest.raises(WorkerStartFailed, match="there are no steps by dimuon for ranks that div"):
-        check(TOGETHER.model_copy(update={"optimizer": "dimuon"}))
-
-
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
