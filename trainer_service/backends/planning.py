@@ -224,9 +224,11 @@ def _of_micro_batch(
             backend.gradients(result.loss)
         else:
             backend.backward(result.loss)
+        buffers.clear()
 
     held = [each.grad for each in trainable if each.grad is not None]
-    hooks = _reduce(stand_in.groups, in_copies=on_cpu and ranks > 1)
+    buffers: list[torch.Tensor] = []
+    hooks = _reduce(stand_in.groups, buffers, in_copies=on_cpu and ranks > 1)
     try:
         trace = trace_of(
             compute,
@@ -255,11 +257,12 @@ def _micro_batch(backend: TrainerBackend, tokens: int) -> MicroBatch:
     )
 
 
-def _reduce(groups: Sequence[Group], *, in_copies: bool) -> list[torch.utils.hooks.RemovableHandle]:
+def _reduce(
+    groups: Sequence[Group], buffers: list[torch.Tensor], *, in_copies: bool
+) -> list[torch.utils.hooks.RemovableHandle]:
     """Do to gradients what FSDP2 does: those of a group live until all are there, are copied into
-    one buffer in float32 that is reduced, and this lives until the next one. gloo reduces in a copy
-    of that (`in_copies`)."""
-    buffers: list[torch.Tensor] = []
+    one buffer in float32 that is reduced, and this lives until the next one, or the backward pass
+    ends. gloo reduces in a copy of that (`in_copies`)."""
     hooks = []
     for group in groups:
         members = [each for each in group if each.requires_grad]

@@ -277,6 +277,15 @@ def test_ranks_on_a_cpu_reduce_in_a_copy_of_a_group_s_gradients(model, group):
     assert alone < several <= alone + size + 4096
 
 
+def test_nothing_outlasts_a_micro_batch_of_several_ranks(model, group, monkeypatch):
+    backend = make_rank(model, states="bfloat16").backend
+    settings = TrainerSettings(device="cpu")
+    stand_in = backend._stand_in(model, settings, checkpointed=False, packs=backend.packs)
+    left_of = "trainer_service.backends.planning.most_taken"
+    monkeypatch.setattr(left_of, lambda trace: sum(size for _, size in trace))
+    assert _of_micro_batch(stand_in, 8, ranks=2) == 0
+
+
 def test_a_step_that_is_staged_has_what_is_planned_for_it():
     parameter = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
