@@ -134,6 +134,7 @@ def measure_training(
             "checkpointing": "off",
             "parallel_micro_batches": 1,
             "micro_batch_tokens": length,
+            "memory_bytes": 2**40,  # the plan shall be of what is computed, whatever is free
             **settings,
         }
     )
