@@ -11,7 +11,6 @@ import heapq
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -160,9 +159,8 @@ def publish(
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
-    small = begin(lambda: _write_small_files(request, partial, trainer))
     exported = _export(request, partial, trainer, copy)
-    durable = begin(lambda: _make_durable(partial, exported, small))
+    durable = begin(lambda: _make_durable(request, partial, exported, trainer))
     # Meanwhile, since it needs no disk. Where it cannot be computed, the process ends at once, as
     # after any such error: whoever publishes next discards what is there.
     canary = compute_canary(backend)
@@ -235,49 +233,45 @@ def _export(
 
 
 def _make_durable(
-    partial: PartialVersion, exported: _Exported, small: Future[list[FileEntry]]
+    request: VersionRequest, partial: PartialVersion, exported: _Exported, trainer: RankTrainer
 ) -> list[dict[str, str | int]]:
-    """Syncs the files of this rank, the small ones once they are written. Returns their entries in
-    the manifest. Raises `OSError`."""
+    """Syncs the files of this rank, those of rank 0 with what belongs beside the weights. Returns
+    their entries in the manifest. Raises `OSError`."""
 
     def synced(sync: Callable[[], None]) -> None:
         sync()
         exported.progress.bytes += 1
 
     with exported.opened:
-        others = small.result()  # also if the export has failed: the folder is to be removed then
         if exported.failed is not None:
             raise exported.failed
+        others = [] if trainer.control.rank else _write_small_files(request, partial, trainer)
         syncs = [file.sync for file, _ in exported.files] + [
-            with_arguments(fsync_path, partial.path / each.name) for each in others
+            with_arguments(fsync_path, each) for each in others
         ]
         sync_at_once(with_arguments(synced, sync) for sync in syncs)
     return [_report(file, exports) for file, exports in exported.files] + [
-        {**each.model_dump(), "patch": "", "tensors": "[]", "tensor_bytes": 0} for each in others
+        {**checksum_file(path).model_dump(), "patch": "", "tensors": "[]", "tensor_bytes": 0}
+        for path in others
     ]
 
 
 def _write_small_files(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer
-) -> list[FileEntry]:
-    """Writes what belongs to a version beside its weights, which is for rank 0."""
+) -> list[Path]:
+    """Writes what belongs to a version beside its weights."""
     backend, base = trainer.backend, trainer.base
-    if trainer.control.rank:
-        return []
-    if lora := adapter_of(request, backend):
-        config = AdapterConfig(
-            base_model=base.name,
-            rank=lora.rank,
-            alpha=lora.alpha,
-            targets=backend.adapter_targets(),
-        )
-        copies = copy_small_files(base.path, partial.path, adapter=True)
-        paths = [*copies, config.write(partial.path)]
-    else:
-        paths = copy_small_files(
+    if not (lora := adapter_of(request, backend)):
+        return copy_small_files(
             base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
         )
-    return [checksum_file(path) for path in paths]
+    config = AdapterConfig(
+        base_model=base.name,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=backend.adapter_targets(),
+    )
+    return [*copy_small_files(base.path, partial.path, adapter=True), config.write(partial.path)]
 
 
 def _new_file(

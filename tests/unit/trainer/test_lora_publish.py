@@ -146,7 +146,7 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
     train(trainer, 1)
     publish(trainer, tmp_path / "v1", merged=True)
     engine = SimpleNamespace(  # it cannot load: whoever asks it to fails
-        facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64),
+        facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64, device="cpu"),
         weight_sums=dict,
     )
     loader = Loader(engine, base=models["qwen3"], tolerance=1e-4)
