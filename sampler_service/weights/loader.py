@@ -30,7 +30,7 @@ from sampler_service.weights.files import (
 )
 from sampler_service.weights.made_files import MadeFiles
 from sampler_service.weights.staging import staging_threads
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, without_paths
 from tandem.model_config import text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -127,13 +127,13 @@ class Loader:
             return self._read_files(version, go_on)
         try:
             return self._accept(version, version.handoff)
-        except LoadFailed as error:
+        except (LoadFailed, OSError) as error:  # the latter of a small file, on NFS
             read = self._read_files(replace(version, handoff=None), go_on)
-            return replace(read, handoff_failure=error.message)
+            return replace(read, handoff_failure=without_paths(str(error)))
 
     def _accept(self, version: WeightVersion, handoff: common_pb2.Handoff) -> Verified:
         """Check that what is handed over is what the engine expects, by its description alone.
-        Raises `LoadFailed`."""
+        Raises `LoadFailed`, `OSError`."""
         started = time.monotonic()
         if handoff.name != version.name:
             raise LoadFailed(f"{handoff.name} is handed over, not {version.name}")

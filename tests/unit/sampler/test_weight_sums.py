@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from sampler_service.engine import EngineFacts, WeightsTouched
 from sampler_service.weights.files import read_tensors
 from sampler_service.weights.loader import Loader, WeightVersion
 from tandem.errors import LoadFailed
+from tandem.v1 import common_pb2
 from tandem.weights import Manifest, checksum_file
 from tandem.weights.delta import Bytes
 from tandem.weights.sums import (
@@ -168,6 +170,25 @@ def engine_with(base: Path, **arguments: bool) -> HoldingEngine:
 def test_a_version_whose_numbers_the_engine_holds_is_confirmed(tmp_path: Path):
     base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
     assert np.isnan(loaded(engine_with(base), base, version))
+
+
+def test_files_are_read_where_a_stale_one_stands_in_the_way_of_what_is_handed_over(
+    tmp_path: Path, monkeypatch
+):
+    base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
+    loader = Loader(engine_with(base), base=base, tolerance=0.5)
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), False])
+
+    def is_tied(_: Path) -> bool:
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("sampler_service.weights.loader.is_tied", is_tied)
+    handoff = common_pb2.Handoff(name=version.name, dtype="bfloat16")
+    verified = loader.verify(replace(version, handoff=handoff), lambda: None)
+    assert "Stale" in verified.handoff_failure
+    assert verified.version.handoff is None and verified.sums
 
 
 @pytest.mark.parametrize("wanted", ["a version", "the base model"])
