@@ -36,6 +36,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 WAYS: list[tuple[str, int, dict[str, object], bool]] = [
     ("blocks keep all", 1, {}, False),
     ("checkpointed", 1, {"checkpointing": "on"}, False),
+    ("compiled", 1, {"compile": "on"}, False),
     ("in bfloat16", 1, {"dtype": "bfloat16"}, False),
     ("two threads", 1, {"parallel_micro_batches": 2}, False),
     ("LoRA", 1, {}, True),
@@ -155,6 +156,8 @@ def measure_training(
     )
     limits = BatchLimits(vocabulary=backend.facts.vocabulary, max_length=backend.facts.max_length)
     generator = np.random.default_rng(0)
+    if not backend.warm:
+        backend.warm_up()
     count = 2 * ranks * chosen.parallel_micro_batches
 
     def forward_backward(size: int) -> None:
@@ -285,7 +288,9 @@ def planned_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
 
 
 def loading_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
-    path = work / ("50M" if quick else "100M")
+    vocabulary, shape = SIZES["50 M" if quick else "100 M"]
+    path = work / "loaded"
+    answer(child("write", str(path), vocabulary, shape, 4_096))
     rows: list[dict[str, object]] = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         store = work / f"store-{ranks}"
@@ -299,6 +304,13 @@ def loading_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+PARTS = {
+    "lengths": ("memory of forward_backward", training_rows),
+    "plans": ("memory of forward_backward, planned and measured", planned_rows),
+    "loading": ("memory of loading", loading_rows),
+}
 
 
 def _mib(size: float) -> int:
@@ -315,6 +327,7 @@ def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer lengths, no 0.5 B")
+    parser.add_argument("--only", choices=PARTS, help="one of the three tables")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -334,13 +347,10 @@ def main() -> None:
     results: dict[str, object] = {"machine": record.machine()}
     with tempfile.TemporaryDirectory(prefix="tandem-memory-") as directory:
         work = Path(directory)
-        for title, measure in (
-            ("memory of forward_backward", training_rows),
-            ("memory of forward_backward, planned and measured", planned_rows),
-            ("memory of loading", loading_rows),
-        ):
-            results[title] = rows = measure(work, quick=arguments.quick)
-            show(console, title, rows)
+        for name, (title, measure) in PARTS.items():
+            if arguments.only in (None, name):
+                results[title] = rows = measure(work, quick=arguments.quick)
+                show(console, title, rows)
     console.print(f"written to {record.save(results).name}")
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from gateway.workers.launchers.kubernetes.model_size import read_size
 from gateway.workers.launchers.kubernetes.resources import TrainerPod
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.allocations import allocations
 from tests.support.local_trainer import WITHOUT_MLP, compute, data_of, gradients, make_rank
 from tests.support.tiny_model import ARCHITECTURES
 from tests.support.trainer_worker import request
@@ -231,7 +230,7 @@ def test_without_memory_a_micro_batch_takes_what_it_takes_with_it(
     planned = _of_micro_batch(stand_in, 60, on_cpu=False)
     assert planned == _of_micro_batch(real, 60, on_cpu=False) > 0
     assert planned <= backend.plan.needs.device["activations"] < 1.5 * planned
-    allocated = _most_allocated(lambda: _backward(backend, _micro_batch(backend, 60)))
+    allocated = max(accumulate(allocations(lambda: _backward(backend, _micro_batch(backend, 60)))))
     # Some of its input torch has not allocated; some kernels take what nobody sees.
     assert 0.99 * planned < allocated < 1.1 * planned
 
@@ -252,20 +251,6 @@ def _backward(backend: TrainerBackend, micro_batch: MicroBatch) -> None:
         micro_batch, lambda logprobs: LossResult(loss=-logprobs.sum()), by_entry=True
     )
     backend.backward(result.loss)
-
-
-def _most_allocated(compute: Callable[[], object]) -> int:
-    """The most bytes of tensors that live at once, as torch's allocator tells it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        compute()
-    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
-    sizes: list[tuple[int, int]] = []
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.name == "[memory]":
-            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return max(accumulate(size for _, size in sorted(sizes, key=lambda each: each[0])))
 
 
 def test_ranks_on_a_cpu_reduce_in_a_copy_of_a_group_s_gradients(model, group):

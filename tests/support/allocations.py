@@ -1,0 +1,21 @@
+"""What torch's allocator tells of tensors on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def allocations(compute: Callable[[], object]) -> list[int]:
+    """Return the bytes of tensors as they come and, negative, go while `compute` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compute()
+    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
+    sizes: list[tuple[int, int]] = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.name == "[memory]":
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return [size for _, size in sorted(sizes, key=lambda each: each[0])]
