@@ -181,7 +181,7 @@ class EngineLifecycle:
         if not needs_load:
             return None
         return LoadOutcome(
-            version=version,
+            version=self.loaded,  # by its files: others go on with it when nothing is kept any more
             bytes=placed.bytes,
             seconds=time.monotonic() - started,
             canary_difference=difference,

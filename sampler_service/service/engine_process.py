@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +61,7 @@ _END_SECONDS = 10.0
 
 
 class EngineProcessEnded(Exception):
-    """The process has ended or does not answer: the engine is lost."""
+    """The process has ended or stands still: the engine is lost."""
 
 
 class EngineProcess:
@@ -73,6 +75,7 @@ class EngineProcess:
         self._connection = connection
         self._patience = patience
         self._computing = False
+        self._heard_at = time.monotonic()
         self._added: list[EngineRequest] = []
         self._ahead = StepOutput()
         self._status: int | None = None
@@ -83,8 +86,9 @@ class EngineProcess:
     @classmethod
     def fork(cls, start: Start, *, model: Path, patience: float) -> EngineProcess:
         """Let a new process make an engine by `start`, for the model in this directory. `patience`,
-        in seconds, is for its start and for each call."""
+        in seconds, is for its start, for each call, and for each step."""
         ours, theirs = Pipe()
+        _limit_waits(ours, patience)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -127,6 +131,8 @@ class EngineProcess:
         seconds = 0.0 if self._ahead != StepOutput() else _STEP_SECONDS
         while self._receive(seconds) is not None:
             seconds = 0.0
+        if time.monotonic() - self._heard_at > self._patience:
+            raise self._stands_still("end a step")
         return self._take_ahead()
 
     def settle(self) -> StepOutput:
@@ -218,8 +224,11 @@ class EngineProcess:
             self._added = []
 
     def _send(self, message: Add | Go | Call) -> None:
+        self._heard_at = time.monotonic()  # only now is there something to hear
         try:
             self._connection.send(message)
+        except BlockingIOError as error:
+            raise self._stands_still("read what it is told") from error
         except OSError as error:
             raise self._ended() from error
 
@@ -232,7 +241,7 @@ class EngineProcess:
                 raise message.error
             if isinstance(message, Answer):
                 return message.value
-        raise EngineProcessEnded(f"its process did not end {what} within {self._patience:g} s")
+        raise self._stands_still(f"end {what}")
 
     def _receive(self, seconds: float) -> Computed | Answer | Refusal | None:
         """Return what the process says next, None if it says nothing for so long."""
@@ -240,8 +249,11 @@ class EngineProcess:
             if not self._connection.poll(seconds):
                 return None
             message = self._connection.recv()
+        except BlockingIOError as error:
+            raise self._stands_still("end an answer") from error
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        self._heard_at = time.monotonic()
         if isinstance(message, Failure):
             raise EngineProcessEnded(message.reason)
         if isinstance(message, Computed):
@@ -252,11 +264,23 @@ class EngineProcess:
         ahead, self._ahead = self._ahead, StepOutput()
         return ahead
 
+    def _stands_still(self, what: str) -> EngineProcessEnded:
+        return EngineProcessEnded(f"its process did not {what} within {self._patience:g} s")
+
     def _ended(self) -> EngineProcessEnded:
         self._watcher.join(_END_SECONDS)
         code = None if self._status is None else os.waitstatus_to_exitcode(self._status)
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with status {code}"
         return EngineProcessEnded(f"its process {how}")
+
+
+def _limit_waits(connection: Connection, seconds: float) -> None:
+    """Let a write to a full pipe, and a read of half a message, wait for so long at most: a process
+    that was stopped neither reads nor ends. They raise `BlockingIOError` then."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _append(output: StepOutput, more: StepOutput) -> None:

@@ -113,15 +113,19 @@ class EngineServer:
 
     def _receive(self) -> None:
         """Read all that comes, at once: so that the other end never waits for this one to read, and
-        this process ends when that closes."""
-        while True:
-            try:
+        this process ends when that closes, or when anything else keeps this from reading."""
+        try:
+            while True:
                 message = self._connection.recv()
-            except (EOFError, OSError):
-                os._exit(1)
-            if isinstance(message, Add):
-                message = [self._compiled(*each) for each in message.requests]
-            self._commands.put(message)
+                if isinstance(message, Add):
+                    message = [self._compiled(*each) for each in message.requests]
+                self._commands.put(message)
+        except (EOFError, OSError):
+            pass
+        except BaseException:  # noqa: BLE001 - a panic of llguidance is no `Exception`
+            get_log().exception("engine_failed")
+        finally:
+            os._exit(1)
 
     def _compiled(
         self, request: EngineRequest, grammar: Grammar | None

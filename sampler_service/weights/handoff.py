@@ -58,7 +58,8 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
 
     where = handoff.host
     try:
-        file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY)
+        # By now it may be another process's, and a pipe, whose opening would wait for a writer.
+        file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise LoadFailed(f"{handoff.name} is not in the trainer's memory: {error}") from error
     try:

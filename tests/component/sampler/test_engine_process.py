@@ -81,10 +81,10 @@ def test_a_sampler_ends_with_its_engine_and_says_so_on_streams_that_stay_open(mo
 
 
 _WITH_A_FAKE = """
-import time
+import os, signal, time
 from pathlib import Path
 from sampler_service.engine import EngineRequest, StepOutput
-from sampler_service.service.engine_process import EngineProcess, EngineProcessEnded
+from sampler_service.service.engine_process import EngineProcess, EngineProcessEnded, _limit_waits
 from tests.support.fake_engine import FakeEngine
 
 class Stuck(FakeEngine):
@@ -130,6 +130,25 @@ engine.end()
 process = forked(stuck, 0.5)
 print(raised(lambda: process.connect(lambda: None)))
 process.end()
+
+def stopped():
+    engine = forked(lambda on_lost: FakeEngine(), 60).connect(lambda: None)
+    engine._patience = 0.5
+    _limit_waits(engine._connection, 0.5)
+    os.kill(engine._pid, signal.SIGSTOP)
+    return engine
+
+engine = stopped()
+engine.add(request(3))
+print(raised(lambda: [engine.step() for _ in range(9)]))
+engine.end()
+engine = stopped()
+engine.add(EngineRequest(id="r", prompt=[1] * 10**6, num_samples=1, max_tokens=1))
+print(raised(engine.step))
+engine.end()
+engine = forked(lambda on_lost: FakeEngine(), 60).connect(lambda: None)
+engine._connection.send_bytes(b"no message")
+print(raised(engine.memory))
 """
 
 
@@ -138,7 +157,11 @@ def test_nothing_is_left_of_what_was_dropped_and_no_call_is_waited_for_without_a
         [sys.executable, "-c", _WITH_A_FAKE], capture_output=True, text=True, timeout=CALL_SECONDS
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [
+    lines = done.stdout.splitlines()
+    assert lines[:4] == [
         "its process did not end load within 0.5 s",
         "its process did not end its start within 0.5 s",
+        "its process did not end a step within 0.5 s",
+        "its process did not read what it is told within 0.5 s",
     ]
+    assert lines[-1] == "its process ended with status 1", "what it logs of it is before"

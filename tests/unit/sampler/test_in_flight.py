@@ -12,6 +12,7 @@ from sampler_service.service.responses import versions_of
 from sampler_service.weights.loader import WeightVersion
 from sampler_service.work import Sampled
 from tandem.errors import LoadFailed
+from tandem.v1 import common_pb2
 from tests.support.fake_engine import BASE, Bench, LaterReads
 from tests.support.published_adapters import RANK, adapter, write_base
 
@@ -148,6 +149,17 @@ def test_after_a_load_that_fails_what_runs_goes_on_with_the_version_before(error
     late = bench.ask(ONE, "late", in_flight=True)
     bench.settle()
     assert late.result(0).version == ONE
+
+
+def test_what_follows_a_version_that_was_handed_over_reads_its_files():
+    """What the trainer kept of it is gone by then."""
+    bench = serving(replace(TWO, handoff=common_pb2.Handoff(name=TWO.name)))
+    bench.scheduler.load(THREE)
+    bench.settle()
+    late = bench.ask(ONE, "late", in_flight=True)
+    bench.settle()
+    assert late.result(0).version == TWO
+    assert late.result(0).version.handoff is None
 
 
 def test_when_no_version_can_be_loaded_what_runs_fails_without_another_token():

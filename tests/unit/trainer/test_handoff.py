@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,11 @@ def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_pa
         second.host.file = another.fileno()
         with pytest.raises(LoadFailed, match="any more"):
             open_handoff(second)
+    os.mkfifo(tmp_path / "pipe")  # nobody writes: to open it would take for ever
+    second.host.file = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(LoadFailed, match="any more"):
+        open_handoff(second)
+    os.close(second.host.file)
 
 
 def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path, monkeypatch):
