@@ -12,8 +12,8 @@ each has computed, in blocks as the engines' prefix caches have them. Of the eng
 3. Else the one with the fewest tokens to compute.
 
 Much busier means: more than twice as busy, and by `_GROUP` such requests. An engine has room for
-`most_samples` at once; requests beyond that wait here, in the order in which they came, so that an
-engine that starts later, or is faster, gets its part of them. All this changes when an answer
+`most_samples` at once; requests beyond that wait here, in the order in which they came, of whatever
+version, so that an engine that starts later, or is faster, gets its part of them. All this changes when an answer
 comes, never what it is: a sample is a function of its request and of the weights that it names.
 """
 
@@ -24,6 +24,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from tandem.errors import TandemError
@@ -112,8 +114,10 @@ class Balancer(Generic[Engine]):
         self._engines = engines
         self._loads: dict[Engine, Load] = {}
         self._awaited: dict[Engine, asyncio.Event] = {}
-        self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[Engine]]]] = OrderedDict()
-        """By the version that they need: one that has no room keeps no other from its engine."""
+        self._numbers = count()
+        self._waiting: dict[str, deque[tuple[int, Work, asyncio.Future[Engine]]]] = {}
+        """By the version that they need, with their numbers in the order in which they came: one
+        that has no room keeps no other from its engine."""
         self._blocks: OrderedDict[int, set[str]] = OrderedDict()
         """By beginning of a prompt, the processes that have computed it; the last used is last."""
 
@@ -124,7 +128,7 @@ class Balancer(Generic[Engine]):
         """Return the engine that is to do this, once there is one with room. It counts as under way
         there until `end`. Raises what `fail` is called with."""
         turn: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(work.version, deque()).append((work, turn))
+        self._waiting.setdefault(work.version, deque()).append((next(self._numbers), work, turn))
         self.look()
         try:
             return await turn
@@ -168,25 +172,29 @@ class Balancer(Generic[Engine]):
 
     def look(self) -> None:
         """Assign what waits, as far as there is room: something has ended, or an engine serves."""
-        for version in [*self._waiting]:
+        firsts = [(queue[0][0], version) for version, queue in self._waiting.items()]
+        heapify(firsts)
+        while firsts:  # the one that came first, of all versions that may have room
+            _, version = heappop(firsts)
             queue = self._waiting[version]
-            while queue:
-                work, turn = queue[0]
-                if not turn.done():  # else it was cancelled
-                    engine = self._choose(work)
-                    if engine is None:
-                        break
-                    self._loads.setdefault(engine, Load()).add(work)
-                    turn.set_result(engine)
-                queue.popleft()
+            _, work, turn = queue[0]
+            if not turn.done():  # else it was cancelled
+                engine = self._choose(work)
+                if engine is None:
+                    continue
+                self._loads.setdefault(engine, Load()).add(work)
+                turn.set_result(engine)
+            queue.popleft()
+            if queue:
+                heappush(firsts, (queue[0][0], version))
             else:
                 del self._waiting[version]
 
     def fail(self, error: TandemError) -> None:
         """End what waits: no engine will serve it."""
-        waiting, self._waiting = self._waiting, OrderedDict()
+        waiting, self._waiting = self._waiting, {}
         for queue in waiting.values():
-            for _work, turn in queue:
+            for _number, _work, turn in queue:
                 if not turn.done():
                     turn.set_exception(error)
 

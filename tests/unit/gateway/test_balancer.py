@@ -189,6 +189,24 @@ async def test_one_version_that_waits_keeps_no_other_from_its_engine():
         waiting.cancel()
 
 
+async def test_a_version_gets_its_turn_though_requests_for_another_one_never_end():
+    world = World(2, most=1)
+    for _ in range(2):
+        await world.give(work())
+    waiting = [asyncio.create_task(world.give(work())) for _ in range(2)]
+    await asyncio.sleep(0)
+    load = asyncio.create_task(world.give(work(version="v2", samples=0)))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        waiting.append(asyncio.create_task(world.give(work())))
+        await asyncio.sleep(0)
+        world.balancer.end(*world.under_way.pop(0))
+        await asyncio.wait_for(waiting.pop(0), 60)
+    assert load.done(), "two came before it, and more after it"
+    waiting[0].cancel()
+    waiting[1].cancel()
+
+
 async def test_what_waits_fails_with_the_error_of_the_last_engine():
     world = World(0)
     waiting = asyncio.create_task(world.balancer.assign(work()))
