@@ -13,8 +13,9 @@ each has computed, in blocks as the engines' prefix caches have them. Of the eng
 
 Much busier means: more than twice as busy, and by `_GROUP` such requests. An engine has room for
 `most_samples` at once; requests beyond that wait here, in the order in which they came, of whatever
-version, so that an engine that starts later, or is faster, gets its part of them. All this changes when an answer
-comes, never what it is: a sample is a function of its request and of the weights that it names.
+version, so that an engine that starts later, or is faster, gets its part of them. All this changes
+when an answer comes, never what it is: a sample is a function of its request and of the weights
+that it names.
 """
 
 from __future__ import annotations
