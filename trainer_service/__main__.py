@@ -58,8 +58,8 @@ def serve(spec: WorkerSpec, link: LauncherLink) -> NoReturn:
     worker = _Worker(spec, link)
     try:
         topology, ranks = worker.start_ranks()
-    except WorkerStartFailed as error:
-        code = worker.fail(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher is told
+        code = worker.fail_to_start(error)
     else:
         code = asyncio.run(worker.run(topology, ranks))
     sys.stdout.flush()
@@ -144,10 +144,7 @@ class _Worker:
             return self.fail(WorkerStartFailed(broken.result().message))
         error = started.exception()
         if error is not None:
-            self._log.error("start_failed", exc_info=error)
-            if isinstance(error, TandemError):
-                return self.fail(error)
-            return self.fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
+            return self.fail_to_start(error)
         await server.set_serving(True)
         self._log.info("ready", ranks=self._settings.ranks)
         await first_of(stopping, broken)
@@ -155,6 +152,12 @@ class _Worker:
         if broken.done():
             return self.fail(broken.result())
         return 0
+
+    def fail_to_start(self, error: BaseException) -> int:
+        self._log.error("start_failed", exc_info=error)
+        if isinstance(error, TandemError):
+            return self.fail(error)
+        return self.fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
 
     def fail(self, error: TandemError) -> int:
         self._failure = error.message

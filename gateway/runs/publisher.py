@@ -121,8 +121,8 @@ class WeightPublisher:
         return place is not None and len(engines) == 1 and engines[0].is_beside(place)
 
     async def release(self, version: str) -> None:
-        """Let the trainer free what it kept of a version. One that cannot be told frees it when it
-        publishes again, sleeps or ends."""
+        """Let the trainer free what it kept of a version. One that cannot be told frees it by
+        itself, in time."""
         if self._trainer.serves:
             try:
                 await (await self._trainer.client()).release(version)

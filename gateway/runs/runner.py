@@ -6,6 +6,7 @@ the operation, calls the trainer (`delivery`), and returns the result.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -250,6 +251,9 @@ class OperationRunner:
                 await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
             except LoadFailed:
                 run.deltas.forget()
+                raise
+            except asyncio.CancelledError:
+                handoff = None  # the engine may go on reading, so that the trainer frees it later
                 raise
             finally:
                 if handoff is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,9 @@ from trainer_service.checkpoints.publish import STORED_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+KEPT_SECONDS = 900.0
+"""After which a copy is freed that nobody has released, as when its gateway was killed. Who loads
+the version later reads its files."""
 _ALIGNMENT = 512
 """Of each tensor, in bytes."""
 
@@ -53,6 +57,7 @@ class KeptCopy:
         self._dtype = getattr(torch, backend.dtype)
         self._end = 0
         self._failure = ""
+        self._deadline: threading.Timer | None = None
         self._memory = (_OnGpu if backend.device == "cuda" else _OnHost)(size)
 
     @property
@@ -81,25 +86,38 @@ class KeptCopy:
         )
         self._end += _aligned(tensor.nbytes)
 
-    def offer(self) -> common_pb2.Handoff | None:
-        """Let another process open the memory, and return where it is; None if it lacks tensors."""
+    def offer(self, *, on_deadline: Callable[[], None]) -> common_pb2.Handoff | None:
+        """Let another process open the memory, and return where it is; None if it lacks tensors.
+        `on_deadline` is called from a thread unless it is closed before its deadline."""
         if not self._failure:
             try:
                 self._memory.offer(self._message)
-                return self._message
             except RuntimeError as error:  # such as of an allocator whose memory cannot be shared
                 self._failure = str(error)
-        get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
-        return None
+        if self._failure:
+            get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
+            return None
+        self._deadline = threading.Timer(KEPT_SECONDS, on_deadline)
+        self._deadline.daemon = True
+        self._deadline.start()
+        return self._message
 
-    def close(self, *, read: bool) -> None:
-        """Free the memory. If it may still be `read`, that is once the reader has closed it, too;
-        else at once, be it that no reader has ever opened it, or that one was killed."""
-        self._memory.close(read=read)
+    @property
+    def outlives_close(self) -> bool:
+        """Whether a reader that has it open may go on when it is closed."""
+        return self._memory.outlives_close
+
+    def close(self) -> None:
+        """Free the memory, be it that no reader has ever opened it, or that one was killed."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._memory.close()
 
 
 class _OnHost:
     """A file without a name: it ends with the processes that have it open."""
+
+    outlives_close = True
 
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("tandem-weights")
@@ -116,7 +134,7 @@ class _OnHost:
             common_pb2.Handoff.HostMemory(pid=os.getpid(), file=self._file, inode=inode)
         )
 
-    def close(self, *, read: bool) -> None:
+    def close(self) -> None:
         del self.bytes  # readers keep what they have mapped
         os.close(self._file)
 
@@ -124,6 +142,8 @@ class _OnHost:
 class _OnGpu:
     """A storage of torch's, which counts in a file in /dev/shm who has it open: one other process,
     from the moment in which it is shared. It is freed when nobody has."""
+
+    outlives_close = False
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -147,8 +167,8 @@ class _OnGpu:
             )
         )
 
-    def close(self, *, read: bool) -> None:
-        if self._counter is not None and not read:
+    def close(self) -> None:
+        if self._counter is not None:
             # A reader that is through has done so, too; less than none is as good as none.
             torch.UntypedStorage._release_ipc_counter(*self._counter)
         device = self.bytes.device

@@ -97,8 +97,9 @@ class Operations:
         self._refused = ""
         self._published = ""
         self._changed = common_pb2.OperationHeader()
-        self._copy: KeptCopy | None = None
-        """Of the newest version, for a sampler, until that needs it no more."""
+        self._copies: dict[str, KeptCopy] = {}
+        """Of the newest version, for a sampler, until that needs it no more. Of earlier ones, if
+        nobody has said so."""
         self._releasing = threading.Lock()
 
     def note_refused(self, reason: str) -> None:
@@ -211,6 +212,7 @@ class Operations:
     def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
         trainer, began = self.trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
+        copy: KeptCopy | None = None
         self.release()
         try:
             manifest = published_by(version)
@@ -218,11 +220,12 @@ class Operations:
                 prepare_publish(version, trainer.backend)
                 whole = adapter_of(version, trainer.backend) is None
                 if request.handoff and whole and trainer.control.size == 1:
-                    self._copy = keep_copy(version.name, trainer.backend)
+                    copy = keep_copy(version.name, trainer.backend)
                 self._announce(Op.PUBLISH, request)
-                manifest = publish(version, trainer, self._copy)
+                manifest = publish(version, trainer, copy)
         except TandemError as error:
-            self.release()
+            if copy is not None:
+                copy.close()
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert manifest is not None
         self._published = manifest.version
@@ -238,24 +241,24 @@ class Operations:
             seconds=time.perf_counter() - began,
             delta_of=manifest.delta_of,
             written_bytes=manifest.written_bytes,
-            handoff=self._offer(),
+            handoff=None if copy is None else self._offer(copy),
         )
 
-    def _offer(self) -> common_pb2.Handoff | None:
-        """Return where the copy of the version is, if there is a whole one."""
-        offered = self._copy.offer() if self._copy is not None else None
+    def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
+        """Return where the copy of a version is, if it is whole."""
+        self._copies[copy.name] = copy
+        offered = copy.offer(on_deadline=lambda: self.release(copy.name))
         if offered is None:
-            self.release()
+            self.release(copy.name)
         return offered
 
     def release(self, name: str = "") -> None:
-        """Free the copy of a version, whose reader has it, or of whichever version there is one,
-        which may have a reader still. From any thread."""
+        """Free the copy of a version, which its reader needs no more; without a name, those that a
+        reader keeps. From any thread."""
         with self._releasing:
-            copy = self._copy
-            if copy is not None and name in ("", copy.name):
-                self._copy = None
-                copy.close(read=not name)
+            for copy in list(self._copies.values()):
+                if copy.name == name or (not name and copy.outlives_close):
+                    self._copies.pop(copy.name).close()
 
     def save_checkpoint(
         self, request: trainer_pb2.SaveCheckpointRequest

@@ -70,9 +70,22 @@ class RankProcesses:
         devices: Sequence[Device],
         on_death: Callable[[Death], None],
     ) -> None:
+        """Raises `WorkerStartFailed`."""
         self._on_death = on_death
         self._stopping = False
-        self._ranks = {rank: _fork(rank, devices[rank] if devices else None) for rank in ranks}
+        self._ranks: dict[int, _Rank] = {}
+        self._watchers: list[threading.Thread] = []
+        try:
+            for rank in ranks:
+                self._ranks[rank] = _fork(rank, devices[rank] if devices else None)
+        except BaseException as error:
+            self.kill()  # this process would wait for them at its end, and they for it
+            if isinstance(error, OSError):
+                raise WorkerStartFailed(
+                    f"there is no process for rank {rank}: {error} (how many there may be is "
+                    "bounded by `ulimit -u`, and by the cgroup's pids.max)"
+                ) from error
+            raise
         self._watchers = [
             threading.Thread(target=self._watch, args=item, name=f"watch-{item[0]}", daemon=True)
             for item in self._ranks.items()

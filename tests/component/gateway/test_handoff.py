@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import tinker
 
 from tandem.errors import LoadFailed
 from tests.support.gateway.running import running_gateway
+from tests.support.waiting import wait_until
 
 
 def save(training: tinker.TrainingClient) -> None:
@@ -33,6 +35,24 @@ def test_what_is_kept_is_named_to_the_engine_and_freed_after_the_load_well_or_no
 
         training.save_weights_for_sampler("named").result()
         assert not trainer.requests[-1].handoff, "no engine is to load it"
+
+
+def test_a_gateway_that_ends_during_a_load_leaves_the_weights_to_the_engine(tmp_path: Path):
+    """Which may go on reading them. The trainer frees them by itself, in time."""
+    with running_gateway(tmp_path, weights_handoff="on") as gate:
+        run_id = gate.run_id(gate.session_id())
+        with gate.http() as client:
+            body = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 0}
+            saved = client.post("/api/v1/save_weights_for_sampler", json=body).json()
+            gate.retrieve(saved["request_id"])
+            _, trainer = gate.worker("trainer")
+            _, sampler = gate.worker("sampler")
+            trainer.released.clear()
+            sampler.slow_loads[len(sampler.loaded) + 1] = asyncio.Event()
+            body |= {"seq_id": 2, "sampling_session_seq_id": 1}
+            client.post("/api/v1/save_weights_for_sampler", json=body)
+            wait_until(lambda: sampler.handoffs[-1] == trainer.published, what="it is loading")
+    assert trainer.requests[-1].handoff and not trainer.released
 
 
 def test_without_a_gpu_and_of_adapters_nothing_is_kept(gate, service):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import multiprocessing
 import os
 
 import pytest
 
 from tandem.agent.worker_process import group_members
+from tandem.errors import WorkerStartFailed
 from tests.support.losses.batches import mixed_data
 from tests.support.processes import cores_of
 from tests.support.trainer_worker import request, trainer_process
+from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
+from trainer_service.service import rank_processes
 
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -49,3 +55,19 @@ def test_a_trainer_with_devices_that_are_not_there_does_not_start(
         assert report.error_type == "worker_start_failed"
         assert sentence in report.error
         assert client.process.wait(timeout=CALL_SECONDS) == 1
+
+
+def test_ranks_for_which_there_is_no_process_fail_the_start_and_leave_none_behind(monkeypatch):
+    """Python waits at its end for processes that it forked, and they wait for their assignment."""
+    monkeypatch.setattr(rank_processes, "import_before_forks", lambda: None)
+    forks, fork = itertools.count(), os.fork
+
+    def fork_once() -> int:
+        if next(forks):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_once)
+    with pytest.raises(WorkerStartFailed, match=r"no process for rank 2: .*unavailable"):
+        rank_processes.RankProcesses(ranks=[1, 2], devices=[], on_death=lambda _: None)
+    wait_until(lambda: not multiprocessing.active_children(), what="the first one has ended")

@@ -15,6 +15,7 @@ from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of
 from tests.support.files import memory_files
 from tests.support.local_trainer import SPEC, make, publish
+from tests.support.waiting import wait_until
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
 
@@ -61,6 +62,27 @@ def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_pa
     with pytest.raises(LoadFailed, match="any more"):
         open_handoff(second)
     os.close(second.host.file)
+
+
+def test_a_copy_that_nobody_releases_is_freed_at_its_deadline(models, tmp_path, monkeypatch):
+    """As when the gateway was killed between publishing and loading."""
+    trainer = make(models["qwen3"], None)
+    monkeypatch.setattr(kept, "KEPT_SECONDS", 0.01)
+    assert publish(trainer, tmp_path / "v1", handoff=True).HasField("handoff")
+    wait_until(lambda: memory_files() == 0, what="the copy is freed")
+
+
+def test_a_copy_whose_reader_would_lose_it_waits_for_its_release(models, tmp_path, monkeypatch):
+    """As on a GPU, where memory that another process has open must not be freed."""
+    monkeypatch.setattr(kept.KeptCopy, "outlives_close", False)
+    trainer = make(models["qwen3"], None)
+    first = publish(trainer, tmp_path / "v1", handoff=True).handoff
+    second = publish(trainer, tmp_path / "v2", handoff=True).handoff
+    trainer.release()
+    assert memory_files() == 2
+    trainer.release(first.name)
+    trainer.release(second.name)
+    assert memory_files() == 0
 
 
 def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path, monkeypatch):
