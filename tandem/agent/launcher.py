@@ -20,6 +20,7 @@ from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
 from tandem.agent.worker_process import WorkerProcess, group_members
 from tandem.errors import IllegalTransition, SuspendFailed, WorkerStartFailed, without_paths
+from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
@@ -61,11 +62,11 @@ class ProcessLauncher:
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
-        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._watchers = ExitWatchers()
         self._stopping: set[asyncio.Task[None]] = set()
         self._switching: set[asyncio.Task[None]] = set()
         self._spawning = asyncio.Lock()
-        self._closed = self._over = False
+        self._closed = False
         self._log = get_log()
         self.groups = ProcessGroups(self.data_dir / FILE_NAME)
         self.idle = Pool(sizes=self.pool, command=self.command, quiet=self._quiet)
@@ -207,13 +208,7 @@ class ProcessLauncher:
         return WorkerDetails(pid=worker.pid, log_path=worker.log_path)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
-        for worker in self._ended:
-            queue.put_nowait(_exit_of(worker))
-        self._watchers.append(queue)
-        if self._over:
-            queue.put_nowait(None)
-        return self._exits(queue)
+        return self._watchers.add(map(_exit_of, self._ended))
 
     async def close(self) -> None:
         if self._closed:
@@ -225,8 +220,7 @@ class ProcessLauncher:
         for fault in await asyncio.gather(*ends, return_exceptions=True):
             if fault is not None:
                 raise fault
-        self._over = True  # not before: who watches takes it for the end of all workers
-        self._tell(None)
+        self._watchers.close()  # not before: who watches takes it for the end of all workers
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
@@ -286,19 +280,7 @@ class ProcessLauncher:
         self._ended.append(worker)
         exit_ = _exit_of(worker)
         self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=exit_.reason)
-        self._tell(exit_)
-
-    def _tell(self, exit_: WorkerExit | None) -> None:
-        for queue in self._watchers:
-            queue.put_nowait(exit_)
-
-    async def _exits(self, queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
-        """Yield what comes through the queue until `None`."""
-        try:
-            while (exit_ := await queue.get()) is not None:
-                yield exit_
-        finally:
-            self._watchers.remove(queue)
+        self._watchers.tell(exit_)
 
 
 def _may_be_pooled(spec: WorkerSpec) -> bool:

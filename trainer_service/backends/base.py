@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 ENTRY_POINT_GROUP = "tandem.trainer_backends"
-_PARTS = ("base", "exporting", "loop", "planning", "sharding")
+_PARTS = (
+    "base",
+    "copies",
+    "exporting",
+    "loop",
+    "owners_gathering",
+    "planning",
+    "sharding",
+    "token_logprobs",
+)
 """The modules of this folder that are no backends."""
 
 Gradients = list["Tensor | None"]
@@ -230,7 +239,7 @@ class TrainerBackend(ABC):
 
     def to_device(self, values: object) -> Tensor:
         """A NumPy array as a tensor on the backend's device."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     # --- Weights ---------------------------------------------------------------------------
 
@@ -302,6 +311,11 @@ class TrainerBackend(ABC):
     def cannot(cls, what: Capability) -> UnsupportedByBackend:
         """The error that says so."""
         return UnsupportedByBackend(f"the trainer backend {cls.__name__} cannot {what}")
+
+
+def to_device(values: object, device: str) -> Tensor:
+    """A NumPy array as a tensor on a device."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def add_gradients(held: Gradients, more: Gradients) -> Gradients:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +17,6 @@ from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
-from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
 from tandem.worker import TrainingSpec
 from trainer_service.backends.base import (
@@ -37,11 +35,11 @@ from trainer_service.backends.exporting import WholeWeights
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
 from trainer_service.backends.sharding import RankMesh, ShardGroups
+from trainer_service.backends.token_logprobs import TokenLogprobs
 from trainer_service.batches.micro_batches import (
     MicroBatch,
     RankPlan,
     micro_batches_to_compile,
-    of_two_tokens,
 )
 from trainer_service.batches.validation import Batch
 from trainer_service.lora.adapters import ActiveAdapters, freeze
@@ -67,15 +65,9 @@ from trainer_service.models.huggingface import (
     persistent_buffers,
     small_model,
 )
-from trainer_service.models.logprobs import (
-    ChunkedLogprobs,
-    comes_apart,
-    divide,
-    has_body,
-    return_logits,
-)
+from trainer_service.models.logprobs import comes_apart, has_body
 from trainer_service.models.memory_plan import MemoryPlan, wanted_tokens
-from trainer_service.models.packing import can_pack, pack, row_inputs
+from trainer_service.models.packing import can_pack, pack
 from trainer_service.models.products import (
     faster_by_onednn,
     linear,
@@ -306,7 +298,7 @@ class Fsdp2Backend(TrainerBackend):
         other.packs = packs
         if packs:
             pack(model)
-        other._divide(settings, apart=has_body(model))
+        other._make_logprobs(settings, apart=has_body(model))
         other._choose_trainable(self.training)
         other.activate()
         return StandIn(
@@ -354,7 +346,7 @@ class Fsdp2Backend(TrainerBackend):
         if self._by_onednn:
             multiply_by_onednn(self._model)
             self._active.multiply_by(linear)
-        self._divide(settings, apart=comes_apart(model))
+        self._make_logprobs(settings, apart=comes_apart(model))
         self._groups.reshard()
 
     def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
@@ -365,27 +357,16 @@ class Fsdp2Backend(TrainerBackend):
             )
         compare_divided(small, mesh)
 
-    def _divide(self, settings: TrainerSettings, *, apart: bool) -> None:
-        """Makes what takes log probabilities of what the model returns: its hidden states, if it
-        comes apart."""
-        if apart:
-            logits_of, tail = divide(self._model)
-            of_row = 4 * self.facts.vocabulary
-            rows = max(1, (settings.logits_bytes or LOGITS_BYTES[self._world.device]) // of_row)
-        else:
-            get_log().warning("logits_whole", architecture=self.facts.architecture)
-            return_logits(self._model)
-            logits_of, tail, rows = _as_they_are, {}, sys.maxsize
-        self._tail = tail
-        self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
-
-    def _of_tail(self) -> list[nn.Parameter]:
-        """The trainable parameters that logits are made with, those of adapters included."""
-        own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
-        for name, adapter in self._active.by_module.items():
-            if name.partition(".")[0] in self._tail:
-                own += [adapter.lora_A, adapter.lora_B]
-        return own
+    def _make_logprobs(self, settings: TrainerSettings, *, apart: bool) -> None:
+        self._logprobs = TokenLogprobs(
+            self._model,
+            self._active,
+            facts=self.facts,
+            device=self.device,
+            apart=apart,
+            logits_bytes=settings.logits_bytes or LOGITS_BYTES[self._world.device],
+            compiled=self._compiled,
+        )
 
     def _freeze(self) -> None:
         """Recorded names stay valid."""
@@ -451,10 +432,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         with torch.set_grad_enabled(gradients):
-            chosen = self._logprobs(self._hidden_of(micro_batch), self._targets_of(micro_batch))
-            chosen = chosen.reshape(-1)
-            if micro_batch.select is not None:
-                chosen = chosen.index_select(0, self.to_device(micro_batch.select))
+            chosen = self._logprobs.of(micro_batch)
         if not gradients:
             # Without a backward nothing reshards the root, and after the next step a forward would
             # still use the old weights.
@@ -464,40 +442,9 @@ class Fsdp2Backend(TrainerBackend):
     def loss_of(
         self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
     ) -> tuple[Tensor, LossResult]:
-        if not by_entry or micro_batch.tokens.size <= self._logprobs.rows:
+        if not by_entry or not self._logprobs.in_chunks(micro_batch):
             return super().loss_of(micro_batch, objective, by_entry=by_entry)
-
-        def gradient_of(logprobs: Tensor) -> Tensor:
-            with torch.enable_grad():
-                leaf = logprobs.detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(objective(leaf).loss, leaf)
-            return gradient
-
-        select = None if micro_batch.select is None else self.to_device(micro_batch.select)
-        logprobs, carrier = self._logprobs.with_gradients(
-            self._hidden_of(micro_batch),
-            self._targets_of(micro_batch),
-            select=select,
-            gradient_of=gradient_of,
-        )
-        result = objective(logprobs)
-        return logprobs, replace(result, loss=result.loss + carrier)
-
-    def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
-        """The hidden states [rows, hidden] of all tokens. No attention mask: a causal model's
-        real tokens never see padding on the right."""
-        single = self._compiled and micro_batch.tokens.shape[1] == 1
-        if single:
-            micro_batch = of_two_tokens(micro_batch)
-        extra: dict[str, Tensor | int] = {}
-        if micro_batch.positions is not None and micro_batch.bounds is not None:
-            extra = row_inputs(micro_batch.positions, micro_batch.bounds, self.device)
-        tokens = self.to_device(micro_batch.tokens)
-        hidden: Tensor = self._model(input_ids=tokens, use_cache=False, **extra)
-        return hidden[:, 0] if single else hidden.flatten(0, 1)
-
-    def _targets_of(self, micro_batch: MicroBatch) -> Tensor:
-        return self.to_device(micro_batch.targets).flatten(0, 1)
+        return self._logprobs.with_gradients(micro_batch, objective)
 
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable.values())
@@ -569,11 +516,6 @@ class Fsdp2Backend(TrainerBackend):
     @property
     def unties_head(self) -> bool:
         return self._whole_weights.unties_head
-
-
-def _as_they_are(logits: Tensor) -> Tensor:
-    """Of a model that returns its logits itself."""
-    return logits
 
 
 def _sum_over_one_rank(value: Tensor) -> None:

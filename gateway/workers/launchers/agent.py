@@ -20,6 +20,7 @@ from tandem.authority import Authority
 from tandem.certificate import AGENT_NAME, GATEWAY_NAME
 from tandem.channels import secure_channel
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
+from tandem.exit_watchers import ExitWatchers
 from tandem.host import Accelerator, Host
 from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
@@ -71,7 +72,7 @@ class AgentLauncher:
         self._starting: set[str] = set()
         self._workers: dict[str, agent_pb2.AgentWorker] = {}
         self._start_timeouts: dict[str, float] = {}
-        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._watchers = ExitWatchers()
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._watches = False
@@ -184,13 +185,9 @@ class AgentLauncher:
         return ""  # a process waits for nobody
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
-        self._watchers.append(queue)
-        if self._closed:
-            queue.put_nowait(None)
-        elif self._following is None:
+        if self._following is None and not self._closed:
             self._following = asyncio.create_task(self._follow(), name="agent-follower")
-        return _exits(queue)
+        return self._watchers.add()
 
     async def close(self, *, leaving: bool = False) -> None:
         """Stop every worker that this launcher started or listed, unless they are left; the agent
@@ -209,8 +206,7 @@ class AgentLauncher:
                 if fault is not None:
                     self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
         await self._channel.close()
-        for queue in self._watchers:
-            queue.put_nowait(None)
+        self._watchers.close()
 
     async def _switch(
         self,
@@ -304,8 +300,7 @@ class AgentLauncher:
 
     def _tell(self, worker_id: str, reason: str) -> None:
         self._workers.pop(worker_id, None)
-        for queue in self._watchers:
-            queue.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
+        self._watchers.tell(WorkerExit(worker_id=worker_id, reason=reason))
 
 
 def _unknown(error: grpc.aio.AioRpcError) -> WorkerMayRun:
@@ -332,9 +327,3 @@ def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:
         replica=worker.replica,
         authority=worker.authority,
     )
-
-
-async def _exits(queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
-    """Yield what comes through the queue until `None`."""
-    while (exit_ := await queue.get()) is not None:
-        yield exit_

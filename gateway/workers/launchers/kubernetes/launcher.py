@@ -31,6 +31,7 @@ from tandem.agent.worker_process import wait_until_serving
 from tandem.authority import Authority
 from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed
+from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -93,7 +94,7 @@ class KubernetesLauncher:
         self._label = ServingLabel(
             api, instance=settings.instance, pod=settings.pod, period=settings.resync
         )
-        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._watchers = ExitWatchers()
         self._ended: OrderedDict[str, WorkerExit] = OrderedDict()
         self._opened = self._closed = False
         self._log = get_log()
@@ -255,21 +256,7 @@ class KubernetesLauncher:
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         self._open()
-        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
-        for exit_ in self._ended.values():
-            queue.put_nowait(exit_)
-        self._watchers.append(queue)
-        if self._closed:
-            queue.put_nowait(None)
-        return self._exits(queue)
-
-    async def _exits(self, queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
-        """Yield what comes through the queue until `None`."""
-        try:
-            while (exit_ := await queue.get()) is not None:
-                yield exit_
-        finally:
-            self._watchers.remove(queue)
+        return self._watchers.add(self._ended.values())
 
     async def close(self, *, leaving: bool = False) -> None:
         if self._closed:
@@ -285,8 +272,7 @@ class KubernetesLauncher:
         await self._label.close()
         await self._reconciler.close()
         await self._api.close()
-        for queue in self._watchers:
-            queue.put_nowait(None)
+        self._watchers.close()
 
     def _open(self) -> None:
         if not self._opened:
@@ -303,8 +289,7 @@ class KubernetesLauncher:
         self._ended[worker.worker_id] = exit_
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
-        for queue in self._watchers:
-            queue.put_nowait(exit_)
+        self._watchers.tell(exit_)
 
 
 def _all_run(pods: list[Pod], *, nodes: int) -> bool:

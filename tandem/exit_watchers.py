@@ -1,0 +1,44 @@
+"""Those who watch a launcher for the unrequested ends of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from tandem.worker import WorkerExit
+
+
+class ExitWatchers:
+    """Each is told every exit after it was added. Its length is how many there are."""
+
+    def __init__(self) -> None:
+        self._queues: list[asyncio.Queue[WorkerExit | None]] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def add(self, before: Iterable[WorkerExit] = ()) -> AsyncIterator[WorkerExit]:
+        """Yield the exits `before`, and those that are told from this call on, until `close`."""
+        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        for exit_ in (*before, *([None] if self._closed else [])):
+            queue.put_nowait(exit_)
+        self._queues.append(queue)
+        return self._follow(queue)
+
+    def tell(self, exit_: WorkerExit) -> None:
+        for queue in self._queues:
+            queue.put_nowait(exit_)
+
+    def close(self) -> None:
+        """Let nobody wait for more."""
+        self._closed = True
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    async def _follow(self, queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
+        try:
+            while (exit_ := await queue.get()) is not None:
+                yield exit_
+        finally:
+            self._queues.remove(queue)

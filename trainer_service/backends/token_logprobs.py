@@ -1,0 +1,122 @@
+"""From a micro-batch to the log probabilities of its targets, by a model that is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tandem.telemetry import get_log
+from trainer_service.backends.base import Objective, to_device
+from trainer_service.batches.micro_batches import MicroBatch, of_two_tokens
+from trainer_service.lora.adapters import ActiveAdapters
+from trainer_service.losses.base import LossResult
+from trainer_service.models.huggingface import ModelFacts
+from trainer_service.models.logprobs import ChunkedLogprobs, divide, return_logits
+from trainer_service.models.packing import row_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TokenLogprobs:
+    """Those of all runs that share the model, which computes with the adapters that are `active`.
+
+    `apart`: the model comes apart, and is made to return its hidden states, of which logits are
+    made a chunk at a time, of at most `logits_bytes`; else it makes the logits whole. `compiled`:
+    its blocks are, and take no row of a single token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        active: ActiveAdapters,
+        *,
+        facts: ModelFacts,
+        device: str,
+        apart: bool,
+        logits_bytes: int,
+        compiled: bool,
+    ) -> None:
+        self._model = model
+        self._active = active
+        self._device = device
+        self._compiled = compiled
+        self._tail: dict[str, nn.Module] = {}
+        if apart:
+            logits_of, self._tail = divide(model)
+            rows = max(1, logits_bytes // (4 * facts.vocabulary))
+        else:
+            get_log().warning("logits_whole", architecture=facts.architecture)
+            return_logits(model)
+            logits_of, rows = _as_they_are, sys.maxsize
+        self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
+
+    def of(self, micro_batch: MicroBatch) -> Tensor:
+        """Log probabilities of the targets, float32 [e], differentiable where gradients are on."""
+        chosen = self._logprobs(self._hidden_of(micro_batch), self._targets_of(micro_batch))
+        chosen = chosen.reshape(-1)
+        select = self._select_of(micro_batch)
+        return chosen if select is None else chosen.index_select(0, select)
+
+    def in_chunks(self, micro_batch: MicroBatch) -> bool:
+        """Whether its logits never exist all at once."""
+        return micro_batch.tokens.size > self._logprobs.rows
+
+    def with_gradients(
+        self, micro_batch: MicroBatch, objective: Objective
+    ) -> tuple[Tensor, LossResult]:
+        """As `TrainerBackend.loss_of`, of a loss by entry: its gradients are made with the log
+        probabilities."""
+
+        def gradient_of(logprobs: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = logprobs.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(objective(leaf).loss, leaf)
+            return gradient
+
+        logprobs, carrier = self._logprobs.with_gradients(
+            self._hidden_of(micro_batch),
+            self._targets_of(micro_batch),
+            select=self._select_of(micro_batch),
+            gradient_of=gradient_of,
+        )
+        result = objective(logprobs)
+        return logprobs, replace(result, loss=result.loss + carrier)
+
+    def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
+        """The hidden states [rows, hidden] of all tokens. No attention mask: a causal model's
+        real tokens never see padding on the right."""
+        single = self._compiled and micro_batch.tokens.shape[1] == 1
+        if single:
+            micro_batch = of_two_tokens(micro_batch)
+        extra: dict[str, Tensor | int] = {}
+        if micro_batch.positions is not None and micro_batch.bounds is not None:
+            extra = row_inputs(micro_batch.positions, micro_batch.bounds, self._device)
+        tokens = to_device(micro_batch.tokens, self._device)
+        hidden: Tensor = self._model(input_ids=tokens, use_cache=False, **extra)
+        return hidden[:, 0] if single else hidden.flatten(0, 1)
+
+    def _targets_of(self, micro_batch: MicroBatch) -> Tensor:
+        return to_device(micro_batch.targets, self._device).flatten(0, 1)
+
+    def _select_of(self, micro_batch: MicroBatch) -> Tensor | None:
+        if micro_batch.select is None:
+            return None
+        return to_device(micro_batch.select, self._device)
+
+    def _of_tail(self) -> list[nn.Parameter]:
+        """The trainable parameters that logits are made with, those of adapters included."""
+        own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
+        for name, adapter in self._active.by_module.items():
+            if name.partition(".")[0] in self._tail:
+                own += [adapter.lora_A, adapter.lora_B]
+        return own
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    """Of a model that returns its logits itself."""
+    return logits
