@@ -93,9 +93,7 @@ class ClusterDoctor:
         self._file = file
 
     def examine(self) -> list[Finding]:
-        deployment = self._read(
-            f"{self._in('apps/v1')}/deployments/{self._own.kubernetes.instance}"
-        )
+        deployment = self._ask(f"{self._in('apps/v1')}/deployments/{self._own.kubernetes.instance}")
         chosen = self._settings(deployment)
         parts = {
             "version": self._version(),
@@ -127,13 +125,13 @@ class ClusterDoctor:
             return _chosen(self._file, "of the file")
         if deployment is None:
             return Chosen(self._own.kubernetes, self._own.claim_pools, "of the environment")
-        pod = deployment["spec"]["template"]["spec"]
+        container = _container(deployment)
         values: dict[str, str] = {}
-        for source in pod["containers"][0].get("envFrom", []):
+        for source in container.get("envFrom", []):
             name = source.get("configMapRef", {}).get("name", "")
-            found = self._read(f"{self._in('v1')}/configmaps/{name}") if name else None
+            found = self._ask(f"{self._in('v1')}/configmaps/{name}") if name else None
             values |= (found or {}).get("data", {})
-        for each in pod["containers"][0].get("env", []):
+        for each in container.get("env", []):
             if "value" in each:
                 values[each["name"]] = each["value"]
         return _chosen(values, f"of the Deployment {deployment['metadata']['name']}")
@@ -155,7 +153,7 @@ class ClusterDoctor:
             about = "TANDEM_CLAIM_POOLS is empty, so that no worker can be placed: name a pool"
             yield Finding("pools", "none", about, level="problem")
             return
-        if self._read(_DRA) is None:
+        if self._ask(_DRA) is None:
             about = "the API server does not serve it: turn DynamicResourceAllocation on"
             yield Finding("resource.k8s.io/v1", "absent", about, level="problem")
             return
@@ -214,7 +212,7 @@ class ClusterDoctor:
     # --- The namespace ------------------------------------------------------------------------
 
     def _namespaced(self) -> Iterator[Finding]:
-        found = self._read(f"/api/v1/namespaces/{self._namespace}")
+        found = self._ask(f"/api/v1/namespaces/{self._namespace}")
         if found is None:
             about = "there is none yet: apply an overlay of k8s/, or name another with --namespace"
             yield Finding(f"namespace {self._namespace}", "absent", about, level="absent")
@@ -232,7 +230,7 @@ class ClusterDoctor:
         if not name:
             yield Finding("volume", "of the templates", "TANDEM_KUBERNETES_VOLUME_CLAIM is empty")
             return
-        claim = self._read(f"{self._in('v1')}/persistentvolumeclaims/{name}")
+        claim = self._ask(f"{self._in('v1')}/persistentvolumeclaims/{name}")
         if claim is None:
             about = "there is none: gateway and workers have no files in common without it"
             yield Finding(f"volume {name}", "absent", about, level="problem")
@@ -258,7 +256,7 @@ class ClusterDoctor:
             "trainers": chosen.cluster.trainer_image,
             "samplers": chosen.cluster.sampler_image,
         }
-        own = "" if deployment is None else _containers(deployment)[0].get("image", "")
+        own = "" if deployment is None else _container(deployment).get("image", "")
         for role, image in images.items():
             yield _image(role, image, own)
         if deployment is None:
@@ -282,7 +280,7 @@ class ClusterDoctor:
         }
         for role, account in accounts.items():
             name = f"account of {role}"
-            if self._read(f"{self._in('v1')}/serviceaccounts/{account}") is not None:
+            if self._ask(f"{self._in('v1')}/serviceaccounts/{account}") is not None:
                 yield Finding(name, account)
                 continue
             about = "there is none, so that none starts: apply k8s/base/service-accounts.yaml"
@@ -341,9 +339,6 @@ class ClusterDoctor:
     def _in(self, group: str) -> str:
         root = "/apis" if "/" in group else "/api"
         return f"{root}/{group}/namespaces/{self._namespace}"
-
-    def _read(self, path: str) -> Object | None:
-        return self._ask(path)
 
     def _must(self, path: str, body: Object | None = None) -> Object:
         found = self._ask(path, body)
@@ -409,8 +404,8 @@ def _tag(image: str) -> str:
     return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
 
 
-def _containers(deployment: Object) -> list[Object]:
-    found: list[Object] = deployment["spec"]["template"]["spec"]["containers"]
+def _container(deployment: Object) -> Object:
+    found: Object = deployment["spec"]["template"]["spec"]["containers"][0]
     return found
 
 

@@ -174,7 +174,13 @@ class Fsdp2Backend(TrainerBackend):
         for copied in (True, False) if self._copied else (False,):
             self._copied = copied
             try:
-                plan = self._planned(path, settings)
+                plan = plan_memory(
+                    functools.partial(self._stand_in, path, settings),
+                    settings=settings,
+                    world=self._world,
+                    training=self.training,
+                    at_once=at_once(self, settings, threads=torch.get_num_threads()),
+                )
             except WorkerStartFailed as error:
                 refused = error
                 continue
@@ -187,15 +193,6 @@ class Fsdp2Backend(TrainerBackend):
             found, key=lambda each: (found[each].micro_batch_tokens, not found[each].checkpointing)
         )
         return found[self._copied]
-
-    def _planned(self, path: Path, settings: TrainerSettings) -> MemoryPlan | None:
-        return plan_memory(
-            functools.partial(self._stand_in, path, settings),
-            settings=settings,
-            world=self._world,
-            training=self.training,
-            at_once=at_once(self, settings, threads=torch.get_num_threads()),
-        )
 
     # --- The run ---------------------------------------------------------------------------
 
@@ -269,7 +266,8 @@ class Fsdp2Backend(TrainerBackend):
             model, group_blocks(blocks, minimum=settings.shard_group_parameters)
         )
         if self.training.lora is not None:
-            self._freeze()
+            freeze(model, self._active)  # recorded names stay valid
+            self._keep_in(torch_dtype(self.dtype))
         else:
             self._keep_in(torch_dtype(self.training.states))
         if self._compiled:
@@ -367,11 +365,6 @@ class Fsdp2Backend(TrainerBackend):
             logits_bytes=settings.logits_bytes or LOGITS_BYTES[self._world.device],
             compiled=self._compiled,
         )
-
-    def _freeze(self) -> None:
-        """Recorded names stay valid."""
-        freeze(self._model, self._active)
-        self._keep_in(torch_dtype(self.dtype))
 
     def _keep_in(self, dtype: torch.dtype) -> None:
         for parameter in self._model.parameters():
