@@ -42,7 +42,7 @@ from trainer_service.batches.micro_batches import (
     micro_batches_to_compile,
 )
 from trainer_service.batches.validation import Batch
-from trainer_service.lora.adapters import ActiveAdapters, freeze
+from trainer_service.lora.adapters import ActiveAdapters, LoraLinear, freeze
 from trainer_service.lora.run_adapters import RunAdapters
 from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import checkpoint_blocks
@@ -307,6 +307,11 @@ class Fsdp2Backend(TrainerBackend):
             copied=self._copied,
             dtype=torch_dtype(self.dtype),
             outer=other._outer,
+            by_onednn=[
+                layer.weight
+                for layer in model.modules()
+                if isinstance(layer, nn.Linear | LoraLinear) and self._suits_onednn(packs=packs)
+            ],
         )
 
     @property
@@ -337,15 +342,23 @@ class Fsdp2Backend(TrainerBackend):
             pack(self._model)
         if self._compiled and not self.packs:
             mask_windows(self._model)
-        # Rows that are not packed come in too many sizes.
-        self._by_onednn = self._compiled and self.packs and not self._casts
-        self._by_onednn &= self.training.layout.tensor_parallel == 1  # whose layers are others
-        self._by_onednn &= faster_by_onednn(self.device)
+        self._by_onednn = self._suits_onednn(packs=self.packs)
         if self._by_onednn:
             multiply_by_onednn(self._model)
             self._active.multiply_by(linear)
         self._make_logprobs(settings, apart=comes_apart(model))
         self._groups.reshard()
+
+    def _suits_onednn(self, *, packs: bool) -> bool:
+        """Not where ranks divide layers, which are others; rows that are not packed come in too
+        many sizes."""
+        return (
+            self._compiled
+            and packs
+            and not self._casts
+            and self.training.layout.tensor_parallel == 1
+            and faster_by_onednn(self._world.device)
+        )
 
     def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
         if (small := small_model(path, times=mesh.size())) is None:

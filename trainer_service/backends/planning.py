@@ -38,6 +38,7 @@ from trainer_service.models.memory_plan import (
     wanted_tokens,
 )
 from trainer_service.models.packing import bounds_of
+from trainer_service.models.products import kept_bytes
 from trainer_service.models.rehearsal import trace_of
 from trainer_service.optimizers.staged import staging_bytes
 
@@ -49,7 +50,7 @@ class StandIn:
     """`backend` computes on `meta`. `groups` are the parameters that FSDP gathers at once, the root
     last; there are none where nothing is sharded. `dtype` is that of the computation. `outer` names
     the trainable parameters that dimuon leaves to AdamW. `copied`: the model's own parameters are
-    copies of those that are trained."""
+    copies of those that are trained. oneDNN multiplies with the matrices `by_onednn`."""
 
     backend: TrainerBackend
     model: nn.Module
@@ -58,6 +59,7 @@ class StandIn:
     dtype: torch.dtype
     outer: frozenset[str]
     copied: bool = False
+    by_onednn: Sequence[nn.Parameter] = ()
 
 
 class MakeStandIn(Protocol):
@@ -107,7 +109,8 @@ def plan_memory(
             except NotImplementedError:  # what packed attention says of some models
                 model = of(checkpointed=checkpointed, packs=False)
                 size = of_micro_batch(model, tokens)
-            return max(at_once * size, of_step)  # a step comes after them
+            # A step comes after them.
+            return max(at_once * size, of_step) + kept_bytes(model.by_onednn, tokens)
 
         plan = choose(
             wanted=wanted_tokens(settings.micro_batch_tokens, device=world.device),
