@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -9,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def allocations(compute: Callable[[], object]) -> list[int]:
     """Return the bytes of tensors as they come and, negative, go while `compute` runs."""
+    gc.collect()  # what an earlier call has left would be seen to go
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
     waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
