@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from sampler_service.engine import EngineRequest, PromptScoring
+from sampler_service.vllm.libraries import import_libraries
 from tandem.settings import SamplerSettings
 
 
@@ -44,6 +45,7 @@ def scores(base: Path, tokens: list[int], *, full: str = "", adapter: str = "") 
 
 
 def main(file: Path) -> None:
+    import_libraries()
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     jobs = json.loads(file.read_text())

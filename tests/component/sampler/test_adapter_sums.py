@@ -21,6 +21,10 @@ _TRY = """
 import json, sys
 from pathlib import Path
 
+from sampler_service.vllm.libraries import import_libraries
+
+import_libraries()
+
 from vllm.lora.layers import MergedColumnParallelLinearWithLoRA
 from vllm.lora.lora_weights import LoRALayerWeights
 from sampler_service.vllm.engine import VllmEngine

@@ -34,6 +34,10 @@ class Nothing:
 torch.Event = torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = Nothing
 torch.cuda.stream = lambda stream: stream
 
+from sampler_service.vllm.libraries import import_libraries
+
+import_libraries()
+
 import sampler_service.vllm.engine as module
 from sampler_service.engine import EngineRequest, PromptScoring
 from sampler_service.structured_output import Grammar, GrammarCache

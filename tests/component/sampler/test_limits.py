@@ -44,10 +44,15 @@ _TELL_WHAT_BEGINS = """
 import sys
 from pathlib import Path
 from sampler_service.engine import EngineRequest
+from sampler_service.vllm.libraries import import_libraries
+
+import_libraries()
+
 from sampler_service.vllm.engine import VllmEngine
 from tandem.settings import SamplerSettings
 
-engine = VllmEngine(Path(sys.argv[1]), SamplerSettings(device="cpu", max_num_seqs=2))
+settings = SamplerSettings(device="cpu", max_num_seqs=2, kv_cache_bytes=2**20)
+engine = VllmEngine(Path(sys.argv[1]), settings)
 for name, tokens, samples in ("a/1", 2, 1), ("b-2", 4, 1), ("c#3", 2, 1), ("short", 1, 3):
     engine.add(EngineRequest(id=name, prompt=[3, 4], num_samples=samples, max_tokens=tokens))
 ended = []

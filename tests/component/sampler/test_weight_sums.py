@@ -172,12 +172,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from sampler_service.engine import WeightsTouched
-from sampler_service.vllm import engine as vllm_engine
+from sampler_service.vllm.libraries import import_libraries
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.errors import LoadFailed
 from tandem.settings import SamplerSettings
 
 def main():
+    import_libraries()
+    from sampler_service.vllm import engine as vllm_engine
+
     made = vllm_engine.engine_args
     extension = "tests.support.forgetful_worker.ForgetfulExtension"
     vllm_engine.engine_args = lambda *args, **kwargs: replace(
