@@ -23,7 +23,6 @@ from benchmarks import (
     publish,
     record,
     rl_step,
-    sampling,
     training,
     updates,
 )
@@ -35,7 +34,6 @@ _NO_POOL = {"pool_trainers": "0", "pool_samplers": "0"}
 """What is measured has the processors alone; `benchmarks.starts` measures the pool."""
 _COMPILED = {"tandem.compile": "on"}
 SECTIONS = (
-    "sampling",
     "bursts",
     "clients",
     "publish",
@@ -79,26 +77,6 @@ class Bench:
             table.add_row(*(str(value) for value in row.values()))
         self.console.print(table)
 
-    def sampling(self) -> None:
-        engine = sampling.direct(self.model, rounds=self.rounds)
-        started = time.perf_counter()
-        with self.stack(self.model, ranks=1) as (stack, service):
-            client = service.create_lora_training_client("bench/model:full").result()
-            wait_ready(stack.endpoint)
-            ready = time.perf_counter() - started
-            sampler = client.save_weights_and_get_sampling_client().result()
-            gateway = sampling.through_gateway(sampler, rounds=self.rounds)
-        self.show("sampling", sampling.compare(engine, gateway))
-        self.show(
-            "start",
-            [
-                {
-                    "engine alone, process start to ready, s": round(engine["engine_start"][0], 1),
-                    "tandem up to trainer and sampler ready, s": round(ready, 1),
-                }
-            ],
-        )
-
     def bursts(self) -> None:
         with (
             bursts.direct_engine(self.model) as engine,
@@ -106,7 +84,7 @@ class Bench:
         ):
             client = service.create_sampling_client(base_model="bench/model").result()
             raw = bursts.RawSampling(stack.endpoint, client._sampling_session_id)
-            self.show("bursts", bursts.compare(engine, raw, client, rounds=3 * self.rounds))
+            self.show("bursts", bursts.compare(engine, raw, client, rounds=self.rounds))
 
     def publish(self) -> None:
         rows = []

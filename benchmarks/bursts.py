@@ -1,5 +1,5 @@
-"""Bursts of short answers: the engine called directly, and through the gateway by plain HTTP and by
-the SDK, in turn, so that a machine whose speed drifts changes all alike.
+"""Sampling: the engine called directly, and through the gateway by plain HTTP and by the SDK, in
+turn, so that a machine whose speed drifts changes all alike.
 
 Plain HTTP is what the server does; the SDK's part of its own time is work in the client's process.
 """
@@ -17,15 +17,14 @@ from pathlib import Path
 
 import psutil
 import tinker
+from tinker import types
 
-from benchmarks.in_turn import Ask, asked
+from benchmarks.in_turn import Ask, asked, floor_environment
 from benchmarks.raw_http import Connection
-from benchmarks.sampling import floor_environment, run_round
 from benchmarks.workloads import WORKLOADS, Workload, prompts
 from tandem.stack import Endpoint
 from tandem.wire.v1 import tinker_pb2
 
-BURSTS = ("100 requests × 8 × 4 tokens", "64 requests × 1 × 64 tokens")
 CONNECTIONS = 25
 
 
@@ -48,7 +47,7 @@ class DirectEngine:
 @contextmanager
 def direct_engine(model: Path) -> Iterator[DirectEngine]:
     environment = floor_environment(threads=1)
-    engine = asked("benchmarks.direct_engine", str(model), "in-turn", environment=environment)
+    engine = asked("benchmarks.direct_engine", str(model), environment=environment)
     with engine as (ask, process):
         yield DirectEngine(ask, process)
 
@@ -124,14 +123,35 @@ class RawSampling:
         return tokens
 
 
+def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) -> float:
+    """Return the tokens per second of one round by the SDK."""
+    started = time.perf_counter()
+    futures = [
+        client.sample(
+            types.ModelInput.from_ints(prompt),
+            num_samples=workload.samples,
+            sampling_params=types.SamplingParams(
+                max_tokens=workload.max_tokens,
+                temperature=1.0,
+                seed=round_ * 1000 + index,
+                stop=[],
+            ),
+        )
+        for index, prompt in enumerate(prompts(workload))
+    ]
+    tokens = sum(len(s.tokens) for future in futures for s in future.result().sequences)
+    return tokens / (time.perf_counter() - started)
+
+
 def compare(
     engine: DirectEngine, raw: RawSampling, client: tinker.SamplingClient, *, rounds: int
 ) -> list[dict[str, object]]:
     """Return a row for each workload: medians, the medians of the ratios of each round, and what
-    the processes computed for a round of plain HTTP, beside the engine alone."""
+    the processes computed for a round of plain HTTP, beside the engine alone. Workloads of short
+    rounds have three times as many."""
     rows: list[dict[str, object]] = []
-    for name in BURSTS:
-        workload = WORKLOADS[name]
+    for name, workload in WORKLOADS.items():
+        turns = rounds if workload.tokens > 10_000 else 3 * rounds
         ways = (
             partial(engine.round, name),
             partial(raw.round, workload),
@@ -141,14 +161,14 @@ def compare(
             way(0)
         processes = {"engine alone": engine.process, **raw.processes()}
         measured, busy = [], dict.fromkeys(processes, 0.0)
-        for number in range(1, rounds + 1):
+        for number in range(1, turns + 1):
             found = {}
             for way in ways if number % 2 else ways[::-1]:
                 before = {each: cpu_seconds(process) for each, process in processes.items()}
                 found[way] = way(number)
                 for each, process in processes.items():
                     if (way is ways[0]) is (each == "engine alone") and way is not ways[2]:
-                        busy[each] += (cpu_seconds(process) - before[each]) / rounds
+                        busy[each] += (cpu_seconds(process) - before[each]) / turns
             measured.append([found[way] for way in ways])
         alone, http, sdk = zip(*measured, strict=True)
         rows.append(

@@ -1,19 +1,13 @@
-"""Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL ROUNDS`.
+"""Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL`.
 
-Runs in a process of its own and prints one JSON object: {workload: [tokens/s of each round]}, and
-as "engine_start" the seconds from the start of the process until the engine was ready. With
-`in-turn` for ROUNDS it answers the tokens/s of each [workload, round] (`benchmarks.in_turn`), and
-the seconds of vLLM's own reload from a folder to ["reload", folder].
+Runs in a process of its own, and answers the tokens/s of each [workload, round]
+(`benchmarks.in_turn`), and the seconds of vLLM's own reload from a folder to ["reload", folder].
 """
 
 from __future__ import annotations
 
-import time
-
-_STARTED = time.perf_counter()
-
-import json
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.floor import OneProcess
@@ -57,18 +51,11 @@ def reload(policy: OneProcess, folder: str) -> float:
 
 def main() -> None:
     policy = OneProcess(Path(sys.argv[1]), threads=1, compiled=False)
-    if sys.argv[2] == "in-turn":
-        answers(
-            lambda name, what: (
-                reload(policy, what) if name == "reload" else run(policy, WORKLOADS[name], what)
-            )
+    answers(
+        lambda name, what: (
+            reload(policy, what) if name == "reload" else run(policy, WORKLOADS[name], what)
         )
-        return
-    results: dict[str, list[float]] = {"engine_start": [time.perf_counter() - _STARTED]}
-    for name, workload in WORKLOADS.items():
-        run(policy, workload, 0)
-        results[name] = [run(policy, workload, round_ + 1) for round_ in range(int(sys.argv[2]))]
-    print(json.dumps(results))
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -50,6 +51,13 @@ def asked(
     finally:
         process.kill()
         process.wait(timeout=60)
+
+
+def floor_environment(*, threads: int) -> dict[str, str]:
+    """Return the environment of a floor with so many threads of OpenMP, and libiomp5 preloaded."""
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
+    return {"OMP_NUM_THREADS": str(threads), **preload}
 
 
 _MARK = "answer: "

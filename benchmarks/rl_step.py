@@ -14,8 +14,7 @@ import psutil
 import tinker
 
 from benchmarks.bursts import cpu_seconds
-from benchmarks.in_turn import asked
-from benchmarks.sampling import floor_environment
+from benchmarks.in_turn import asked, floor_environment
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop
 from tandem.stack import Stack

@@ -12,9 +12,8 @@ from time import perf_counter
 import tinker
 from tinker import types
 
-from benchmarks.in_turn import asked
+from benchmarks.in_turn import asked, floor_environment
 from benchmarks.rl_step import busy_seconds
-from benchmarks.sampling import floor_environment
 from benchmarks.training_batches import BATCHES, WAYS, batch, targets
 from tandem.stack import Stack
 
@@ -25,13 +24,13 @@ _WARM_UP = 2
 
 
 @contextmanager
-def floors(model: Path, *, threads: tuple[int, ...] = (1, 2)) -> Iterator[dict[str, Way]]:
-    """The loops: so many threads, batches whole or in parts, eager or compiled. Those that are
+def floors(model: Path) -> Iterator[dict[str, Way]]:
+    """The loops: one thread or two, batches whole or in parts, eager or compiled. Those that are
     compiled start one after the other, and compile as they are first asked."""
     made: dict[str, Way] = {}
     with ExitStack() as opened:
         for kind in (PLAIN, COMPILED):
-            for count in threads:
+            for count in (1, 2):
                 arguments = (str(model), str(count), *([COMPILED] if kind == COMPILED else []))
                 environment = floor_environment(threads=count)
                 started = asked("benchmarks.plain_training", *arguments, environment=environment)

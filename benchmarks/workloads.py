@@ -13,6 +13,10 @@ class Workload:
     samples: int
     max_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.samples * self.max_tokens
+
 
 WORKLOADS = {
     "64 requests × 1 × 64 tokens": Workload(requests=64, samples=1, max_tokens=64),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from sqlalchemy import case, desc, func, select
@@ -19,7 +20,7 @@ from gateway.placement.lease import Lease
 from gateway.placement.lease_records import Span
 from gateway.placement.leases import GroupLeases, Leases
 from gateway.placement.places import Places
-from gateway.placement.room import Ask, Place
+from gateway.placement.room import Place
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import lease_spans
 
@@ -145,19 +146,15 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
 def applicants(places: Places) -> list[Applicant]:
     """Return who waits for places, the next one first."""
     return [
-        _applicant(ask, places, position)
+        Applicant(
+            position,
+            worker=ask.key,
+            owner=ask.owner,
+            session_id=ask.session_id,
+            reason=places.queue.explain(ask.key),
+        )
         for position, ask in enumerate(places.queue.waiting, start=1)
     ]
-
-
-def _applicant(ask: Ask, places: Places, position: int) -> Applicant:
-    return Applicant(
-        position,
-        worker=ask.key,
-        owner=ask.owner,
-        session_id=ask.session_id,
-        reason=places.queue.explain(ask.key),
-    )
 
 
 async def history(
@@ -196,9 +193,10 @@ async def history(
     sums = select(table.owner, table.group_name, func.sum(used).label("seconds"))
     for row in await database.read(sums.where(within).group_by(table.owner, table.group_name)):
         seconds[row["owner"]] += row["seconds"] * devices.get(row["group_name"], 1)
+    began_at = attrgetter("began")
     return History(
-        spans=[_for_caller(each, caller) for each in sorted(spans[:limit], key=_beginning)],
-        lasting=[_for_caller(each, caller) for each in sorted(lasting, key=_beginning)],
+        spans=[_for_caller(each, caller) for each in sorted(spans[:limit], key=began_at)],
+        lasting=[_for_caller(each, caller) for each in sorted(lasting, key=began_at)],
         owners=[
             OwnerSeconds(owner, had)
             for owner, had in sorted(seconds.items(), key=lambda item: -item[1])
@@ -206,10 +204,6 @@ async def history(
         ],
         truncated=len(spans) > limit,
     )
-
-
-def _beginning(span: Span) -> float:
-    return span.began
 
 
 def _for_caller(span: Span, caller: Caller) -> Span:
