@@ -41,6 +41,7 @@ _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum": []}'}
 
 _KEPT_GRAMMARS = 64
 _THREADS = 2
+_TOKENIZER_SECONDS = 120.0
 _BUILD_FUEL = 500_000
 _STEP_FUEL = 100_000
 _STEP_ITEMS = 50_000
@@ -124,18 +125,16 @@ class GrammarCompiler:
         vocabulary: int,
         end_tokens: tuple[int, ...],
         compile_seconds: float = 10.0,
-        tokenizer_seconds: float = 120.0,
         load: Callable[[], LLTokenizer] | None = None,
         compile_one: Callable[[Grammar, LLTokenizer], CompiledGrammar] | None = None,
     ) -> None:
-        """`compile_seconds` limits one grammar, `tokenizer_seconds` the wait for the tokenizer.
-        `load` and `compile_one` default to `load_tokenizer` and `compile_grammar`."""
+        """`compile_seconds` limits one grammar. `load` and `compile_one` default to
+        `load_tokenizer` and `compile_grammar`."""
         self._load = load or partial(
             load_tokenizer, model, vocabulary=vocabulary, end_tokens=end_tokens
         )
         self._compile_one = compile_one or compile_grammar
         self._compile_seconds = compile_seconds
-        self._tokenizer_seconds = tokenizer_seconds
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -154,7 +153,7 @@ class GrammarCompiler:
             self._tokenizer = self._threads.submit(self._load)
         loading = asyncio.shield(asyncio.wrap_future(self._tokenizer))
         try:
-            tokenizer = await asyncio.wait_for(loading, self._tokenizer_seconds)
+            tokenizer = await asyncio.wait_for(loading, _TOKENIZER_SECONDS)
         except TimeoutError as error:
             raise Overloaded("the tokenizer is still being loaded; try again") from error
         started = threading.Event()

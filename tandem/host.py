@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +45,9 @@ def this_host() -> Host:
     )
 
 
-def accelerators(environment: Mapping[str, str] = os.environ) -> tuple[Accelerator, ...]:
-    """Return the NVIDIA devices that processes with this environment may use; none where there is
-    no driver. One that does not answer, such as after a fault, is left out."""
+def accelerators() -> tuple[Accelerator, ...]:
+    """Return the NVIDIA devices that this process may use; none where there is no driver. One that
+    does not answer, such as after a fault, is left out."""
     try:
         import pynvml
     except ImportError:
@@ -72,7 +71,7 @@ def accelerators(environment: Mapping[str, str] = os.environ) -> tuple[Accelerat
                 )
     finally:
         pynvml.nvmlShutdown()
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(found)
     names = [name.strip() for name in visible.split(",")]

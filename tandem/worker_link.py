@@ -109,10 +109,8 @@ class PooledLink(PipeLink):
     that the process is idle, and another one that it has become the worker.
     """
 
-    def __init__(
-        self, *, report_fd: int, spec: socket.socket, stdin: BinaryIO | None = None
-    ) -> None:
-        super().__init__(report_fd=report_fd, stdin=stdin)
+    def __init__(self, *, report_fd: int, spec: socket.socket) -> None:
+        super().__init__(report_fd=report_fd)
         self._spec = spec
 
     def preload(self, imports: Callable[[], None]) -> None:

@@ -214,22 +214,22 @@ def _mib(size: int) -> int:
     return round(size / 2**20)
 
 
-def chart(values: Sequence[float], *, width: int = _WIDTH, height: int = _HEIGHT) -> str:
-    """Return bars of the values, or of the means of neighbours where there are more than `width`,
-    between lines that name the largest and the smallest."""
-    count = min(width, len(values))
+def chart(values: Sequence[float]) -> str:
+    """Return bars of the values, or of the means of neighbours where there are too many, between
+    lines that name the largest and the smallest."""
+    count = min(_WIDTH, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
     low, high = min(means), max(means)
-    top, eighths = len(_BARS) - 1, height * (len(_BARS) - 1)
+    top, eighths = len(_BARS) - 1, _HEIGHT * (len(_BARS) - 1)
     levels = [
         max(1, round((mean - low) / (high - low) * eighths)) if high > low else eighths // 2
         for mean in means
     ]
-    labels = [_number(high), *[""] * (height - 2), _number(low)]
+    labels = [_number(high), *[""] * (_HEIGHT - 2), _number(low)]
     return "\n".join(
         f"{label:>9} │"
-        + "".join(_BARS[min(top, max(0, level - top * (height - 1 - row)))] for level in levels)
+        + "".join(_BARS[min(top, max(0, level - top * (_HEIGHT - 1 - row)))] for level in levels)
         for row, label in enumerate(labels)
     )
 

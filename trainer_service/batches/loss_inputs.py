@@ -348,19 +348,10 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
     if isinstance(value, str) or not math.isfinite(value):
         given = value[:100] if isinstance(value, str) else value
         raise UnknownLossSetting(f"{what} must be a finite number, not {given!r}")
-    low, high = setting.low, setting.high
-    too_low = low is not None and (value < low or (setting.above and value == low))
-    if too_low or (high is not None and value > high):
-        raise UnknownLossSetting(f"{what} must be {_setting_range(setting)}, not {value:g}")
-
-
-def _setting_range(setting: Setting) -> str:
-    parts = []
-    if setting.low is not None:
-        parts.append(f"{'above' if setting.above else 'at least'} {setting.low:g}")
-    if setting.high is not None:
-        parts.append(f"at most {setting.high:g}")
-    return " and ".join(parts)
+    low = setting.low
+    if low is not None and (value < low or (setting.above and value == low)):
+        bound = "above" if setting.above else "at least"
+        raise UnknownLossSetting(f"{what} must be {bound} {low:g}, not {value:g}")
 
 
 def _check_bounds_in_order(settings: Settings, loss: Loss) -> None:

@@ -49,15 +49,14 @@ class Input:
 class Setting:
     """One value of `loss_fn_config`, of the type of its default.
 
-    `low` and `high` bound a number inclusively (`above` excludes `low` itself); `choices` are
-    the texts allowed, any text if there are none.
+    `low` bounds a number inclusively (`above` excludes it); `choices` are the texts allowed, any
+    text if there are none.
     """
 
     name: str
     default: SettingValue
     meaning: str
     low: float | None = None
-    high: float | None = None
     above: bool = False
     choices: tuple[str, ...] = ()
 

@@ -30,6 +30,10 @@ from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, Work
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
+_MOST_PREPARING = 2
+"""Requests whose prompts are rendered and encoded at once, in turns of their owners: this runs in
+the threads that also write all owners' files."""
+
 
 class EngineStarting(WorkerStartFailed):
     """The engine is still starting, and goes on starting, so that a retry helps."""
@@ -39,18 +43,14 @@ class EngineStarting(WorkerStartFailed):
 
 class InferenceService:
     """Answers completions and chats with the parts of a gateway. `models` are what can be asked
-    for.
+    for."""
 
-    `max_preparing` requests have their prompts rendered and encoded at once, and owners take
-    turns: this runs in the threads that also write all owners' files.
-    """
-
-    def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._tokenizer = lru_cache(maxsize=8)(  # an entry that is added again is another key
             lambda model: ModelTokenizer(model.name, Path(model.path))
         )
-        self._preparation = FairSemaphore(slots=max_preparing)
+        self._preparation = FairSemaphore(slots=_MOST_PREPARING)
         self._implicit_sessions = ImplicitSessions(
             sessions=gateway.sessions,
             display_name="OpenAI-compatible requests",
