@@ -5,9 +5,9 @@ There are two kinds of limits. What does not pass by waiting (runs, checkpoints,
 calls `Quotas.check`. What passes (queues, bodies on their way) is `Overloaded`, a 429 with the
 time to retry after: a `Ledger` counts it.
 
-To add a limit: a field of `tandem.settings.LimitSettings`; then, for things that an owner keeps,
-a call of `Quotas.check` where they are created and a line in `_FREE`, or else a ledger in
-`Quotas` and a reservation where the amount is taken.
+To add a limit: a field of `LimitSettings`; then, for things that an owner keeps, a call of
+`Quotas.check` where they are created and a line in `_FREE`, or else a ledger in `Quotas` and a
+reservation where the amount is taken.
 """
 
 from __future__ import annotations
