@@ -49,7 +49,10 @@ def _tensors(
     for each in handoff.tensors:
         dtype: torch.dtype = getattr(torch, _TYPES[each.dtype])
         size = math.prod(each.shape) * dtype.itemsize
-        yield each.name, memory[each.offset : each.offset + size].view(dtype).view(*each.shape)
+        yield (
+            each.name,
+            memory[each.offset : each.offset + size].view(dtype).view(tuple(each.shape)),
+        )
 
 
 def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:

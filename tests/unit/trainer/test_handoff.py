@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tandem.weights.sums import sum_of
 from tests.support.files import memory_files
 from tests.support.local_trainer import SPEC, make, publish
 from tests.support.waiting import wait_until
+from trainer_service.backends.base import Export
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
 
@@ -34,6 +36,30 @@ def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
     sums = {each.name: each.sum for each in reply.handoff.tensors}
     assert sums == {name: sum_of(t, torch.float32, name=name) for name, t in copied.items()}
     trainer.release()
+
+
+def test_tensors_of_all_shapes_and_types_are_what_they_were():
+    """Buffers may be single numbers, or have none, and lie in memory in any way."""
+    import torch
+
+    tensors = {
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "number": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "with gaps": torch.arange(15.0).view(5, 3).bfloat16()[:, ::2],
+        "repeated": torch.ones(2, dtype=torch.float64).expand(3, 2),
+    }
+    exports = [Export(name, tuple(t.shape), t.dtype, name) for name, t in tensors.items()]
+    backend = SimpleNamespace(exports=lambda: exports, plan=None, device="cpu", dtype="float32")
+    copy = kept.keep_copy("v1", backend)
+    for _ in copy.copying(iter(tensors.items())):
+        pass
+    found = dict(open_handoff(copy.offer(on_deadline=lambda: None)))
+    copy.close()
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_path: Path):
