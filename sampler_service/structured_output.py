@@ -47,6 +47,7 @@ _STEP_FUEL = 100_000
 _STEP_ITEMS = 50_000
 _LEXER_STATES = 32_768
 _GRAMMAR_SIZE = 100_000
+_MOST_ITEMS = 100_000
 _PROBED_TOKENS = 4
 _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
 """How llguidance's errors say that no token can follow."""
@@ -198,6 +199,8 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
     from llguidance import LLMatcher, LLParserLimits
 
     name = {"regex": "the regex", "json_schema": "the JSON schema"}[grammar.kind]
+    if grammar.kind == "json_schema":
+        _check_items(grammar.text)
     try:
         source = (
             LLMatcher.grammar_from_regex(grammar.text)
@@ -219,6 +222,33 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
         raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(matcher.get_error())}")
     _probe(matcher, name=name, vocabulary=tokenizer.vocab_size)
     return CompiledGrammar(grammar, matcher)
+
+
+def _check_items(schema: str) -> None:
+    """Raise `StructuredOutputInvalid` if the arrays of a schema may have too many items in all.
+    llguidance makes a symbol for each before it looks at the size of a grammar: with 2⁴⁰ of them it
+    takes all of the host's memory."""
+    items = 0.0
+
+    def add(pairs: list[tuple[str, object]]) -> None:  # also those of a name that comes twice
+        nonlocal items
+        items += sum(
+            value
+            for key, value in pairs
+            if key in ("minItems", "maxItems") and isinstance(value, float)
+        )
+
+    try:
+        json.loads(schema, strict=False, object_pairs_hook=add, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        raise StructuredOutputInvalid(
+            f"the JSON schema is refused: {on_one_line(str(error))}"
+        ) from error
+    if not items <= _MOST_ITEMS:
+        raise StructuredOutputInvalid(
+            f"the JSON schema is too large: its minItems and maxItems add up to {items:g}; at most "
+            f"{_MOST_ITEMS} are possible"
+        )
 
 
 def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:

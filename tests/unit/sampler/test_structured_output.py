@@ -14,6 +14,7 @@ from sampler_service.structured_output import (
     CompiledGrammar,
     Grammar,
     GrammarCompiler,
+    compile_grammar,
     load_tokenizer,
     parse_structured_output,
 )
@@ -169,6 +170,22 @@ def test_a_schema_that_the_tokens_cannot_express_is_refused_for_that(
         StructuredOutputInvalid, match="the JSON schema asks for text that the model has no tokens"
     ):
         asyncio.run(compiler.compile(Grammar("json_schema", schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ('{"type": "array", "minItems": 9223372036854775808}', "add up to 9.22337e.18"),
+        ('{"items": {"maxItems": 1e12, "maxItems": 1.0}}', "add up to 1e.12"),
+        ('{"anyOf": [{"maxItems": 60000}, {"minItems": 60000}]}', "add up to 120000"),
+        ('{"maxItems": ' + "9" * 5000 + "}", "add up to inf"),
+        ("[" * 5000, "is refused"),
+    ],
+)
+def test_a_schema_of_too_many_items_is_refused_before_they_take_all_memory(schema: str, why: str):
+    tokenizer: Any = None  # nothing is compiled
+    with pytest.raises(StructuredOutputInvalid, match=why):
+        compile_grammar(Grammar("json_schema", schema), tokenizer)
 
 
 def test_a_choice_matches_its_texts_and_nothing_else():
