@@ -39,10 +39,15 @@ def make_rank(
     optimizer: str = "adamw",
     states: str = "float32",
     parallel: int = 0,
+    least_tokens: int = 1,
     name: str = "tiny",
     **settings: object,
 ) -> RankTrainer:
-    """The only rank of a trainer, with `parallel` micro-batches at once (0: no threads)."""
+    """The only rank of a trainer, with `parallel` shares of a batch at once (0: no threads), each
+    of so many tokens at least."""
+    threads = None
+    if parallel:
+        threads = ParallelMicroBatches(count=parallel, threads=1, least_tokens=least_tokens)
     chosen = TrainerSettings(device="cpu", **settings)
     backend = backend_named("fsdp2")(
         model_path=path,
@@ -56,7 +61,7 @@ def make_rank(
         micro_batch_tokens=chosen.micro_batch_tokens,
         model_path=path,
         model_name=name,
-        parallel=ParallelMicroBatches(count=parallel, threads=1) if parallel else None,
+        parallel=threads,
     )
 
 

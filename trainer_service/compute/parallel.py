@@ -18,22 +18,29 @@ if TYPE_CHECKING:
 
 
 class ParallelMicroBatches:
-    """Computes `count` shares of a batch at once, each on a thread with `threads` of torch's own.
+    """Computes up to `count` shares of a batch at once, each on a thread with `threads` of
+    torch's own.
 
     For one rank on a CPU. Two threads inside every operation of a small model synchronize some
     hundred times per update; two halves of a batch synchronize once. Measured on two cores with
     100 sequences of 7 tokens and 1 M parameters: 45 ms per update instead of 52, and no collapse
-    while other processes compute.
+    while other processes compute. A share has `least_tokens`, or there are fewer of them:
+    compiled, two halves of those sequences took 49 ms of processor time and 31 ms, one share 35 ms
+    of each, and left a core to whoever sends the next batch.
     """
 
-    def __init__(self, *, count: int, threads: int) -> None:
-        self.count = count
+    def __init__(self, *, count: int, threads: int, least_tokens: int = 1) -> None:
+        self._count, self._least_tokens = count, least_tokens
         self._pool = ThreadPoolExecutor(
             count,
             thread_name_prefix="micro-batches",
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
+
+    def shares(self, tokens: int) -> int:
+        """How many shares a batch of so many tokens is divided into."""
+        return max(1, min(self._count, tokens // self._least_tokens))
 
     def warm_up(self, backend: TrainerBackend) -> None:
         """On one of the threads: what is compiled depends on how many of torch's own one has."""

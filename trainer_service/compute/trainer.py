@@ -321,9 +321,10 @@ class RankTrainer:
         )
 
     def _plan(self, batch: Batch, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
+        lengths = batch.lengths.tolist()
         return plan_batch(
-            batch.lengths.tolist(),
-            ranks=self._parallel.count if self._parallel else self._shares,
+            lengths,
+            ranks=self._parallel.shares(sum(lengths)) if self._parallel else self._shares,
             micro_batch_tokens=micro_batch_tokens,
             group=batch.loss.group,
             packed=self.backend.packs,

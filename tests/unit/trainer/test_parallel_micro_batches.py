@@ -71,6 +71,19 @@ def test_a_batch_with_fewer_datums_than_threads_is_computed(model: Path) -> None
     assert len(forward_backward(trainer, data_of([4])).logprobs) == 4
 
 
+def test_no_share_is_smaller_than_is_worth_a_thread() -> None:
+    threads = ParallelMicroBatches(count=3, threads=1, least_tokens=512)
+    assert [threads.shares(tokens) for tokens in (1, 1023, 1024, 1536, 10**6)] == [1, 1, 2, 3, 3]
+
+
+def test_a_small_batch_is_computed_as_without_threads(model: Path) -> None:
+    alone, small = make_rank(model), make_rank(model, parallel=2, least_tokens=512)
+    data = data_of([5, 9, 4])
+    expected, computed = forward_backward(alone, data), forward_backward(small, data)
+    assert computed.logprobs.tolist() == expected.logprobs.tolist()
+    torch.testing.assert_close(gradients(small), gradients(alone), rtol=0, atol=0)
+
+
 def test_forward_only_leaves_no_gradients(model: Path) -> None:
     trainer = one_rank(model, parallel=2)
     forward_backward(trainer, data_of([4, 6, 3]), forward_only=True)
