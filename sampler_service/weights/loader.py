@@ -230,7 +230,14 @@ class Loader:
         if not wrong:
             return
         if not version.is_base and version.handoff is None:
-            base = self._sums_of(read_tensors(self._base), lambda: None)
+            try:
+                base = self._sums_of(read_tensors(self._base), lambda: None)
+            except OSError as error:
+                raise WeightsTouched(
+                    f"{version.name}: the engine holds other numbers in {_some(wrong)}, and the "
+                    "base model, which would tell whether it keeps numbers as they are, cannot be "
+                    f"read: {error}"
+                ) from error
             self._adds_up = not differing(self._base_sums, base)
         if self._adds_up or version.is_base or version.handoff is not None:
             raise WeightsTouched(

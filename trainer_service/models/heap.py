@@ -18,8 +18,9 @@ import ctypes
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-MAPPED_FROM = 2**20
-"""Bytes."""
+MAPPED_FROM = 17 * 2**16
+"""Bytes. More than a MiB: libraries take buffers of just that, hundreds in a pass over sequences of
+128 tokens, and to map each anew nearly doubled the processor time."""
 _KEPT_AT_END = 64 * 2**20
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """Parameters of mallopt(3)."""

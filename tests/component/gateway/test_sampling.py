@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 
+import httpx
 import numpy as np
 import pytest
 from tinker import types
@@ -300,6 +301,24 @@ def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
 
         wait_until(lambda: "the sampler waits for its place" in reason())
         assert "1st in the queue for its start: 1 engines run" in reason()
+
+
+def test_a_save_that_the_sdk_repeats_with_another_session_number_is_the_first_one(gate):
+    run_id = gate.run_id(gate.session_id())
+    save = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 4}
+    with gate.http() as client:
+
+        def ask(**other: object) -> httpx.Response:
+            return client.post("/api/v1/save_weights_for_sampler", json=save | other)
+
+        first = ask().json()["request_id"]
+        assert ask(sampling_session_seq_id=5).json()["request_id"] == first
+        session = gate.retrieve(first).json()["sampling_session_id"]
+        assert ask(sampling_session_seq_id=6).json()["request_id"] == first
+        assert gate.retrieve(first).json()["sampling_session_id"] == session
+        for other in ({"kind": "inflight"}, {"sampling_session_seq_id": None, "path": "named"}):
+            refused = ask(**other)
+            assert refused.status_code == 400 and "is another" in refused.text
 
 
 # --- Waiting for results ------------------------------------------------------------------

@@ -42,6 +42,14 @@ def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
+    with trainer_process(model, tmp_path_factory.mktemp("one")) as client:
+        return answers(client)
+
+
 @pytest.mark.parametrize(
     "less_memory",
     [
@@ -59,9 +67,9 @@ def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput
         "compiled and checkpointed blocks",
     ],
 )
-def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, less_memory) -> None:
-    with trainer_process(model, tmp_path / "one") as client:
-        alone = answers(client)
+def test_two_ranks_compute_what_one_computes(
+    model: Path, alone, tmp_path: Path, less_memory
+) -> None:
     with trainer_process(
         model, tmp_path / "two", ranks=2, micro_batch_tokens=24, wait=False, **less_memory
     ) as client:
