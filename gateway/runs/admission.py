@@ -7,7 +7,6 @@ reason at once (it would repeat a 5xx for minutes).
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -60,7 +59,7 @@ class OperationAdmission:
         `SequenceTaken` for another request, or `UnknownRun`, `SessionFinished` or `Overloaded`,
         which leave the `seq_id` free, or `StorageFailed`: then the client asks again.
         """
-        digest = digest_of(kind, _unchanging(kind, request) if payload is None else payload)
+        digest = digest_of(kind, request if payload is None else payload)
         run = self.runs.get(run_id)
         if run is None:
             return await self._submit_to_lost(
@@ -159,14 +158,3 @@ class OperationAdmission:
             error=GatewayRestarted(row["reason"]),
         )
         return request_id_of(owner=run_id, seq_id=seq_id)
-
-
-def _unchanging(kind: Kind, request: bytes) -> bytes:
-    """Return what the SDK sends alike each time that it asks for one operation: for an ephemeral
-    save, it takes the number of the sampling session anew, though it may have been accepted."""
-    if kind != "save_weights_for_sampler" or not request:
-        return request
-    fields = json.loads(request)
-    if fields.get("sampling_session_seq_id") is None:
-        return request
-    return json.dumps(fields | {"sampling_session_seq_id": 0}).encode()

@@ -151,10 +151,18 @@ async def _submit(
         seq_id=seq_id,
         kind=kind,
         body=body,
-        request=b"" if isinstance(refused, PayloadTooLarge) else raw,
+        request=b"" if isinstance(refused, PayloadTooLarge) else _unchanging(raw, body),
         refused=refused,
     )
     return accepted(run_id, seq_id)
+
+
+def _unchanging(raw: bytes, body: Body | None) -> bytes:
+    """Return what the SDK sends alike each time that it asks for one operation: for an ephemeral
+    save, it takes the number of the sampling session anew, though the first may be accepted."""
+    if not isinstance(body, SaveWeightsForSampler) or body.sampling_session_seq_id is None:
+        return raw
+    return json.dumps(json.loads(raw) | {"sampling_session_seq_id": 0}).encode()
 
 
 # Raw: a protobuf that goes into the journal as it came; the gateway decodes its routing fields
