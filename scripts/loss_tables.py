@@ -79,12 +79,9 @@ def _value(setting: Setting) -> str:
 def _range(setting: Setting) -> str:
     if isinstance(setting.default, str):
         return ", ".join(setting.choices) or "text"
-    parts = []
-    if setting.low is not None:
-        parts.append(f"{'>' if setting.above else '≥'} {setting.low:g}")
-    if setting.high is not None:
-        parts.append(f"≤ {setting.high:g}")
-    return ", ".join(parts) or "any number"
+    if setting.low is None:
+        return "any number"
+    return f"{'>' if setting.above else '≥'} {setting.low:g}"
 
 
 def _corrections() -> list[tuple[str, str]]:

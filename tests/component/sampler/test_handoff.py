@@ -75,8 +75,7 @@ def test_whatever_is_wrong_with_it_is_noticed_and_the_files_are_read(
         return loaded.handoff_failure
 
     def alter(handoff: common_pb2.Handoff) -> None:
-        copy = trainer._copy
-        assert copy is not None
+        copy = trainer._copies[handoff.name]
         copy._memory.bytes[handoff.tensors[3].offset + 1] ^= 1
 
     def exchange(handoff: common_pb2.Handoff) -> None:
