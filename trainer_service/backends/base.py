@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 ENTRY_POINT_GROUP = "tandem.trainer_backends"
-_PARTS = (
-    "base",
-    "copies",
-    "exporting",
-    "loop",
-    "owners_gathering",
-    "planning",
-    "sharding",
-    "token_logprobs",
-)
-"""The modules of this folder that are no backends."""
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter; None where a loss does not depend on it."""
@@ -332,13 +321,16 @@ def backend_named(name: str) -> type[TrainerBackend]:
     Raises `WorkerStartFailed`, which lists the known names.
     """
     here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    here = [name for name in here if name not in _PARTS]
-    if name in here:
-        own: type[TrainerBackend] = import_module(f"trainer_service.backends.{name}").BACKEND
-        return own
+
+    def own(module: str) -> type[TrainerBackend] | None:
+        """None of a module that is a part of another one."""
+        return getattr(import_module(f"trainer_service.backends.{module}"), "BACKEND", None)
+
+    if name in here and (found := own(name)) is not None:
+        return found
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name in points:
         installed: type[TrainerBackend] = points[name].load()
         return installed
-    known = ", ".join(sorted({*here, *points}))
+    known = ", ".join(sorted({*filter(own, here), *points}))
     raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {known}")

@@ -121,6 +121,13 @@ def bytes_needed(request: VersionRequest, backend: TrainerBackend) -> int:
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
     """Checks the free space and makes the partial directory, on rank 0, before publishing is
     announced. Raises `StorageFull` or `PublishFailed`."""
+    if adapter_of(request, backend) is None:
+        for export in backend.exports():
+            if str(export.dtype) not in STORED_TYPES:
+                raise PublishFailed(
+                    f"{request.name} cannot be written: {export.name} is {export.dtype}, and a "
+                    f"version has tensors of {', '.join(STORED_TYPES.values())} alone"
+                )
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
     try:

@@ -100,6 +100,19 @@ def test_so_it_is_in_the_middle_of_a_checkpoint(tmp_path, small_files):
     assert caught.value.errno == errno.EFBIG
 
 
+def test_a_tensor_of_a_type_that_no_version_has_is_refused_before_anything_is_written(
+    models, tmp_path, monkeypatch
+):
+    trainer = make_rank(models["qwen3"])
+    odd = Export("masks", (2,), torch.uint16, "masks")
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.backend, "exports", lambda: [odd])
+        failure = publish_to(Operations(trainer), tmp_path / "v1").failure
+    assert failure.type == "publish_failed" and "masks is torch.uint16" in failure.message
+    assert not any(tmp_path.iterdir())
+    assert not publish_to(Operations(trainer), tmp_path / "v1").HasField("failure")
+
+
 def test_other_failures_of_the_disk_are_publish_failed(models, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     reply = publish_to(Operations(make_rank(models["qwen3"])), tmp_path / "file" / "v1")
