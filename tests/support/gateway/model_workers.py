@@ -233,7 +233,8 @@ class ModelTrainer(ModelWorker):
         return trainer_pb2.AddRunReply()
 
     async def RemoveRun(self, request):
-        assert list(self.runs) != [request.run_id], "the last run is not removed"
+        if list(self.runs) == [request.run_id]:  # another one's AddRun may not have reached it
+            raise broken(grpc.StatusCode.FAILED_PRECONDITION)
         async with self.engine:
             await self._misfortune.delay(1.0)
             self.runs.pop(request.run_id, None)
@@ -270,7 +271,7 @@ class ModelRun:
         self._replies: dict[int, asyncio.Task[Any]] = {}
         self._snapshots: dict[str, asyncio.Task[trainer_pb2.AwaitSnapshotReply]] = {}
         self._turn = asyncio.Condition()
-        self._queued = self._done = 0
+        self._queued = self._done = self._at = 0
 
     async def _in_order(self, request, apply: Callable[[Any], Any]):
         """The reply of an operation, which is applied now if it was not before."""
@@ -287,10 +288,14 @@ class ModelRun:
             self._queued = max(self._queued, header.seq_id)
             self._turn.notify_all()
         async with self._trainer.engine:  # in the order in which operations came, of all runs
+            self._at = header.seq_id
             await self._misfortune.delay(2.0)
             assert self._done == header.previous_seq_id or header.seq_id > self._done
             self.state.refused = header.gradients_incomplete or self.state.refused
-            reply = await apply(request)
+            try:
+                reply = await apply(request)
+            finally:
+                self._at = 0
         self.state.applied.append(header.seq_id - 1)
         self._done = header.seq_id
         return reply
@@ -303,8 +308,7 @@ class ModelRun:
         about.last_seq_id, about.step = self._done, self.state.step
 
     async def Progress(self, request):
-        under_way = (seq_id for seq_id, reply in self._replies.items() if not reply.done())
-        return trainer_pb2.ProgressReply(seq_id=min(under_way, default=0))
+        return trainer_pb2.ProgressReply(seq_id=self._at)
 
     async def ForwardBackward(self, request):
         return await self._in_order(request, self._forward_backward)
@@ -406,7 +410,8 @@ class ModelRun:
             raise CheckpointDamaged(str(error)) from error
 
     async def Restore(self, request):
-        assert self._replies.keys() <= set(range(self._done + 1)), "operations are under way"
+        if not all(reply.done() for reply in self._replies.values()):
+            raise broken(grpc.StatusCode.FAILED_PRECONDITION)
         async with self._trainer.engine:
             await self._misfortune.delay(1.0)
             if request.path:
