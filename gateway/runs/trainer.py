@@ -173,9 +173,14 @@ class RunTrainer:
         )
 
     async def _take_over(self, error: TandemError) -> None:
-        client = await self._adopt()
+        try:
+            client = await self._adopt()
+            if client is None:
+                await self.host.remove(self._run.id, error.message)
+        except Exception:  # noqa: BLE001 - a fault of ours must not hang the clients
+            self._log.exception("adoption_failed")
+            client = None
         if client is None:
-            await self.host.remove(self._run.id, error.message)
             await self._restore(error, None)
             return
         self._metrics.restorations.labels(outcome="adopted").inc()

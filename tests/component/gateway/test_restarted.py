@@ -10,6 +10,7 @@ import tinker
 from sqlalchemy import func, select
 from tinker import types
 
+from gateway.runs.trainer_host import TrainerHost
 from gateway.storage.tables import operations, usage
 from tandem.wire.v1 import tinker_pb2
 from tests.component.gateway.test_custom_loss_gateway import halved
@@ -69,6 +70,20 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         counted = select(usage.c.event, func.sum(usage.c.count)).group_by(usage.c.event)
         rows = gate.run(gate.gateway.database.read(counted))
         assert {tuple(row.values()) for row in rows} == {("forward_backward", 3), ("optim_step", 3)}
+
+
+def test_a_fault_in_the_adoption_of_a_trainer_does_not_hang_its_clients(start, monkeypatch):
+    async def broken(*_args, **_more):
+        raise RuntimeError("a fault of ours")
+
+    with start(recovery=SELDOM) as gate:
+        run = new_run(gate)
+        train(run, 1, 2)
+    monkeypatch.setattr(TrainerHost, "adopt", broken)
+    with start(recovery=SELDOM) as gate:
+        run = seen_by(gate, run)
+        train(run, 3)
+        assert run.newest.history == undisturbed(3)
 
 
 def test_the_next_gateway_replays_with_the_micro_batches_that_fitted_into_memory(start):
