@@ -229,6 +229,8 @@ def load_in_place(
     runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[set[str], set[str]]:
     """Replace the model's weights. Return the names of all parameters, and of those loaded."""
+    from vllm.config import set_current_vllm_config
+
     model = runner.get_model()
     if runner.lora_config is not None:
         load_plain_layers()
@@ -244,7 +246,8 @@ def load_in_place(
 
     model.load_weights = recording
     try:
-        runner.reload_weights(weights_iterator=tensors)
+        with set_current_vllm_config(runner.vllm_config):  # layers may ask for it, as at the start
+            runner.reload_weights(weights_iterator=tensors)
     finally:
         del model.load_weights
     return everything, loaded

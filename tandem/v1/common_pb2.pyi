@@ -121,7 +121,8 @@ Global___WeightVersion: typing_extensions.TypeAlias = WeightVersion
 @typing.final
 class Handoff(google.protobuf.message.Message):
     """The weights of a version, in memory of the trainer that published it, for a sampler on the same host and
-    device to copy. They stay until the trainer is told to release them, publishes again, sleeps or ends.
+    device to copy. They stay until the trainer is told to release them or ends, or has waited for that too long;
+    in memory of a host no longer than until it publishes again or sleeps.
     The gateway passes it on and does not look inside.
     """
 

@@ -20,6 +20,7 @@ from tandem.worker import WorkerSpec
 from tests.support.gateway.access_world import World
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run
+from tests.support.telemetry import logging_restored
 from tests.support.waiting import wait_until
 
 NEW = "tml-" + "Zz9_-" * 8
@@ -29,15 +30,10 @@ TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOiJrLTEifQ.c2lnbmF0dXJlLW9mLWl0"
 @pytest.fixture
 def log(capfd):
     """Capture what this process logs, configured as the gateway does."""
-    import structlog
-
-    before = structlog.get_config()
     stream = io.StringIO()
-    configure_logging(service="gateway", level="debug", stream=stream)
-    yield stream
-    structlog.configure(**before)
-    logging.basicConfig(level=logging.WARNING, force=True)
-    logging.captureWarnings(False)
+    with logging_restored():
+        configure_logging(service="gateway", level="debug", stream=stream)
+        yield stream
 
 
 def test_a_key_in_any_place_of_a_request_is_in_no_log_no_answer_and_no_metric(tmp_path, log):

@@ -6,23 +6,17 @@ import logging
 from io import StringIO
 
 import pytest
-import structlog
 
 from tandem import __version__
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.worker import own_version
+from tests.support.telemetry import logging_restored
 
 
 @pytest.fixture(autouse=True)
-def logging_restored():
-    before, handlers, level = structlog.get_config(), logging.root.handlers[:], logging.root.level
-    variables = structlog.contextvars.get_contextvars()
-    yield
-    structlog.configure(**before)
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(**variables)
-    logging.captureWarnings(False)
-    logging.root.handlers[:], logging.root.level = handlers, level
+def restored():
+    with logging_restored():
+        yield
 
 
 def write_some_lines() -> None:

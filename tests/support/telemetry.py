@@ -1,0 +1,24 @@
+"""What `configure_logging` changes in a process, put back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+
+@contextmanager
+def logging_restored() -> Iterator[None]:
+    """Leave logging, for the tests that follow, as it was before the block."""
+    root = logging.getLogger()
+    before, handlers, level = structlog.get_config(), root.handlers[:], root.level
+    variables = structlog.contextvars.get_contextvars()
+    yield
+    structlog.configure(**before)
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(**variables)
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
