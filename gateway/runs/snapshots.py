@@ -30,6 +30,8 @@ from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
+_KEEPING_PATIENCE = 60.0
+"""Seconds that the clients of a run that ends wait for a disk to rename its newest snapshot."""
 
 
 class SnapshotStore:
@@ -106,7 +108,7 @@ class SnapshotStore:
 
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
         """Make a snapshot a checkpoint of its owner, because its run cannot go on; return its
-        path. Returns None where that fails, since the run ends for another reason."""
+        path. Returns None where that fails or takes long, since the run ends for another reason."""
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
         if await self._checkpoints.find(path) is not None:  # the owner has one of this name
@@ -115,20 +117,22 @@ class SnapshotStore:
         place = self._data_dir / folder
         try:
             with self._checkpoints.pins.pinned(folder):
+                moved = asyncio.to_thread(_move, Path(snapshot.folder), place)
                 checkpoint = Checkpoint(
                     path=path,
                     base_model=run.model.name,
                     folder=folder,
                     version="",
                     step=snapshot.step,
-                    bytes=await asyncio.to_thread(_move, Path(snapshot.folder), place),
+                    bytes=await asyncio.wait_for(moved, _KEEPING_PATIENCE),
                     optimizer=True,
                     created_at=time.time(),
                     owner=run.owner,
                 )
                 await self._checkpoints.put(checkpoint)
         except (OSError, TandemError) as error:
-            self._log.error("snapshot_not_kept", run_id=run.id, reason=str(error))
+            reason = str(error) or type(error).__name__
+            self._log.error("snapshot_not_kept", run_id=run.id, reason=reason)
             return None
         finally:
             self._forget(run, snapshot.folder)

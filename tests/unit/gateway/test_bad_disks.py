@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,16 +253,20 @@ class Run:
     model: Model = Model()
 
 
-@pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
-async def test_a_snapshot_that_becomes_a_checkpoint_is_one_also_after_a_power_failure(
-    store, disk, fault
-):
-    snapshots = SnapshotStore(
+def snapshots_of(store) -> SnapshotStore:
+    return SnapshotStore(
         database=store.database,
         data_dir=store.data_dir,
         checkpoints=store.checkpoints,
         versions=store.versions,
     )
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
+async def test_a_snapshot_that_becomes_a_checkpoint_is_one_also_after_a_power_failure(
+    store, disk, fault
+):
+    snapshots = snapshots_of(store)
     for nth, strike in enumerate(disk.strikes(fault)):
         folder = whole(store, f"snapshots/s-1_train_0/{nth:08d}-11111111")
         for path in (*folder.iterdir(), folder, *folder.parents[:3]):
@@ -273,6 +278,19 @@ async def test_a_snapshot_that_becomes_a_checkpoint_is_one_also_after_a_power_fa
         disk.lose_power()
         if kept is not None:
             assert await is_whole(store, str(kept))
+
+
+async def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(store, monkeypatch):
+    kept = snapshots_of(store)
+    folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
+    answers = threading.Event()
+    monkeypatch.setattr("gateway.runs.snapshots._KEEPING_PATIENCE", 0.01)
+    monkeypatch.setattr("gateway.runs.snapshots.give_name", lambda source, target: answers.wait())
+    snapshot = Snapshot(folder=str(folder), seq_id=1, step=1, bytes=7)
+    try:
+        assert await kept.keep(Run(), snapshot) is None
+    finally:
+        answers.set()
 
 
 # --- Encrypted versions ----------------------------------------------------------------------
