@@ -28,9 +28,9 @@ from benchmarks import record
 from benchmarks.recovery import batch
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
-from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.stack import Stack
 from tandem.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 KINDS: tuple[WorkerKind, WorkerKind] = ("trainer", "sampler")
 MODEL = "bench/model"

@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem import __version__
 from tandem.certificate import Certificate
-from tandem.settings import SamplerSettings, TrainerSettings
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler"]
 

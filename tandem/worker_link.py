@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict
 
 from tandem.background import in_background
 from tandem.errors import WorkerStartFailed
-from tandem.settings import PoolSettings
 from tandem.worker import (
     MAX_SPEC_BYTES,
     PROTOCOL,
@@ -35,6 +34,7 @@ from tandem.worker import (
     own_version,
     set_process_limits,
 )
+from tandem.worker_settings import PoolSettings
 
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""

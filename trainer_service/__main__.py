@@ -23,12 +23,12 @@ from prometheus_client import CollectorRegistry
 from tandem.devices import confine
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.fencing import Fence
-from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
 from tandem.worker import WorkerReport, WorkerSpec
 from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
+from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.libraries import import_libraries

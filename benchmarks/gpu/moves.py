@@ -37,8 +37,8 @@ from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import group_members
 from tandem.demo.tiny_model import tensor_shapes
 from tandem.errors import SuspendFailed
-from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.v1 import common_pb2, sampler_pb2
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _KV_CACHE_BYTES = 4 * 2**30
 

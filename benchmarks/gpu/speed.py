@@ -41,10 +41,10 @@ from benchmarks.gpu.workers import (
     worker,
 )
 from tandem.demo.tiny_model import tensor_shapes
-from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 ADAPTERS_FROM = 4e9
 """Parameters: of larger models one device trains adapters alone."""

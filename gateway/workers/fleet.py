@@ -29,7 +29,7 @@ from tandem.errors import (
     WorkerMayRun,
     WorkerStartFailed,
 )
-from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
+from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import (
     TrainingSpec,
@@ -39,6 +39,7 @@ from tandem.worker import (
     WorkerSpec,
     own_version,
 )
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _ASK_AGAIN = 5.0
 """Seconds until a launcher that could not say that a worker is gone is asked again."""

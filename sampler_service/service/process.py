@@ -36,12 +36,12 @@ from sampler_service.weights.loader import Loader, WeightVersion, default_tolera
 from tandem.devices import confine, parse_device, together
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.fencing import Fence
-from tandem.settings import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
 from tandem.worker import WorkerReport, WorkerSpec
 from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
+from tandem.worker_settings import SamplerSettings
 
 _STOP_GRACE_SECONDS = 1.0
 """Within which calls get the answer that the engine has failed."""

@@ -14,7 +14,7 @@ from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import has_experts, model_length
-from tandem.settings import SamplerSettings
+from tandem.worker_settings import SamplerSettings
 
 _DEFAULT_LENGTH = 8192
 """Of a model whose configuration names none."""

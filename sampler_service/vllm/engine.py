@@ -73,10 +73,10 @@ from tandem.errors import (
     without_paths,
 )
 from tandem.model_config import end_tokens, model_length
-from tandem.settings import SamplerSettings
 from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
 from tandem.weights.sums import sums_of_workers
+from tandem.worker_settings import SamplerSettings
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from sampler_service.vllm.internals import check_version
 from sampler_service.vllm.libraries import import_libraries
 from tandem.errors import WorkerStartFailed
-from tandem.settings import SamplerSettings
 from tandem.telemetry import get_log
+from tandem.worker_settings import SamplerSettings
 
 if TYPE_CHECKING:
     from sampler_service.vllm.engine import VllmEngine

@@ -22,7 +22,6 @@ from tandem.agent.worker_process import WorkerProcess, group_members
 from tandem.errors import IllegalTransition, SuspendFailed, WorkerStartFailed, without_paths
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
-from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
     LOOPBACK,
@@ -33,6 +32,7 @@ from tandem.worker import (
     WorkerKind,
     WorkerSpec,
 )
+from tandem.worker_settings import TrainerSettings
 
 _REMEMBERED = 256
 """Exits that are told to a watcher that comes later, and workers that start no more."""

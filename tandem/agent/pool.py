@@ -19,9 +19,9 @@ from importlib.util import find_spec
 import psutil
 
 from tandem.agent.worker_process import kill_group
-from tandem.settings import PoolSettings
 from tandem.telemetry import get_log
 from tandem.worker import WorkerKind, without_secrets
+from tandem.worker_settings import PoolSettings
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
 """A library without which there are no workers of the kind."""

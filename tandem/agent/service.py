@@ -29,10 +29,11 @@ from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
 from tandem.heartbeat import send_heartbeats
 from tandem.host import this_host
-from tandem.settings import PoolSettings, settings_fault
+from tandem.settings import settings_fault
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tandem.worker import WorkerHandle, WorkerKind, WorkerSpec, set_process_limits
+from tandem.worker_settings import PoolSettings
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]

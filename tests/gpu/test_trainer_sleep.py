@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request, trainer_process

@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 
 from tandem.fencing import LEASE_METADATA_KEY
-from tandem.settings import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 from tandem.weights import (
     Canary,
@@ -28,6 +27,7 @@ from tandem.weights import (
 )
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import WorkerSpec
+from tandem.worker_settings import SamplerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,
     RUN,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends import World
 from trainer_service.backends.base import ENTRY_POINT_GROUP
 from trainer_service.backends.fsdp2 import Fsdp2Backend

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,
     Export,

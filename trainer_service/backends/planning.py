@@ -21,10 +21,10 @@ from torch import nn
 from tandem import trainer_memory
 from tandem.errors import TandemError
 from tandem.host import free_memory_bytes
-from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.trainer_memory import SPARE, Elements, gathered, lasting_bytes
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import Capability, TrainerBackend, World
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.losses.base import LossResult

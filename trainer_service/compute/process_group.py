@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict
 
 from tandem.devices import Device, parse_device
 from tandem.errors import WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
 from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,
     TrainerBackend,

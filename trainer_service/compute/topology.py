@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tandem.errors import WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.worker import WorkerSpec
+from tandem.worker_settings import TrainerSettings
 
 NODE_RANK = "TANDEM_NODE_RANK"
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from contextlib import suppress
 
 from tandem.devices import Device
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import MeetingPoint, Topology
 from trainer_service.service.deaths import Death, Deaths
 from trainer_service.service.rank_processes import RankProcesses

@@ -11,8 +11,8 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
-from tandem.settings import SamplerSettings
 from tandem.worker import PROTOCOL, own_version
+from tandem.worker_settings import SamplerSettings
 from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway

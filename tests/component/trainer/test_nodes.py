@@ -23,9 +23,9 @@ from tandem.agent.worker_process import group_members, kill_group
 from tandem.authority import Authority
 from tandem.certificate import Certificate
 from tandem.errors import WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.weights import open_version
 from tandem.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.hosts import Host, two_hosts
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process

@@ -18,7 +18,8 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
-from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.settings import GatewaySettings
+from tandem.worker_settings import TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 
 RUN = "s-1:train:0"

@@ -12,9 +12,9 @@ import tandem.agent.launcher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.errors import WorkerStartFailed
 from tandem.fencing import LEASE_METADATA_KEY
-from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import datum, request
 from tests.support.worker_process import RUN, SECRET, SESSION

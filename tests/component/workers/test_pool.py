@@ -20,8 +20,8 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes, seconds_until_the_next
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerStartFailed
-from tandem.settings import PoolSettings, TrainerSettings
 from tandem.worker import WorkerKind, WorkerSpec
+from tandem.worker_settings import PoolSettings, TrainerSettings
 from tests.support.waiting import PATIENCE, until, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

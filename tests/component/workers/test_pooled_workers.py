@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.worker import WorkerHandle, WorkerKind, WorkerReport, WorkerSpec
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 from tests.support.processes import cores_of
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by
 from tests.support.tiny_model import write_tiny_model

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from tandem import __version__
 from tandem.agent.worker_process import group_members
-from tandem.settings import SamplerSettings
 from tandem.worker import (
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
@@ -28,6 +27,7 @@ from tandem.worker import (
     WorkerSpec,
 )
 from tandem.worker_link import FileLink, PipeLink
+from tandem.worker_settings import SamplerSettings
 from tests.support.ports import known_port
 from tests.support.waiting import wait_until
 

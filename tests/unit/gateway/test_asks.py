@@ -8,8 +8,9 @@ from gateway.placement.asks import asks_of, check_defaults, settled_asks
 from gateway.placement.groups import DeviceGroup
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, PermissionDenied
-from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.settings import GatewaySettings
 from tandem.worker import Layout, LoraSpec, TrainingSpec
+from tandem.worker_settings import TrainerSettings
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (

@@ -28,8 +28,8 @@ from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
 from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.settings import TrainerSettings
 from tandem.worker import WorkerSpec
+from tandem.worker_settings import TrainerSettings
 
 VERSIONS = ("1.34", "1.37")
 RESOURCES = PodResources(cpu="4", memory=2**33, shared_memory=2**28, ephemeral=2**33)

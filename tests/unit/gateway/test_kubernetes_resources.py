@@ -18,8 +18,9 @@ from gateway.workers.launchers.kubernetes.model_size import (
 from gateway.workers.launchers.kubernetes.resources import resources_of, table
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
+from tandem.settings import GatewaySettings
 from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 from tests.support.model_files import write_weights
 
 GIB = 2**30

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.devices import parse_device
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.compute import process_group

@@ -12,8 +12,8 @@ from torch import nn
 from gateway.workers.launchers.kubernetes.model_size import read_size
 from gateway.workers.launchers.kubernetes.resources import TrainerPod
 from tandem.errors import WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.allocations import allocations
 from tests.support.local_trainer import WITHOUT_MLP, compute, data_of, gradients, make_rank
 from tests.support.tiny_model import ARCHITECTURES

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tandem.errors import OutOfMemory
-from tandem.settings import TrainerSettings
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import compute, data_of, gradients, load, save, step
 from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request

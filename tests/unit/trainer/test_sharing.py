@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.worker import Layout, LoraSpec, TrainingSpec
+from tandem.worker_settings import TrainerSettings
 from tests.support.fake_device import FakeDevice
 from tests.support.local_trainer import (
     data_of,

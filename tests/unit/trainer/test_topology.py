@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import WorkerStartFailed
-from tandem.settings import TrainerSettings
 from tandem.worker import WorkerSpec
+from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, topology_of
 
 

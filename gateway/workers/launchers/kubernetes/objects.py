@@ -44,8 +44,8 @@ from gateway.workers.launchers.kubernetes.templates import Object, Template, mer
 from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest
-from tandem.settings import TrainerSettings
 from tandem.worker import WorkerKind, WorkerSpec
+from tandem.worker_settings import TrainerSettings
 
 FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
     "trainer": {

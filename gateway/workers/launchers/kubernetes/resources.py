@@ -32,7 +32,7 @@ from pathlib import Path
 from gateway.workers.launchers.kubernetes.model_size import ModelSize, known_size, read_size
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest, TandemError
-from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
+from tandem.settings import GatewaySettings
 from tandem.trainer_memory import (
     LOGITS_BYTES,
     MICRO_BATCH_TOKENS,
@@ -45,6 +45,7 @@ from tandem.trainer_memory import (
     weights_sharded,
 )
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _MIB, _GIB = 2**20, 2**30
 _STEP = 64 * _MIB

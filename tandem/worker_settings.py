@@ -1,0 +1,155 @@
+"""The settings of trainers and samplers, and of the processes that wait to become one.
+
+Each worker reads those of its kind; the gateway, which starts them, has them all (`settings.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class TrainerSettings(BaseSettings):
+    """Settings of trainers. Environment: `TANDEM_TRAINER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
+
+    ranks: int = Field(1, ge=1, description="Processes that share one training run.")
+    backend: str = Field("fsdp2", description="A built-in or an installed trainer backend.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where no devices are declared. auto: GPUs, of which each rank needs one, or "
+        "the CPU of a machine without any.",
+    )
+    threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
+    parallel_micro_batches: int = Field(
+        0,
+        ge=0,
+        description="Micro-batches that a single CPU rank computes in parallel, each with its own "
+        "gradients; 0 = 2, or 1 with one thread.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    packing: Literal["on", "off"] = Field(
+        "on",
+        description="Concatenate sequences into rows instead of padding them, where the model and "
+        "the device allow it, which is tried out.",
+    )
+    micro_batch_tokens: int = Field(
+        0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
+    )
+    logits_bytes: int = Field(
+        0,
+        ge=0,
+        description="Of the logits, in float32, that exist at once; 0 = 64 MiB on a CPU, else "
+        "512 MiB. Some four tensors are of that size.",
+    )
+    unreduced_gradients_bytes: int = Field(
+        0,
+        ge=0,
+        description="Several ranks add up gradients once for a call, and not with each of its "
+        "micro-batches, if those of the whole model, in float32, are no more than this: each rank "
+        "has them meanwhile. 0 = 256 MiB on a CPU, else 4 GiB.",
+    )
+    checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether blocks keep their input alone for the backward pass, and are computed "
+        "again there. auto: where memory is too small otherwise.",
+    )
+    memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="That the memory plan may use, of each GPU, or of the host of CPU ranks; 0 = "
+        "nine tenths of what is free.",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "off",
+        description="Whether blocks are compiled when a trainer starts, for runs that do not say "
+        "it. auto: on a GPU.",
+    )
+    shard_group_parameters: int = Field(
+        16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
+    )
+    collective_timeout: float = Field(120.0, gt=0)
+    operation_timeout: float = Field(
+        1800.0, gt=0, description="Seconds for one operation, from when the trainer begins it."
+    )
+    interface: str = Field(
+        "",
+        description="The network interface by which ranks on several nodes meet; empty: the one "
+        "that has the way from a node to node 0.",
+    )
+
+
+class SamplerSettings(BaseSettings):
+    """Settings of samplers. Environment: `TANDEM_SAMPLER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Devices of an engine, over which its weights are split (tensor parallel).",
+    )
+    engine_process: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether the engine has a process of its own, which computes while the "
+        "sampler's answers. auto: on a GPU; on a CPU they would share its cores.",
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        description="Longest sequence, prompt and sample together; 0 = the model's own length, or "
+        "what the KV cache holds, if that is less.",
+    )
+    max_num_seqs: int = Field(1024, ge=1)
+    kv_cache_bytes: int = Field(
+        512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
+    )
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    gpu_memory_bytes: int = Field(
+        0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
+    )
+    canary_tolerance: float = Field(
+        0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
+    )
+    max_lora_rank: int = Field(
+        0,
+        ge=0,
+        le=512,
+        description="Largest rank of the adapters served; 0: no adapters. The gateway sets it "
+        "for the samplers of LoRA runs.",
+    )
+    max_adapters: int = Field(
+        4, ge=1, description="Adapters in one batch of an engine, which keeps more loaded."
+    )
+    version_patience: float = Field(
+        2.0,
+        gt=0,
+        description="How long requests for the loaded version may overtake others.",
+    )
+    operation_timeout: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds for one request, from when the engine begins it, and for reading a "
+        "weight version.",
+    )
+
+
+class PoolSettings(BaseSettings):
+    """Processes that the agent keeps started for the next workers. Environment: `TANDEM_POOL_*`;
+    see docs/sharing.md."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_POOL_")
+
+    trainers: int = Field(1, ge=0, le=16, description="Idle processes for trainers; 0 = none.")
+    samplers: int = Field(1, ge=0, le=16, description="Idle processes for samplers; 0 = none.")
+    nice: int = Field(
+        15, ge=0, le=19, description="The niceness with which they import, before they are idle."
+    )
