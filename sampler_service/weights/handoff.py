@@ -76,7 +76,8 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
 
 
 def _on_gpu(handoff: common_pb2.Handoff) -> torch.Tensor:
-    """As `_on_host`. What the trainer frees meanwhile, torch keeps until the tensor is gone."""
+    """As `_on_host`, but the memory goes when the trainer closes its copy: after the load, unless
+    that takes longer than a request may, or the copy's deadline. The sums then tell."""
     import torch
 
     where, device = handoff.cuda, torch.cuda.current_device()

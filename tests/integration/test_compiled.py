@@ -20,7 +20,10 @@ ASKS = {"tandem.compile": "on", "tandem.sampler": "none"}
 
 
 @pytest.mark.parametrize("name", [f"{TIED}:full", TIED], ids=["all weights", "adapters"])
-def test_a_compiled_trainer_that_is_killed_goes_on_to_the_same_bits(name: str, tmp_path: Path):
+def test_a_compiled_trainer_that_is_killed_goes_on_to_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it compiles
     model, tokens = write_qwen(tmp_path / "model", seed=3), sequences(6, seed=1)
     found = []
     with running(tmp_path, models={TIED: model}) as stack:

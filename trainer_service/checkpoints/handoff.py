@@ -141,7 +141,7 @@ class _OnHost:
 
 class _OnGpu:
     """A storage of torch's, which counts in a file in /dev/shm who has it open: one other process,
-    from the moment in which it is shared. It is freed when nobody has."""
+    from the moment in which it is shared. It is freed when nobody has, or when it is closed."""
 
     outlives_close = False
 
