@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -47,23 +48,8 @@ def up(
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
     warn = partial(fail, what="warning")
     with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
-        endpoint = stack.endpoint
-        status = cast(dict[str, list[str]], call(directory, "GET", "status"))
-        for sentence in status["warnings"]:
-            warn(sentence)
-        if as_json:
-            print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
-        else:
-            say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}\n")
-            say("Point the tinker SDK at it:\n")
-            say(f"  export TINKER_BASE_URL={endpoint.url}")
-            say(f"  export TINKER_API_KEY={endpoint.api_key}\n")
-            say(
-                "This is the local admin key, which should stay on this machine; create keys for "
-                "others with `tandem keys create --owner NAME`."
-            )
-            say("`tandem status` shows what runs. Ctrl-C saves the runs and stops everything.")
         try:
+            _announce(stack, directory, warn, as_json=as_json)
             stack.wait()
         except KeyboardInterrupt:
             if not as_json:
@@ -103,6 +89,26 @@ def agent(
 def interrupt(_signal: int, _frame: FrameType | None) -> None:
     """Handle SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_json: bool) -> None:
+    """Say where the stack is, with a key, and what is wrong with its host."""
+    endpoint = stack.endpoint
+    status = cast(dict[str, list[str]], call(directory, "GET", "status"))
+    for sentence in status["warnings"]:
+        warn(sentence)
+    if as_json:
+        print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
+        return
+    say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}\n")
+    say("Point the tinker SDK at it:\n")
+    say(f"  export TINKER_BASE_URL={endpoint.url}")
+    say(f"  export TINKER_API_KEY={endpoint.api_key}\n")
+    say(
+        "This is the local admin key, which should stay on this machine; create keys for "
+        "others with `tandem keys create --owner NAME`."
+    )
+    say("`tandem status` shows what runs. Ctrl-C saves the runs and stops everything.")
 
 
 def parse_model(text: str) -> tuple[str, Path]:
