@@ -17,6 +17,8 @@ Json = dict[str, object]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+INDEX_NAME = "model.safetensors.index.json"
+"""The file that says which file holds which tensor, of a model that has several."""
 _BY_LENGTH = {"dynamic", "longrope", "su"}
 """Rotary frequencies that depend on a batch's longest sequence; `su` is longrope's former name."""
 _HEADS = {
@@ -39,6 +41,16 @@ def read_json(path: Path) -> Json:
         return {}
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from error
+
+
+def model_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that make up a model, as transformers and vLLM choose them:
+    those that its index names, if it has one. Beside them may lie a second copy in another layout.
+    Raises `ValueError` if the index is not JSON."""
+    places = read_json(directory / INDEX_NAME).get("weight_map")
+    if isinstance(places, dict):
+        return [directory / name for name in sorted(set(places.values()))]
+    return sorted(directory.glob("*.safetensors"))
 
 
 def text_config(directory: Path) -> Json:

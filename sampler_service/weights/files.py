@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed
+from tandem.model_config import model_files
 from tandem.weights import Checksum, Manifest, open_base
 from tandem.weights.delta import Bytes, Patch
 from tandem.weights.manifest import MANIFEST_NAME, PATCH_SUFFIX
@@ -128,7 +129,9 @@ def weights_files(directory: Path) -> list[WeightsFile]:
     """Return the safetensors files that make up a model's directory. Raises `LoadFailed` for a
     delta without the version that it is a delta of, `OSError` without one of that one's files."""
     manifest = _manifest_of(directory)
-    if manifest is None or not manifest.delta_of:
+    if manifest is None:
+        return [WeightsFile(path) for path in model_files(directory)]
+    if not manifest.delta_of:
         return [WeightsFile(path) for path in sorted(directory.glob("*.safetensors"))]
     base = base_of(directory, manifest, checksums=False)
     patches = {entry.name for entry in manifest.patches}

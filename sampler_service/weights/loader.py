@@ -31,7 +31,7 @@ from sampler_service.weights.files import (
 from sampler_service.weights.made_files import MadeFiles
 from sampler_service.weights.staging import staging_threads
 from tandem.errors import LoadFailed, without_paths
-from tandem.model_config import text_config
+from tandem.model_config import model_files, text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
@@ -251,7 +251,7 @@ class Loader:
         manifest = None
         if version.is_base:
             # It has no manifest, but its load is to find it read.
-            each = sorted(version.path.glob("*.safetensors"))
+            each = model_files(version.path)
             in_threads(lambda file: checksum_file(file, go_on), each, threads=self._threads)
         else:
             files = version.handoff is None

@@ -26,6 +26,7 @@ from typing import cast
 
 from tandem.cli.tables import byte_size
 from tandem.errors import ServerError, StorageFull, UserError
+from tandem.model_config import INDEX_NAME
 from tandem.model_store import MODEL_NAME, RECORD_NAME, ModelRecord, read_record
 from tandem.weights.store import fsync_path
 
@@ -35,7 +36,6 @@ Show = Callable[[int, int], None]
 
 _TEXTS = (".json", ".txt", ".jinja", ".model")
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -162,7 +162,7 @@ def _list_files(wanted: Wanted) -> _Listing:
 
 def _is_text(name: str) -> bool:
     return name.startswith(_PAPERS) or (
-        name.endswith(_TEXTS) and (name == _INDEX or not name.endswith(".index.json"))
+        name.endswith(_TEXTS) and (name == INDEX_NAME or not name.endswith(".index.json"))
     )
 
 
@@ -186,8 +186,8 @@ def _check_texts(wanted: Wanted, texts: list[str]) -> tuple[str, ...]:
 
 def _choose_weights(wanted: Wanted, listing: _Listing) -> list[str]:
     """Return the safetensors that are the model, and not a second copy in another layout."""
-    if _INDEX in listing.sizes:
-        places = _read_json(wanted, _INDEX).get("weight_map")
+    if INDEX_NAME in listing.sizes:
+        places = _read_json(wanted, INDEX_NAME).get("weight_map")
         names = sorted({str(name) for name in cast(dict[str, object], places or {}).values()})
     else:
         names = [_SINGLE]
@@ -196,7 +196,7 @@ def _choose_weights(wanted: Wanted, listing: _Listing) -> list[str]:
         instead = f"; it has {pickle}, but pickles can run code and are not loaded"
         raise UserError(f"{wanted.repository} has no {gone[0]}{instead if pickle else ''}")
     if not names or not all(name.endswith(".safetensors") for name in names):
-        raise UserError(f"the {_INDEX} of {wanted.repository} names no safetensors")
+        raise UserError(f"the {INDEX_NAME} of {wanted.repository} names no safetensors")
     return names
 
 

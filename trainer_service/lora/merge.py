@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tandem.errors import InvalidRequest, NameTaken, TandemError
+from tandem.model_config import model_files
 from tandem.weights import open_version
 from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import fsync_path
@@ -85,7 +86,7 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
     if out_dir.exists():
         raise NameTaken(f"{out_dir.name} exists already; name a directory that does not")
     adapter = _open_adapter(adapter_dir)
-    files = {file.name: read_header(file) for file in sorted(base_dir.glob("*.safetensors"))}
+    files = {file.name: read_header(file) for file in model_files(base_dir)}
     if not files:
         raise InvalidRequest(f"{base_dir.name} holds no safetensors file to merge into")
     plan, untied = _plan(adapter, base_dir, files)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from tandem.errors import InvalidRequest
+from tandem.model_config import INDEX_NAME
 from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -101,7 +102,7 @@ def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[
 
 def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
     """Writes which file holds which tensor, as transformers expects of several files."""
-    path = directory / "model.safetensors.index.json"
+    path = directory / INDEX_NAME
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),

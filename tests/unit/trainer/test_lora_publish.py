@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sampler_service.weights.files import read_sources
 from tandem.errors import InvalidRequest, LoadFailed, NameTaken
 from tandem.weights import open_version
 from tandem.worker import LoraSpec
@@ -195,9 +196,14 @@ def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    # A second copy under other names, which the index does not know, as some repositories have.
+    save_file({"layers.0.wo": torch.ones(2)}, tmp_path / "base" / "consolidated.safetensors")
+    names = {source.name for source in read_sources(tmp_path / "base")}
+    assert names == {*base.state_dict()} - {"lm_head.weight"}
     merge(published["qwen3"], tmp_path / "base", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not (tmp_path / "out" / "consolidated.safetensors").exists()
     expected = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
         published["qwen3"],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import InvalidRequest
-from tandem.model_config import Json, text_config
+from tandem.model_config import Json, model_files, text_config
 from tandem.settings import GatewaySettings
 
 _BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
@@ -71,7 +71,7 @@ def read_size(path: Path) -> ModelSize:
 def _size_of(path: Path) -> ModelSize:
     shapes: dict[str, list[int]] = {}
     try:
-        for file in sorted(path.glob("*.safetensors")):
+        for file in model_files(path):
             shapes |= dict(_shapes(file))
         config = text_config(path)
     except (OSError, ValueError, KeyError) as error:
