@@ -8,12 +8,13 @@ their pickles likewise.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ _ALLOWED = frozenset(
 _RENAMED = {"pathlib._local": "pathlib"}
 """Modules that a version of Python (here 3.13) has under a name of its own, and their names."""
 _MOST_BYTES = 512 * 2**20
+_PIECE = 8 * 2**20
 
 
 class _LayoutUnpickler(pickle.Unpickler):
@@ -70,6 +72,21 @@ def _member(kind: object, name: str) -> Enum:
     return kind[name]
 
 
+class _CountedFile(io.BufferedReader):
+    """A file that is read in pieces, so that a large tensor on a slow disk is no standstill."""
+
+    def __init__(self, path: Path, *, progress: Progress) -> None:
+        super().__init__(io.FileIO(path))
+        self._progress = progress
+
+    def readinto(self, buffer: Any) -> int:
+        whole, done = memoryview(buffer).cast("B"), 0
+        while read := super().readinto(whole[done : done + _PIECE]):
+            done += read
+            self._progress.bytes += read
+        return done
+
+
 class _CountedFiles(FileSystem):  # type: ignore[misc]
     """The files that a rank reads."""
 
@@ -78,9 +95,9 @@ class _CountedFiles(FileSystem):  # type: ignore[misc]
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
-        with super().create_stream(path, mode) as stream:
+        assert mode == "rb", "nothing is written through a reader"
+        with _CountedFile(path, progress=self.progress) as stream:
             yield stream
-        self.progress.bytes += path.stat().st_size
 
 
 class CheckpointReader(FileSystemReader):  # type: ignore[misc]

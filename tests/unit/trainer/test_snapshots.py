@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.local_trainer import (
     weights,
 )
 from tests.support.worker_process import RUN
-from trainer_service.checkpoints import storage, training_state
+from trainer_service.checkpoints import restricted_reader, storage, training_state
 from trainer_service.service.operations import Operations
 
 ADAMW = trainer_pb2.AdamWParams(
@@ -179,6 +180,38 @@ def test_a_damaged_snapshot_is_refused_and_leaves_the_trainer_as_it_was(models, 
     assert restore(other, tmp_path / "s1").failure.type == "checkpoint_damaged"
     assert restore(other, tmp_path / "s0").failure.type == "checkpoint_damaged"
     assert equal(weights(other), before)
+
+
+def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_still(
+    models, tmp_path, monkeypatch
+):
+    operations = make(models["qwen3"], None)
+    step(operations, 1, snapshot=tmp_path / "s1")
+    written(operations, tmp_path / "s1")
+    monkeypatch.setattr("tandem.weights.manifest._BLOCK_BYTES", 4096)
+    monkeypatch.setattr(restricted_reader, "_PIECE", 4096)
+    told: dict[str, list[int]] = {"verified": [], "loaded": []}
+
+    class Recorded(storage.Progress):
+        def __init__(self, name: str) -> None:
+            self.name = name
+            super().__init__()
+
+        def __setattr__(self, attribute: str, value: object) -> None:
+            if attribute == "bytes":
+                told[self.name].append(value)
+            super().__setattr__(attribute, value)
+
+    monkeypatch.setattr(training_state, "Progress", lambda: Recorded("verified"))
+    monkeypatch.setattr(restricted_reader, "Progress", lambda: Recorded("loaded"))
+    size = sum(file.stat().st_size for file in tmp_path.glob("s1/*.distcp"))
+    other = make(models["qwen3"], None)
+    assert not restore(other, tmp_path / "s1").HasField("failure")
+    assert equal(weights(other), weights(operations))
+    assert len(told["verified"]) > size // 4096
+    loaded = told["loaded"]
+    assert loaded[-1] > size // 2
+    assert max(after - before for before, after in pairwise(loaded)) <= 4096
 
 
 # --- What a trainer had done before it died, though nobody heard of it -----------------------
