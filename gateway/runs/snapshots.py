@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlalchemy import delete, insert, select
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
-from gateway.checkpoints.versions import VersionStore
+from gateway.checkpoints.versions import FILE_LISTS, VersionStore
 from gateway.identifiers import CheckpointPath, new_state_folder, run_folder_name
 from gateway.runs.replay import Snapshot
 from gateway.runs.training_run import TrainingRun
@@ -196,8 +196,9 @@ def _remove(folder: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> int:
-    """Return the bytes of what was moved."""
+    """Return the bytes of the state that was moved, without those of the list of its files, as
+    they are counted for what a client saves."""
     with suppress(FileExistsError):
         make_folder(target.parent)
     give_name(source, target)
-    return sum(file.stat().st_size for file in target.iterdir())
+    return sum(file.stat().st_size for file in target.iterdir() if file.name not in FILE_LISTS)
