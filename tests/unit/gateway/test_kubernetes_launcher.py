@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gateway.workers.launchers.kubernetes.api import PODS, Refused
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.cluster import Image
@@ -92,6 +93,23 @@ async def test_a_pod_that_is_not_scheduled_says_why_and_fails_in_time(cluster):
         with pytest.raises(WorkerStartFailed, match=r"not scheduled within 60 s .*0/0 nodes"):
             await start
         assert 60 <= cluster.now < 65
+
+
+@on_cluster()
+async def test_a_full_quota_is_waited_for_as_a_full_node_is(cluster):
+    async with Gateway(cluster) as gateway:
+        create = gateway.launcher._api.create
+
+        async def refuse(resource, body):
+            if resource is PODS and cluster.now < 5:
+                said = "is forbidden: exceeded quota: team, limited: requests.memory=32Gi"
+                raise Refused(status=403, reason="Forbidden", message=f"its pod {said}")
+            return await create(resource, body)
+
+        gateway.launcher._api.create = refuse
+        start = await started(gateway)
+        await until(lambda: "exceeded quota: team" in waits_for(gateway))
+        assert (await start).worker_id == "trainer-s-1-0"
 
 
 @on_cluster()

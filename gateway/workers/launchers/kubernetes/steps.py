@@ -129,7 +129,8 @@ class Steps:
         except Refused as error:
             if error.reason == "AlreadyExists":
                 made = await self._take(worker, resource, body)
-            elif error.status == 409:  # of a quota, say, that changes at the same time
+            elif error.status == 409 or "exceeded quota" in str(error):
+                # A quota that changes at the same time, or is full: others may make room.
                 raise
             else:
                 said = f"the cluster refuses its {resource.kind}: {without_paths(str(error))}"
