@@ -290,7 +290,7 @@ class Gateway:
                 usage=self.usage,
                 metrics=metrics,
                 loss_definitions=self.loss_definitions,
-                data_dir=data_dir,
+                settings=settings,
             ),
         )
         self.runs = RunRegistry(

@@ -81,23 +81,22 @@ class Places:
                 self._room.add(place)
 
     def _restored(self, row: RowMapping) -> Place | None:
-        for group in self.groups:
-            place = Place(
-                key=row["key"],
-                role=row["role"],
-                group=group,
-                owner=row["owner"],
-                session_id=row["session_id"],
-                ranks=row["ranks"],
-                memory=row["memory"],
-                host_memory=row["host_memory"],
-                keeps=row["keeps"],
-            )
-            same = group.name == row["group_name"] and group.has_devices_for(place.ranks)
-            same = same and " ".join(place.devices) == row["devices"]
-            if same and place.role in group.roles:
-                return place
-        return None
+        group = next((each for each in self.groups if each.name == row["group_name"]), None)
+        if group is None or not group.has_devices_for(row["ranks"]):
+            return None
+        place = Place(
+            key=row["key"],
+            role=row["role"],
+            group=group,
+            owner=row["owner"],
+            session_id=row["session_id"],
+            ranks=row["ranks"],
+            memory=row["memory"],
+            host_memory=row["host_memory"],
+            keeps=row["keeps"],
+        )
+        same = " ".join(place.devices) == row["devices"] and place.role in group.roles
+        return place if same else None
 
     def release_left(self, trainers: Sequence[str]) -> None:
         """Give back what an earlier gateway's trainers and engines had, except these trainers and
@@ -123,16 +122,13 @@ class Places:
         return not isinstance(self._room.choose([*needs.values()], asks[-1]), str)
 
     async def take(self, ask: Ask) -> Place:
-        """Wait until all that is asked for is there, and return the place of the asking worker.
-        Whoever has a place keeps it. A cancelled ask leaves nothing behind."""
-        await self._take(ask)
+        """As `take_all`; return the place of the asking worker."""
+        await self.take_all(ask)
         return self._room.places[ask.key]
 
-    async def take_for_engines(self, ask: Ask) -> None:
-        """Wait until all engines that are asked for have a place. As `take`."""
-        await self._take(ask)
-
-    async def _take(self, ask: Ask) -> None:
+    async def take_all(self, ask: Ask) -> None:
+        """Wait until all that is asked for is there. Whoever has a place keeps it. A cancelled ask
+        leaves nothing behind."""
         try:
             await self.queue.granted(ask)
             taken = ask.turn.result()

@@ -50,6 +50,7 @@ from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import UsageMeter
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
+from tandem.settings import GatewaySettings
 from tandem.v1 import trainer_pb2
 from tandem.weights import new_version_name
 
@@ -68,7 +69,7 @@ class RunnerTools:
     usage: UsageMeter
     metrics: Metrics
     loss_definitions: Mapping[str, LossDefinitions]
-    data_dir: Path
+    settings: GatewaySettings
 
     async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
         """Return the definition of the loss that a request names; empty if it names none. Raises
@@ -91,11 +92,12 @@ class OperationRunner:
             versions=tools.versions,
             pins=tools.checkpoints.pins,
             metrics=tools.metrics,
-            handoff=tools.samplers.settings.weights_handoff,
+            handoff=tools.settings.weights_handoff,
         )
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins
+        self._data_dir = tools.settings.data_dir
 
     async def carry_out(self, call: Call) -> Outcome:
         """Raises the `TandemError` that is the operation's outcome, or `RunBroken` when the
@@ -165,7 +167,7 @@ class OperationRunner:
             overwrite=body.overwrite,
         )
         folder = call.operation.folder
-        request = trainer_pb2.SaveCheckpointRequest(path=str(self._tools.data_dir / folder))
+        request = trainer_pb2.SaveCheckpointRequest(path=str(self._data_dir / folder))
         with self._checkpoints.writing(folder, run_id=run.id):
             reply = await self._delivery.deliver(
                 call, lambda client: client.stub.SaveCheckpoint, request
@@ -199,7 +201,8 @@ class OperationRunner:
                 optimizer=body.optimizer,
             )
             request = trainer_pb2.LoadCheckpointRequest(
-                path=str(self._tools.data_dir / checkpoint.folder), optimizer=body.optimizer
+                path=str(self._data_dir / checkpoint.folder),
+                optimizer=body.optimizer,
             )
             folder = checkpoint.relative_folder
             self._pins.pin(folder)  # a replay loads it again
@@ -221,7 +224,7 @@ class OperationRunner:
             return json_result(type="save_weights_for_sampler", path=str(done.path))
         if body.path is None:
             await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
-            await read_ahead(run.model.path, self._tools.samplers.settings)
+            await read_ahead(run.model.path, self._tools.settings)
             # Engines that do not run yet start while the trainer publishes.
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id,

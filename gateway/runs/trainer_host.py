@@ -29,6 +29,7 @@ from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.worker import WorkerSpec
 
 if TYPE_CHECKING:
     from gateway.runs.training_run import TrainingRun
@@ -230,22 +231,24 @@ class TrainerHost:
     async def _start(self, run: TrainingRun) -> None:
         assert self.place is not None
         self._calls.clear()
-        self.worker = await self._fleet.start(
+        spec = WorkerSpec(
+            worker_id="",
+            secret="",
             kind="trainer",
             session_id=run.session_id,
+            model_name=run.model.name,
+            model_path=run.model.path,
             run_id=self.key,
             first_run=run.id,
-            model=run.model,
             training=run.training,
-            place=self.key,
             trainer=run.asks.trainer_settings(self._settings.trainer),
-            start_timeout=run.asks.trainer_start_timeout,
             group=self.place.group.name,
             devices=self.place.devices,
             host_memory=self.place.host_memory,
             lease=self.lease.token,
-            on_exit=self._note_end,
+            start_timeout=run.asks.trainer_start_timeout,
         )
+        self.worker = await self._fleet.start(spec, place=self.key, on_exit=self._note_end)
         self.hosted = {run.id}
         self.lease.worker_started()
 

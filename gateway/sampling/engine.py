@@ -36,7 +36,7 @@ from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker import WorkerHandle
+from tandem.worker import WorkerHandle, WorkerSpec
 from tandem.worker_settings import SamplerSettings
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
@@ -301,18 +301,8 @@ class SamplerEngine:
             async with self.lease.use() as token:
                 self._set_state("starting", self.reason)
                 worker = await self.fleet.start(
-                    kind="sampler",
-                    session_id=self.session_id,
-                    replica=self.replica,
-                    model=self.model,
-                    sampler=self._engine_settings(self._slot.place),
-                    max_lora_rank=self.max_lora_rank,
+                    self._specification(self._slot.place, lease=token),
                     place=self.key,
-                    group=self._slot.place.group.name,
-                    devices=self._slot.place.devices,
-                    host_memory=self._slot.place.host_memory,
-                    lease=token,
-                    start_timeout=self.asks.start_timeout,
                     on_exit=self._on_exit,
                 )
                 self.lease.worker_started()
@@ -448,11 +438,30 @@ class SamplerEngine:
             present=left,
         )
 
+    def _specification(self, place: Place, *, lease: int) -> WorkerSpec:
+        """Return what is to be started there."""
+        return WorkerSpec(
+            worker_id="",
+            secret="",
+            kind="sampler",
+            session_id=self.session_id,
+            model_name=self.model.name,
+            model_path=self.model.path,
+            replica=self.replica,
+            sampler=self._engine_settings(place),
+            group=place.group.name,
+            devices=place.devices,
+            host_memory=place.host_memory,
+            lease=lease,
+            start_timeout=self.asks.start_timeout,
+        )
+
     def _engine_settings(self, place: Place) -> SamplerSettings:
         """Return those of an engine there, with its share of the device."""
         there = (lease for lease in self.lease.group.leases if lease is not self.lease)
+        about = {"ranks": place.ranks, "max_lora_rank": self.max_lora_rank}
         return engine_settings(
-            self.settings.model_copy(update={"ranks": place.ranks}),
+            self.settings.model_copy(update=about),
             group=place.group,
             said=self.asks.sampler_memory,
             others=[lease.residence for lease in there],

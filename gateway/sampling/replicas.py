@@ -163,7 +163,7 @@ class Replicas:
         )
         try:
             async with asyncio.timeout(patience):
-                await first.places.take_for_engines(ask)
+                await first.places.take_all(ask)
         except TimeoutError:
             self._placing = None
             sentence = f"there was no place for {len(engines)} engines within {patience:g} s"

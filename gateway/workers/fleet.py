@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import grpc.aio
 from sqlalchemy import insert, select, update
 
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
@@ -31,15 +30,7 @@ from tandem.errors import (
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import (
-    TrainingSpec,
-    WorkerExit,
-    WorkerHandle,
-    WorkerKind,
-    WorkerSpec,
-    own_version,
-)
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.worker import WorkerExit, WorkerHandle, WorkerKind, WorkerSpec, own_version
 
 _ASK_AGAIN = 5.0
 """Seconds until a launcher that could not say that a worker is gone is asked again."""
@@ -230,70 +221,34 @@ class Fleet:
         return list(self._records.values())
 
     async def start(
-        self,
-        *,
-        kind: WorkerKind,
-        session_id: str,
-        model: BaseModelEntry,
-        run_id: str = "",
-        first_run: str = "",
-        replica: int = 0,
-        training: TrainingSpec | None = None,
-        trainer: TrainerSettings | None = None,
-        sampler: SamplerSettings | None = None,
-        max_lora_rank: int = 0,
-        place: str = "",
-        group: str = "",
-        devices: tuple[str, ...] = (),
-        host_memory: int = 0,
-        lease: int = 0,
-        start_timeout: float,
-        on_exit: Callable[[str], None],
+        self, spec: WorkerSpec, *, place: str, on_exit: Callable[[str], None]
     ) -> Worker:
-        """Start a worker on its devices, with the fencing token of its lease; return it once it
-        serves.
+        """Start a worker, and return it once it serves. What its callers cannot know (its id and
+        secret, the level of its log, how long it may take to stop) is filled in here.
 
-        `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
-        that it begins with. `training` says what it trains, and `trainer` how; `sampler` says how a
-        sampler serves, `max_lora_rank` the largest rank of its adapters, and `replica` which of the
-        sampler's engines it is. `place` is the key of its place, and `group`, `devices` and
-        `host_memory` are what it has there. `on_exit` is
-        called with a sentence when the worker ends without having been stopped. A worker that
-        crashes in native code before it is ready, or ends in that very moment, is started a second
-        time.
+        `place` is the key of its place. `on_exit` is called with a sentence when the worker ends
+        without having been stopped. A worker that crashes in native code before it is ready, or
+        ends in that very moment, is started a second time.
         Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
-        settings = self.settings
-        spec = WorkerSpec(
-            worker_id=self._new_id(kind, session_id),
-            kind=kind,
-            secret=secrets.token_urlsafe(32),
-            model_name=model.name,
-            model_path=model.path,
-            session_id=session_id,
-            run_id=run_id,
-            first_run=first_run,
-            replica=replica,
-            training=training,
-            group=group,
-            devices=devices,
-            host_memory=host_memory,
-            lease=lease,
-            log_level=settings.log_level,
-            start_timeout=start_timeout,
-            stop_timeout=settings.worker_stop_timeout,
-            trainer=trainer,
-            sampler=sampler and sampler.model_copy(update={"max_lora_rank": max_lora_rank}),
-        )
         try:
-            return await self._start(spec, on_exit, place)
+            return await self._start(self._identified(spec), on_exit, place)
         except WorkerCrashed as error:
-            self._log.warning("worker_started_again", session_id=session_id, reason=error.message)
-        again = {
-            "worker_id": self._new_id(kind, session_id),
-            "secret": secrets.token_urlsafe(32),
-        }
-        return await self._start(spec.model_copy(update=again), on_exit, place)
+            self._log.warning(
+                "worker_started_again", session_id=spec.session_id, reason=error.message
+            )
+        return await self._start(self._identified(spec), on_exit, place)
+
+    def _identified(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return the specification of one more worker like this."""
+        return spec.model_copy(
+            update={
+                "worker_id": self._new_id(spec.kind, spec.session_id),
+                "secret": secrets.token_urlsafe(32),
+                "log_level": self.settings.log_level,
+                "stop_timeout": self.settings.worker_stop_timeout,
+            }
+        )
 
     def explain(self, place: str) -> str:
         """Say what the worker that starts at a place waits for; "" if none does, or for nothing."""
@@ -409,9 +364,7 @@ class Fleet:
             run_id=spec.run_id,
             seconds=round(time.time() - record.started_at, 3),
         )
-        worker = Worker.of(handle, self.epoch)
-        worker.lease = spec.lease
-        return self._note_ready(record, worker)
+        return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
 
     def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
         record.worker = worker

@@ -29,12 +29,13 @@ class Worker:
     silent_since: float | None = None
 
     @classmethod
-    def of(cls, handle: WorkerHandle, epoch: Epoch) -> Worker:
+    def of(cls, handle: WorkerHandle, epoch: Epoch, *, lease: int = 0) -> Worker:
         return cls(
             handle=handle,
             channel=worker_channel(handle),
             epoch=epoch,
             identity=((SECRET_METADATA_KEY, handle.secret), *epoch.metadata),
+            lease=lease,
         )
 
     @property

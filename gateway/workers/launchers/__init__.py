@@ -1,7 +1,7 @@
 """Launchers start workers, learn that they are ready or gone, and stop them.
 
 `base` is the seam that the rest of the gateway codes against; `agent` implements it with an agent
-(`tandem.agent`), of this host or of another one, and `agents` with two of them; `kubernetes` with
+(`tandem.agent`), of this host or of another one, and `by_kind` with two of them; `kubernetes` with
 the API server of a cluster. To add a launcher, implement `base.Launcher` in a module of its own and
 give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
-from gateway.workers.launchers.agents import AgentsLauncher
 from gateway.workers.launchers.base import Launcher
+from gateway.workers.launchers.by_kind import LauncherByKind
 from tandem.authority import Authority
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
@@ -85,4 +85,4 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
     by_address = {each: launcher(each, authority) for each in set(settings.agents.values())}
     if len(by_address) == 1:
         return next(iter(by_address.values()))
-    return AgentsLauncher({kind: by_address[each] for kind, each in settings.agents.items()})
+    return LauncherByKind({kind: by_address[each] for kind, each in settings.agents.items()})

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.workers.clients import CallOrder, TrainerClient
@@ -19,6 +18,7 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
 from tandem.settings import GatewaySettings
+from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 
@@ -73,15 +73,17 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
 ):
     model = write_tiny_model(tmp_path / "tiny")
     first = await gateways(epoch=1)
-    worker = await first.fleet.start(
+    spec = WorkerSpec(
+        worker_id="",
+        secret="",
         kind="trainer",
         session_id="s-1",
         run_id=RUN,
-        model=BaseModelEntry(name="tiny", path=str(model), max_length=64),
+        model_name="tiny",
+        model_path=str(model),
         trainer=TrainerSettings(),
-        start_timeout=300,
-        on_exit=lambda reason: None,
     )
+    worker = await first.fleet.start(spec, place="", on_exit=lambda reason: None)
     trainer = TrainerClient(worker, run_id=RUN, timeout=60, window=4, calls=CallOrder())
     about = await trainer.describe()
     second = await gateways(epoch=2)

@@ -116,13 +116,16 @@ class World:
         )
 
     async def start(self):
-        return await self.fleet.start(
+        spec = WorkerSpec(
+            worker_id="",
+            secret="",
             kind="trainer",
             session_id="s",
-            model=self.model,
+            model_name=self.model.name,
+            model_path=self.model.path,
             start_timeout=60,
-            on_exit=lambda _reason: None,
         )
+        return await self.fleet.start(spec, place="", on_exit=lambda _reason: None)
 
     def freeze(self) -> None:
         self.launcher.answers.clear()

@@ -32,7 +32,7 @@ MANY = 2000
 class NoFleet:
     """Workers that never start."""
 
-    async def start(self, **_about):
+    async def start(self, _spec, **_about):
         await asyncio.Event().wait()
 
     def explain(self, _place):
@@ -110,9 +110,9 @@ class EnginesThatStopSlowly:
         self.events: list[str] = []
         self.may_stop = asyncio.Event()
 
-    async def start(self, *, session_id, **_about):
-        self.events.append(f"{session_id} started")
-        handle = SimpleNamespace(kind="sampler", worker_id=session_id)
+    async def start(self, spec, **_about):
+        self.events.append(f"{spec.session_id} started")
+        handle = SimpleNamespace(kind="sampler", worker_id=spec.session_id)
         return Worker(handle=handle, channel=MagicMock(), epoch=MagicMock(), identity=())
 
     async def stop(self, worker, *, reason):

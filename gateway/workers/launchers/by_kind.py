@@ -1,4 +1,4 @@
-"""`AgentsLauncher` has agents of several containers, or hosts, start the workers: one the trainers,
+"""`LauncherByKind` has agents of several containers, or hosts, start the workers: one the trainers,
 another one the samplers."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, W
 
 
 @dataclass(eq=False)
-class AgentsLauncher:
+class LauncherByKind:
     """Implements `Launcher`: each kind of worker is the business of one launcher."""
 
     by_kind: Mapping[WorkerKind, AgentLauncher]
