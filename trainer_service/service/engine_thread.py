@@ -1,6 +1,7 @@
 """The engine thread: the only one of rank 0 that touches torch.
 
-It applies operations one after the other, so that the asyncio side stays free to answer.
+It applies operations one after the other, so that the asyncio side stays free to answer. What the
+next ones bring is read meanwhile, by a thread beside it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextvars
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class EngineThread:
         self._on_broken = on_broken
         self._jobs: queue.SimpleQueue[Callable[[HostedRuns], None]] = queue.SimpleQueue()
         self.started: Future[HostedRuns] = Future()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         # A daemon: it may hang in a collective when the process is to end.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,  # carries what log lines say of the service
@@ -64,6 +66,10 @@ class EngineThread:
 
         self._jobs.put(carry_out)
         return future
+
+    def read_ahead(self, read: Callable[[HostedRuns], T]) -> Future[T]:
+        """Begin to read what a later job will need, and no job changes."""
+        return self._reader.submit(lambda: read(self.started.result()))
 
     def _run(self) -> None:
         try:

@@ -73,6 +73,15 @@ class HeldBatches:
         self.seconds += seconds
 
 
+@dataclass(frozen=True)
+class ReadBatch:
+    """The batch of a forward_backward, or what is wrong with it. `forward_only` is False of what
+    cannot even be parsed."""
+
+    forward_only: bool
+    batch: Batch | UserError
+
+
 class Operations:
     """A run's operations on rank 0. The engine thread calls them one after the other.
 
@@ -131,15 +140,26 @@ class Operations:
         assert not self.switching.asleep, f"{op.name} while the trainer is asleep"
         self.trainer.control.broadcast(op, message)
 
-    def forward_backward(
-        self, request: trainer_pb2.ForwardBackwardRequest
-    ) -> trainer_pb2.ForwardBackwardReply:
-        trainer, began = self.trainer, time.perf_counter()
+    def read_batch(self, request: trainer_pb2.ForwardBackwardRequest) -> ReadBatch:
+        """Read the batch of a request, from any thread, and before its turn."""
         forward_only = False
         try:
             message = parse(request.payload)
             forward_only = message.forward_only
-            batch = _read_batch(message, request, trainer)
+            return ReadBatch(forward_only, _read_batch(message, request, self.trainer))
+        except UserError as error:
+            return ReadBatch(forward_only, error)
+
+    def forward_backward(
+        self, request: trainer_pb2.ForwardBackwardRequest, read: ReadBatch | None = None
+    ) -> trainer_pb2.ForwardBackwardReply:
+        """`read` is the batch of the request, if it was read ahead."""
+        trainer, began = self.trainer, time.perf_counter()
+        read = read or self.read_batch(request)
+        forward_only, batch = read.forward_only, read.batch
+        try:
+            if isinstance(batch, UserError):
+                raise batch
             request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same
             self._announce(Op.FORWARD_BACKWARD, request)
             if not forward_only:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
@@ -24,7 +25,7 @@ from trainer_service.service.sequence import OperationSequence, Reply, RunRemove
 
 if TYPE_CHECKING:
     from trainer_service.service.hosted_runs import HostedRuns
-    from trainer_service.service.operations import Operations
+    from trainer_service.service.operations import Operations, ReadBatch
     from trainer_service.service.switching import Switching
 
     Context = grpc.aio.ServicerContext[object, object]
@@ -128,11 +129,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
     ) -> trainer_pb2.ForwardBackwardReply:
+        call = _ForwardBackward(request, self._engine)
         return await self._answer(
-            request,
-            context,
-            trainer_pb2.ForwardBackwardReply,
-            lambda operations: operations.forward_backward(request),
+            request, context, trainer_pb2.ForwardBackwardReply, call.compute, begin=call.read_ahead
         )
 
     async def OptimStep(
@@ -272,8 +271,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         context: Context,
         reply_type: type[R],
         job: Callable[[Operations], R],
+        *,
+        begin: Callable[[], None] = lambda: None,
     ) -> R:
-        """The reply of an operation, which is applied now if it was not before. Only that needs
+        """The reply of an operation, which is applied now if it was not before: `begin` is called
+        at once, and `job` by the engine thread when its turn has come. Only that needs
         the devices: what was applied, or has begun, is answered whatever has become of the
         lease."""
         header = request.header
@@ -290,6 +292,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                         f"longer kept; the newest is {sequence.queued}",
                     )
                 await self._fence.check(context)
+                begin()
                 # A task of its own: a caller that gives up does not undo what the journal holds.
                 kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")
                 task = asyncio.create_task(self._in_order(sequence, header, kind, job))
@@ -387,6 +390,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(error.tokens)),))
             await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
         await _abort(context, grpc.StatusCode.ABORTED, error.message)
+
+
+class _ForwardBackward:
+    """A call whose batch is read while the engine thread computes those before it. The gateway
+    bounds how much it sends ahead."""
+
+    def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
+        self._request = request
+        self._engine = engine
+        self._read: Future[ReadBatch] | None = None
+
+    def read_ahead(self) -> None:
+        request, run_id = self._request, self._request.header.run_id
+        self._read = self._engine.read_ahead(lambda runs: runs.find(run_id).read_batch(request))
+
+    def compute(self, operations: Operations) -> trainer_pb2.ForwardBackwardReply:
+        assert self._read is not None, "an operation begins before its turn"
+        return operations.forward_backward(self._request, self._read.result())
 
 
 async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
