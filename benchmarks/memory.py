@@ -245,6 +245,7 @@ def training_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
         if not path.exists():
             answer(child("write", str(path), vocabulary, TINY, LENGTHS[-1]))
         chunked = answer(child("train", str(path), length, {}))
+        checkpointed = answer(child("train", str(path), length, {"checkpointing": "on"}))
         whole = {}
         if 4 * vocabulary * length <= 2 * 2**30:  # four such tensors
             whole = answer(child("train", str(path), length, {"logits_bytes": 2**62}))
@@ -254,6 +255,8 @@ def training_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
                 "tokens": length,
                 "peak_mib": _mib(chunked["peak"]),
                 "planned_mib": _mib(chunked["planned"]),
+                "checkpointed_mib": _mib(checkpointed["peak"]),
+                "checkpointed_planned_mib": _mib(checkpointed["planned"]),
                 "whole_mib": _mib(whole["peak"]) if whole else None,
                 "seconds": round(chunked["seconds"], 2),
                 "whole_seconds": round(whole["seconds"], 2) if whole else None,

@@ -37,7 +37,11 @@ def save(results: Mapping[str, object]) -> Path:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    """Its name, and what tells generations of one name apart."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    about = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    if "model name" not in about:
+        return platform.machine()
+    return f"{about['model name']} (family {about['cpu family']}, model {about['model']})"

@@ -23,7 +23,8 @@ _Reply = TypeVar("_Reply")
 
 
 class Fence:
-    """Of one worker, for its event loop alone. `token` 0: it is not leased, and always awake."""
+    """Refuses calls to one worker under a lease that is not the newest. For its event loop alone.
+    `token` 0: it is not leased, and always awake."""
 
     def __init__(self, token: int) -> None:
         self._newest = token

@@ -86,7 +86,8 @@ class LoraSpec(BaseModel):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of each parameter that is trained: the weight itself, its gradient, and all moments."""
+    """The bytes of each parameter that is trained: the weight itself, its gradient, and all
+    moments."""
 
     weight: int
     gradient: int

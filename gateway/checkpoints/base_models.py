@@ -57,8 +57,9 @@ class BaseModelEntry:
 
 
 class BaseModels:
-    """Those that were registered have a row; the path of one in the data directory is stored
-    relative to it. Those of the models directory have none: their records say that they are there
+    """The base models that there are. One that was registered has a row, with its path, which is
+    relative if it lies in the data directory. One of the models directory has none: its record
+    says that it is there
     (`tandem/model_store.py`)."""
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:

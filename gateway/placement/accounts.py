@@ -21,7 +21,8 @@ from tandem.telemetry import get_log
 
 
 class Accounts:
-    """Of the `leases` of a group, of which some come and go."""
+    """How long the `leases` of a group, of which some come and go, had its devices and waited for
+    them."""
 
     def __init__(
         self,

@@ -18,8 +18,9 @@ REFUSED_PAUSE = 5.0
 
 
 class Evictions:
-    """Those of one group. `on_host`: its devices' memory is the host's. `carry_out` awaits what one
-    of the `leases` goes through, and takes up what follows from that."""
+    """Makes room on one group's devices, and in host memory, for a worker that is to wake.
+    `on_host`: its devices' memory is the host's. `carry_out` awaits what one of the `leases` goes
+    through, and takes up what follows from that."""
 
     def __init__(
         self,

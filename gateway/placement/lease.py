@@ -69,7 +69,8 @@ class Tenant(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Lease:
-    """Of one worker, named by `key`, which stays the same when its process is replaced.
+    """The right of one worker, named by `key`, to its group's devices. It stays the same when the
+    worker's process is replaced.
 
     `present`: there is a process. `left`: an earlier gateway has left it held, and the worker may
     be awake, asleep or in between. `stopping`: whoever started the worker is ending it. `uses`

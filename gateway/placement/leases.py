@@ -435,8 +435,8 @@ class GroupLeases:
 
 
 class Leases:
-    """Those of all groups, from `open` on. `epoch` is that of the gateway: tokens are above all
-    of the gateways before."""
+    """The leases of all groups, from `open` on. `epoch` is that of the gateway: tokens are above
+    all of the gateways before."""
 
     def __init__(
         self,

@@ -154,7 +154,8 @@ async def free_on_disk(folder: Path) -> int:
 
 
 class HostMemory:
-    """Of the host of all workers. `budget` is what they may have of it together, 0: any number.
+    """The host's memory, which all workers share. `budget` is what they may have of it together, 0:
+    any number.
     Trainers spill into `spill_folder`, whose disk keeps `least_free` bytes."""
 
     def __init__(

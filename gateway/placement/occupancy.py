@@ -80,7 +80,8 @@ class Applicant:
 
 @dataclass(frozen=True)
 class OwnerSeconds:
-    """Of a span that is partly in the time that was asked for, that part of its use counts."""
+    """The seconds for which an owner had devices. Of a span that is partly in the time that was
+    asked for, that part of its use counts."""
 
     owner: str
     device_seconds: float

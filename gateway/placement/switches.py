@@ -31,7 +31,8 @@ _NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
 
 
 class Switches:
-    """Those of one group. `next_token` returns a token above all before."""
+    """Puts the workers of one group to sleep, and wakes them. `next_token` returns a token above
+    all before."""
 
     def __init__(
         self,

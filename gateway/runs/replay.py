@@ -92,9 +92,9 @@ class SentCall:
 
 
 class ReplayLog:
-    """Of one run. `dropped` is called when the calls after a `seq_id` up to another one are needed
-    no longer, with the two and with the numbers of the calls that have a payload. `missing_to` is
-    the newest such."""
+    """The calls of one run that a restored trainer would need. `dropped` is called when the calls
+    after a `seq_id` up to another one are needed no longer, with the two and with the numbers of
+    the calls that have a payload. `missing_to` is the newest such."""
 
     def __init__(
         self, settings: RecoverySettings, *, dropped: Callable[[int, int, list[int]], None]

@@ -46,7 +46,8 @@ class GiveUp(Exception):
 
 
 class Restoration:
-    """Of one run, for as long as it lives: it remembers which operations ended its trainers.
+    """Brings a new trainer of one run to where the lost one was. It lives as long as the run, and
+    remembers which operations ended its trainers.
 
     `doing` says what is done to bring the trainer back, "" while it serves."""
 

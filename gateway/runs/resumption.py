@@ -46,9 +46,9 @@ _COLUMNS = tuple(
 
 @dataclass
 class Unfinished:
-    """Of a run: the newest operation that has ended (-1: none), the calls that a replay needs, and
-    the operations that have not ended, each in order; and why the gradients since the last step
-    are not complete, "" if they are."""
+    """What is left of a run: the newest operation that has ended (-1: none), the calls that a
+    replay needs, and the operations that have not ended, each in order; and why the gradients since
+    the last step are not complete, "" if they are."""
 
     ended: int = -1
     calls: list[SentCall] = field(default_factory=list)

@@ -24,7 +24,8 @@ Written = Callable[[], Awaitable[trainer_pb2.AwaitSnapshotReply]]
 
 
 class SnapshotTaker:
-    """Of one run. `log` is what snapshots cover; nothing is taken without one."""
+    """Decides when one run takes a snapshot, and notes what came of it. `log` is what snapshots
+    cover; nothing is taken without one."""
 
     def __init__(
         self, *, run: TrainingRun, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics

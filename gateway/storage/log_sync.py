@@ -15,7 +15,7 @@ from tandem.telemetry import get_log
 
 
 class LogSync:
-    """Of the database that the engine connects to; `shutdown` ends its thread."""
+    """Syncs the log of the database that the engine connects to; `shutdown` ends its thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -17,8 +17,8 @@ from tandem.worker import PROTOCOL, PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY,
 
 @dataclass(kw_only=True)
 class Heartbeats:
-    """Those of `records`, by the workers' ids, of which some come and go. `give_up` is called with
-    a worker that is of no use any more, and why."""
+    """Asks each worker of `records`, by their ids, of which some come and go, whether it still
+    answers. `give_up` is called with a worker that is of no use any more, and why."""
 
     settings: GatewaySettings
     records: Mapping[str, WorkerRecord]

@@ -15,7 +15,7 @@ from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 
 
 class SampledLogprobs:
-    """Those of one sample: a row for each token, with the token itself first and the `topk`
+    """The logprobs of one sample: a row for each token, with the token itself first and the `topk`
     likeliest after it. Held as bytes, which grow without an object per row."""
 
     def __init__(self, topk: int) -> None:

@@ -31,8 +31,9 @@ _GROUP = re.compile(r"(\d+) (\S.*?) *", re.ASCII)
 
 
 class ProcessGroups:
-    """Of one agent; `path` is the file. Each group has a line of it, at a fixed place, with what
-    tells its first process from a later one with the same number."""
+    """The process groups of one agent; `path` is the file that lists them. Each group has a line of
+    it, at a fixed place, with what tells its first process from a later one with the same
+    number."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

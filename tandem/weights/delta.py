@@ -83,7 +83,8 @@ def _gaps(positions: npt.NDArray[np.int64]) -> Bytes:
 
 @dataclass(frozen=True)
 class Change:
-    """Of one piece, which begins at `start`; without `gaps`, the `values` are all of it."""
+    """What changed in one piece, which begins at `start`; without `gaps`, the `values` are all of
+    it."""
 
     start: int
     gaps: Bytes

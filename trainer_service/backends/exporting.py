@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WholeWeights:
-    """Those of one run, in `dtype`. Make it once the model is loaded and sharded."""
+    """The whole weights of one run, in `dtype`. Make it once the model is loaded and sharded."""
 
     def __init__(
         self,

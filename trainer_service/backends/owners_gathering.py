@@ -25,8 +25,8 @@ _MOST_COPIES = 64 * 2**20
 
 
 class OwnersGathering:
-    """Of parts of a model in an order that all ranks share: each part's owner, by its rank in the
-    mesh, and its parameters, sharded by rows.
+    """Gathers parts of a model, each on its owner, in an order that all ranks share. `parts`:
+    each part's owner, by its rank in the mesh, and its parameters, sharded by rows.
 
     Literal use, on every rank: `next(0)`, `next(1)`, … to the last part, then `end()`.
     """

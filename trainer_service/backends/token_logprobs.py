@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs:
-    """Those of all runs that share the model, which computes with the adapters that are `active`.
+    """The logprobs of tokens, for all runs that share the model, which computes with the adapters
+    that are `active`.
 
     `apart`: the model comes apart, and is made to return its hidden states, of which logits are
     made a chunk at a time, of at most `logits_bytes`; else it makes the logits whole. `compiled`:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class RunAdapters:
-    """Those that a `LoraSpec` asks for, `by_module`, drawn anew; none without one. `targets` is
-    what PEFT calls their modules."""
+    """The adapters that a `LoraSpec` asks for, `by_module`, drawn anew; none without one. `targets`
+    is what PEFT calls their modules."""
 
     def __init__(
         self, model: nn.Module, lora: LoraSpec | None, *, device: torch.device | str

@@ -166,7 +166,7 @@ def divide_stand_in(model: PreTrainedModel, count: int) -> None:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Those that compute together, which of them this is, and the name of their group; "" on
+    """The ranks that compute together, which of them this is, and the name of their group; "" on
     `meta`, where nothing travels."""
 
     count: int

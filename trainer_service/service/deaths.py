@@ -58,8 +58,9 @@ class Death(BaseModel):
 
 
 class Deaths:
-    """Those of one trainer. `on_first` is called once, from a thread, with the error that names
-    whom to blame; `where` says of a rank on which node it is, "" where there is but one."""
+    """The deaths of one trainer's ranks. `on_first` is called once, from a thread, with the error
+    that names whom to blame; `where` says of a rank on which node it is, "" where there is but
+    one."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from trainer_service.service.switching import Switching
 
 
 class HostedRuns:
-    """Those of rank 0, by their ids: at least one at any time."""
+    """The runs on rank 0, by their ids: at least one at any time."""
 
     def __init__(self, first: RankTrainer, *, run_id: str) -> None:
         self._control = first.control
@@ -98,7 +98,7 @@ class HostedRuns:
 
 
 class FollowedRuns:
-    """Those of another rank, by their numbers."""
+    """The runs on another rank, by their numbers."""
 
     def __init__(self, first: RankTrainer) -> None:
         self._control = first.control

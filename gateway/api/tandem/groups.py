@@ -76,8 +76,8 @@ class GroupOccupancy(Answer):
 
 
 class HostMemoryUse(Answer):
-    """Of `budget_bytes` of host memory (0: not bounded), the workers of leased groups have
-    `used_bytes`, or may take them in a switch that is under way."""
+    """The workers of leased groups have `used_bytes` of host memory, or may take them in a switch
+    that is under way, of `budget_bytes` (0: not bounded)."""
 
     budget_bytes: int
     used_bytes: int

@@ -58,7 +58,7 @@ class FailedOperation(Answer):
 
 
 class ResultSize(Answer):
-    """Of a large result, to a client that asked to hear its size first."""
+    """The size of a large result, for a client that asked to hear it first."""
 
     request_id: str
     status: Literal["complete_metadata"] = "complete_metadata"

@@ -53,7 +53,8 @@ class FinishReason(BaseModel):
 
 
 class Finish(BaseModel):
-    """Of a longer `detail`, such as a whole traceback, the end is not kept."""
+    """How a session ended, as its client says it. The end of a longer `detail`, such as a whole
+    traceback, is not kept."""
 
     reason: FinishReason
     detail: str | None = None

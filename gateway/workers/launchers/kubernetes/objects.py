@@ -102,8 +102,8 @@ class Home:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerObjects:
-    """Of one worker, in the order in which they are made; `claims` are its group's, one for each
-    pod."""
+    """The objects of one worker, in the order in which they are made; `claims` are its group's, one
+    for each pod."""
 
     secret: Object
     service: Object | None

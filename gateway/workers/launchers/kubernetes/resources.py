@@ -73,7 +73,8 @@ _SHARED, _SHARED_OF_RANK = 256 * _MIB, 256 * _MIB
 
 @dataclass(frozen=True, kw_only=True)
 class PodResources:
-    """Of each pod of a worker: cores, and bytes. `memory` has the `shared_memory`, too."""
+    """What each pod of a worker requests: cores, and bytes. `memory` has the `shared_memory`,
+    too."""
 
     cpu: str
     memory: int
