@@ -126,8 +126,9 @@ def measure_training(
     from tests.support.trainer_worker import datum, request
     from trainer_service.backends import World, backend_named
     from trainer_service.batches.validation import BatchLimits, parse, validate
+    from trainer_service.compute.control_group import ControlGroup
     from trainer_service.compute.process_group import _parallel
-    from trainer_service.compute.trainer import ControlGroup, RankTrainer
+    from trainer_service.compute.trainer import RankTrainer
 
     chosen = TrainerSettings.model_validate(
         {

@@ -19,8 +19,9 @@ from tests.support.trainer_worker import datum, logprobs_of, request
 from tests.support.worker_process import RUN
 from trainer_service.backends import World, backend_named
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
+from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
-from trainer_service.compute.trainer import Computed, ControlGroup, RankTrainer
+from trainer_service.compute.trainer import Computed, RankTrainer
 from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)

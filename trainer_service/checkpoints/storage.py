@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tandem.errors import PublishFailed, ServerError, StorageFull, TandemError, from_type
 from tandem.weights import Checksum, FileEntry
-from trainer_service.compute.trainer import ControlGroup
+from trainer_service.compute.control_group import ControlGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -57,7 +57,8 @@ from trainer_service.checkpoints.storage import (
     storage_error,
     together,
 )
-from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.compute.control_group import Op
+from trainer_service.compute.trainer import RankTrainer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,9 +29,10 @@ from trainer_service.backends.base import (
     backend_named,
 )
 from trainer_service.backends.planning import at_once
+from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.topology import MeetingPoint, Topology
-from trainer_service.compute.trainer import ControlGroup, RankTrainer
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.compiled_blocks import check_compiler, compiles
 from trainer_service.models.huggingface import empty_model

@@ -17,8 +17,9 @@ from tandem.worker import TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.batches.memory import ran_out_of_memory
 from trainer_service.checkpoints.snapshots import snapshot_thread
+from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import memory_of
-from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.operations import Follower, Operations
 from trainer_service.service.switching import Switching
 

@@ -41,7 +41,8 @@ from trainer_service.checkpoints.publish import (
 )
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
 from trainer_service.checkpoints.training_state import CheckpointRecord
-from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.compute.control_group import Op
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import step_settings
 from trainer_service.service.switching import Switching

@@ -9,8 +9,8 @@ from tandem.errors import CannotSleep, TandemError, WorkerDied
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.storage import together
+from trainer_service.compute.control_group import ControlGroup, Op
 from trainer_service.compute.offload import Offload
-from trainer_service.compute.trainer import ControlGroup, Op
 
 
 class Switching:

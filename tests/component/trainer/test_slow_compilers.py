@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.component.trainer.test_slow_disks import PATIENCE, run
 from trainer_service.backends.sharding import DirectAllGather
-from trainer_service.compute.trainer import ControlGroup
+from trainer_service.compute.control_group import ControlGroup
 
 TIMEOUT = timedelta(seconds=4)
 """Of a collective."""

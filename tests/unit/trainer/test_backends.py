@@ -38,7 +38,8 @@ from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.backends.loop import Done, ShareResult
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
-from trainer_service.compute.trainer import ControlGroup, RankTrainer
+from trainer_service.compute.control_group import ControlGroup
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.operations import Operations
 
 

@@ -20,8 +20,9 @@ from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
 from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory
+from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
-from trainer_service.compute.trainer import ControlGroup, RankTrainer
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.operations import Operations
 
 WAYS = ("plain", "parallel", "copied", "sharded")

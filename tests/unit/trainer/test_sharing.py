@@ -28,8 +28,9 @@ from tests.support.local_trainer import (
 )
 from tests.support.small_memory import SmallMemory
 from trainer_service.backends import World
+from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.offload import Offload
-from trainer_service.compute.trainer import ControlGroup, RankTrainer
+from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.hosted_runs import HostedRuns
 from trainer_service.service.operations import Operations
 

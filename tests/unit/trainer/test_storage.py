@@ -22,7 +22,7 @@ from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
 from trainer_service.backends.base import Export
 from trainer_service.checkpoints import publish, storage, training_state
-from trainer_service.compute.trainer import ControlGroup
+from trainer_service.compute.control_group import ControlGroup
 from trainer_service.service.operations import Operations
 
 

@@ -16,8 +16,8 @@ from tandem.errors import WorkerDied
 from tandem.v1 import common_pb2
 from tests.support.fake_device import FakeDevice
 from trainer_service.backends.base import Capability, LiveState
+from trainer_service.compute.control_group import Op
 from trainer_service.compute.offload import Offload
-from trainer_service.compute.trainer import Op
 from trainer_service.service.switching import Switching
 
 PATIENCE = 30.0

@@ -1,0 +1,138 @@
+"""The control group: what rank 0 announces to the other ranks, and what they answer."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from torch import Tensor
+
+_SIZE = struct.Struct("<q")
+
+
+class Op(enum.IntEnum):
+    """What rank 0 announces, each of one run. `HEARTBEAT` does nothing but keep idle ranks from
+    timing out."""
+
+    HEARTBEAT = 0
+    FORWARD_BACKWARD = 1
+    OPTIM_STEP = 2
+    PUBLISH = 3
+    SAVE_CHECKPOINT = 4
+    LOAD_CHECKPOINT = 5
+    DROP_GRADIENTS = 6
+    SNAPSHOT = 7
+    SLEEP = 8
+    WAKE = 9
+    ADD_RUN = 10
+    REMOVE_RUN = 11
+    VERIFY_CHECKPOINT = 12
+
+
+def _buffer(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+class ControlGroup:
+    """Carries operations from rank 0 to the other ranks, and their results back.
+
+    `group` is a gloo group beside the one that computes, or None for a single rank, which sends
+    nothing. Every wait ends with the `timeout` of both. Each run has a `ControlGroup` with its
+    number in the process, which tells the ranks whose operation it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta = timedelta(0),
+        run: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.timeout = timeout
+        self.run = run
+
+    def of_run(self, run: int) -> ControlGroup:
+        """Of another run, with this number, on the same ranks."""
+        other = copy.copy(self)
+        other.run = run
+        return other
+
+    def broadcast(self, op: Op, message: Message | None = None) -> None:
+        """Sends an operation from rank 0 to all others, and its request if it has one."""
+        if self.group is None:
+            return
+        payload = b"" if message is None else message.SerializeToString()
+        dist.broadcast(torch.tensor([op, self.run, len(payload)]), src=0, group=self.group)
+        if payload:
+            dist.broadcast(_buffer(payload), src=0, group=self.group)
+
+    def heartbeat(self) -> None:
+        """Restarts the other ranks' timeout while rank 0 is idle; raises if one has died."""
+        self.broadcast(Op.HEARTBEAT)
+
+    def receive(self) -> tuple[Op, int, bytes]:
+        """Waits for the next operation of rank 0; returns it, the run's number and the request."""
+        header = torch.zeros(3, dtype=torch.int64)
+        dist.broadcast(header, src=0, group=self.group)
+        op, run, size = header.tolist()
+        if not size:
+            return Op(op), run, b""
+        payload = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self.group)
+        return Op(op), run, payload.numpy().tobytes()
+
+    @contextmanager
+    def patient(
+        self, timeout: timedelta, others: Sequence[dist.ProcessGroup] = ()
+    ) -> Iterator[None]:
+        """Let collectives, also of the `others`, take so long, if that is more, while the block
+        runs, which ends on all ranks together. An error in it ends the process."""
+        if self.group is None:
+            yield
+            return
+        groups = [dist.group.WORLD, self.group, *others]
+        for group in groups:
+            group.set_timeout(max(timeout, self.timeout))
+        yield
+        dist.barrier(self.group)
+        for group in groups:
+            group.set_timeout(self.timeout)
+
+    def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
+        """Gathers payloads whose `sizes` (bytes, by rank) all ranks know. Rank 0 gets all of
+        them, the others none."""
+        if self.group is None:
+            return [payload]
+        if self.rank:
+            if payload:
+                dist.send(_buffer(payload), dst=0, group=self.group)
+            return []
+        received = [payload]
+        for rank in range(1, self.size):
+            buffer = torch.empty(sizes[rank], dtype=torch.uint8)
+            if sizes[rank]:
+                dist.recv(buffer, src=rank, group=self.group)
+            received.append(buffer.numpy().tobytes())
+        return received
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Gathers payloads of any size. Rank 0 gets all of them, the others none."""
+        heads = self.gather_known(_SIZE.pack(len(payload)), sizes=[_SIZE.size] * self.size)
+        sizes = [int(_SIZE.unpack(head)[0]) for head in heads]
+        return self.gather_known(payload, sizes=sizes)
