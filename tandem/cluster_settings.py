@@ -238,11 +238,6 @@ class ClaimPoolSettings(_DeviceChoice):
                 f"pool {self.name!r} has {self.nodes} nodes; only a pool for trainers alone may "
                 "have several, for a sampler is one pod"
             )
-        if self.roles == ["sampler"] and self.devices > 1:
-            raise ValueError(
-                f"pool {self.name!r} is for samplers alone and has {self.devices} devices, of "
-                "which a sampler uses one"
-            )
         if self.alternatives and (self.device_class or self.selectors):
             raise ValueError(
                 f"pool {self.name!r} has alternatives; device_class and selectors are said in each"

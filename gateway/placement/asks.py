@@ -186,8 +186,6 @@ def asks_of(
                 f"an engine on {asks.sampler_ranks} devices ({_PREFIX}sampler_ranks) needs a group "
                 f"with as many; there is: {there}"
             )
-        if asks.sampler_ranks > 1 and settings.launcher == "kubernetes":
-            raise InvalidRequest(f"{_PREFIX}sampler_ranks above 1 is not there for pods")
     return asks
 
 
@@ -297,7 +295,9 @@ def with_pod_memory(
     )
     sampler = WorkerSpec(
         kind="sampler",
-        sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank}),
+        sampler=settings.sampler.model_copy(
+            update={"max_lora_rank": max_lora_rank, "ranks": asks.sampler_ranks}
+        ),
         host_memory=asks.sampler_host_memory,
         **about,
     )

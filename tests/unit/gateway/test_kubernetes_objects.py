@@ -29,7 +29,7 @@ from gateway.workers.launchers.kubernetes.templates import Object, read_template
 from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.worker import WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 VERSIONS = ("1.34", "1.37")
 RESOURCES = PodResources(cpu="4", memory=2**33, shared_memory=2**28, ephemeral=2**33)
@@ -110,6 +110,7 @@ EVERY_KIND = pytest.mark.parametrize(
         ),
         (a_spec("sampler"), a_pool(roles=["sampler"], devices=1)),
         (a_spec("sampler"), a_pool(roles=["sampler"], device_class="", devices=1)),
+        (a_spec("sampler", sampler=SamplerSettings(ranks=2)), a_pool(roles=["sampler"])),
         (a_spec(worker_id="trainer-" + "Long_" * 30 + "-0", session_id="Ann " * 30), a_pool()),
     ],
     ids=lambda each: each.name if isinstance(each, ClaimPoolSettings) else each.worker_id[:20],

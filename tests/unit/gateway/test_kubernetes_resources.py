@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,33 @@ def test_on_a_cpu_the_logits_of_a_chunk_are_the_host_s_whatever_a_micro_batch_ha
 
     assert of(10_000, GIB) == of(1_000_000, GIB)
     assert of(1_000_000, 2 * GIB) >= of(1_000_000, GIB) + 4 * GIB
+
+
+def test_an_engine_on_several_devices_has_a_process_and_shared_memory_for_each():
+    def on(ranks: int, **pool: object):
+        sampler = SamplerSettings(ranks=ranks, kv_cache_bytes=4 * GIB)
+        return requested("sampler", SMALL, pool=a_pool(awake=0, **pool), sampler=sampler)
+
+    one, four = on(1), on(4)
+    assert (one.cpu, four.cpu) == ("4", "16")
+    assert four.shared_memory > one.shared_memory
+    assert one.memory < four.memory < 4 * one.memory, "they divide the weights"
+    cache = 4 * GIB
+    assert on(2, device_class="").memory - on(1, device_class="").memory > cache
+
+
+def test_what_a_run_asks_for_its_engines_is_counted_for_each_of_their_devices(tmp_path):
+    def memory(sampler_ranks: int) -> int:
+        pool = a_pool(roles=["sampler"], devices=4)
+        settings = GatewaySettings(launcher="kubernetes", data_dir=tmp_path, claim_pools=[pool])
+        asks = Asks(sampler_ranks=sampler_ranks)
+        return with_pod_memory(asks, model_path="", settings=settings).sampler_host_memory
+
+    a_model(tmp_path, weight=[3, 5])
+    read_size(tmp_path)
+    asyncio.run(read_ahead("", GatewaySettings(launcher="kubernetes", data_dir=tmp_path)))
+    assert 0 < memory(1) < memory(2)
+    assert memory(8) == 0, "no pool has a node with so many"
 
 
 def test_what_a_session_says_counts_instead():

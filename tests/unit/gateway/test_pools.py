@@ -81,6 +81,19 @@ def test_ranks_are_divided_equally_among_the_nodes_that_they_need():
     assert "3 nodes with 4 devices each" in group.describe()
 
 
+def test_an_engine_may_have_all_devices_of_a_claim():
+    settings = pods(TRAIN, SAMPLE | {"devices": 2})
+    there = groups_of(settings, Host())
+
+    def asked(ranks: int) -> Asks:
+        metadata = {"tandem.sampler_ranks": str(ranks)}
+        return asks_of(metadata, None, model="tiny", settings=settings, groups=there, admin=False)
+
+    assert asked(2).sampler_ranks == 2
+    with pytest.raises(InvalidRequest, match=r"an engine on 4 devices .* there is: sample \(2 dev"):
+        asked(4)
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [

@@ -30,7 +30,6 @@ def test_a_pool_without_a_device_class_makes_no_claims(monkeypatch):
     [
         ({"roles": ["sampler"], "nodes": 2}, "pool 'train' has 2 nodes; only a pool for trainers"),
         ({"roles": ["trainer", "sampler"], "nodes": 2}, "a sampler is one pod"),
-        ({"roles": ["sampler"], "devices": 2}, "a sampler uses one"),
         ({"roles": []}, "TANDEM_CLAIM_POOLS_0_ROLES: List should have at least 1 item"),
         ({"devices": 33}, "less than or equal to 32"),
         ({"claims": 0}, "greater than or equal to 1"),

@@ -10,11 +10,11 @@ files tell, by what the trainer and the engine do with them:
               written, moments that are kept on the host, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
               while the engine samples; on a CPU the weights, their packed copies, in whose place
-              the next version is read, and the KV cache
+              the next version is read, and a KV cache for each of its ranks
 
-to which the processes themselves are added, and a tenth, which a trainer's plan leaves free. What a
-run, its session or its model's defaults say (`tandem.host_memory`, `tandem.sampler_host_memory`)
-counts instead.
+to which the processes themselves are added, one for each rank, and a tenth, which a trainer's plan
+leaves free. What a run, its session or its model's defaults say (`tandem.host_memory`,
+`tandem.sampler_host_memory`) counts instead.
 
 What a process takes was measured on a CPU (367 MiB for a trainer's rank with its libraries, 637 MiB
 for an engine without weights and cache); with a GPU it was not.
@@ -106,8 +106,8 @@ def resources_of(
             ).memory
         )
     else:
-        ranks = 1
         sampler = spec.sampler or settings.sampler
+        ranks = sampler.ranks
         memory = said or _engine_memory(
             _known(model, spec), sampler, gpu=pool.has_gpus, sleeps=pool.awake > 0
         )
@@ -126,7 +126,8 @@ def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "")
     if spec.host_memory:
         return spec.host_memory
     model = known_size(settings.data_dir / spec.model_path)
-    ranks = (spec.trainer or settings.trainer).ranks if spec.kind == "trainer" else 1
+    trainer, sampler = spec.trainer or settings.trainer, spec.sampler or settings.sampler
+    ranks = trainer.ranks if spec.kind == "trainer" else sampler.ranks
     requested = (
         resources_of(spec, model, pool=pool, settings=settings).memory
         for pool in settings.claim_pools
@@ -276,8 +277,10 @@ def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sl
     held = settings.max_adapters * _ADAPTERS_HELD
     adapters = settings.max_lora_rank * model.adapter_width * width * held
     if gpu:
-        return _rounded(_GPU_ENGINE + adapters + weights * (2 if sleeps else 1))
-    return _rounded(_CPU_ENGINE + adapters + 2 * weights + settings.kv_cache_bytes)
+        engine = settings.ranks * (_GPU_ENGINE + adapters)
+        return _rounded(engine + weights * (2 if sleeps else 1))
+    engine = settings.ranks * (_CPU_ENGINE + adapters + settings.kv_cache_bytes)
+    return _rounded(engine + 2 * weights)
 
 
 def _width(dtype: str, *, gpu: bool) -> int:
