@@ -2,6 +2,7 @@
 turn, so that a machine whose speed drifts changes all alike.
 
 Plain HTTP is what the server does; the SDK's part of its own time is work in the client's process.
+As the SDK's, all of its requests are under way at once, and each fetches its samples by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from benchmarks.raw_http import Connection
 from benchmarks.workloads import WORKLOADS, Workload, prompts
 from tandem.stack import Endpoint
 from tandem.wire.v1 import tinker_pb2
-
-CONNECTIONS = 25
 
 
 class DirectEngine:
@@ -73,21 +72,14 @@ class RawSampling:
 
     async def _round(self, workload: Workload, number: int) -> float:
         async with AsyncExitStack() as opened:
-            connections = [
-                await opened.enter_async_context(
-                    Connection(url=self._endpoint.url, key=self._endpoint.api_key)
-                )
-                for _ in range(CONNECTIONS)
-            ]
-            requests = []
+            asked = []
             for index, prompt in enumerate(prompts(workload)):
-                requests.append(self._request(workload, prompt, seed=number * 1000 + index))
+                connection = Connection(url=self._endpoint.url, key=self._endpoint.api_key)
+                await opened.enter_async_context(connection)
+                request = self._request(workload, prompt, seed=number * 1000 + index)
+                asked.append(self._sample(connection, request))
             started = time.perf_counter()
-            shares = (
-                self._sample(connection, requests[index::CONNECTIONS])
-                for index, connection in enumerate(connections)
-            )
-            tokens = sum(await asyncio.gather(*shares))
+            tokens = sum(await asyncio.gather(*asked))
             return tokens / (time.perf_counter() - started)
 
     def _request(self, workload: Workload, prompt: list[int], *, seed: int) -> dict[str, object]:
@@ -105,22 +97,15 @@ class RawSampling:
             },
         }
 
-    async def _sample(self, connection: Connection, requests: list[dict[str, object]]) -> int:
-        """Ask for all samples, then fetch them; return how many tokens they have."""
-        accepted = []
-        for request in requests:
-            status, body = await connection.post("/api/v1/asample", request)
-            assert status == 200, body
-            accepted.append(json.loads(body)["request_id"])
-        tokens = 0
-        for request_id in accepted:
-            status, body = await connection.post(
-                "/api/v1/retrieve_future", {"request_id": request_id}
-            )
-            assert status == 200, body
-            answer = tinker_pb2.SampleResponse.FromString(body)
-            tokens += sum(len(sequence.tokens) // 4 for sequence in answer.sequences)
-        return tokens
+    async def _sample(self, connection: Connection, request: dict[str, object]) -> int:
+        """Ask for samples and fetch them; return how many tokens they have."""
+        status, body = await connection.post("/api/v1/asample", request)
+        assert status == 200, body
+        accepted = {"request_id": json.loads(body)["request_id"]}
+        status, body = await connection.post("/api/v1/retrieve_future", accepted)
+        assert status == 200, body
+        answer = tinker_pb2.SampleResponse.FromString(body)
+        return sum(len(sequence.tokens) // 4 for sequence in answer.sequences)
 
 
 def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) -> float:

@@ -24,6 +24,7 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def __aenter__(self) -> Connection:
+        self._streams = await asyncio.open_connection(self._host, self._port)
         return self
 
     async def __aexit__(
