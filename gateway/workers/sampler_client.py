@@ -15,20 +15,21 @@ from gateway.workers.clients import (
     errors_translated,
 )
 from gateway.workers.worker import Worker
-from tandem.errors import InternalError, OperationTimedOut
+from tandem.errors import InternalError, OperationTimedOut, WorkerDied
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _SILENCE = 2
 """How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
 
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
 """Receives the new tokens of a sample."""
 
 
 class SamplerClient:
-    """Raises as `TrainerClient`.
+    """Raises as `TrainerClient`. A sampler whose engine has failed says so in its answers and ends:
+    these count as broken connections.
 
     How long a sample may take, from when the engine begins it, is the sampler's to decide:
     `timeout` seconds, before which it may wait for many others; no deadline of a call could allow
@@ -121,6 +122,8 @@ class SamplerClient:
             self._awaited.pop(awaited, None)
             self._watch()
         self._note_heard()
+        if found.failure.type == WorkerDied.type:
+            raise WorkerUnavailable(found.failure.message)
         return found
 
     def _watch(self) -> None:

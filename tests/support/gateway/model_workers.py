@@ -30,6 +30,7 @@ from tandem.errors import (
     NoGradients,
     PublishFailed,
     TandemError,
+    WorkerDied,
 )
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, open_version
@@ -117,7 +118,10 @@ class ModelWorker:
 class ModelSampler(ModelWorker):
     """Has one version of all weights at a time, to which it changes, once it has nothing to do,
     when another is asked for, and any adapters. Its samples show the version that they are from,
-    and their seed; each takes `seconds`. `answered` are the versions of those that have ended."""
+    and their seed; each takes `seconds`. `answered` are the versions of those that have ended. Once
+    its engine has `failed`, its answers say so, and it dies."""
+
+    failed = False
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         super().__init__(spec, misfortune)
@@ -152,6 +156,8 @@ class ModelSampler(ModelWorker):
     async def Load(self, request):
         async with self._turn:
             await self._change_to(request.version, drain=not request.in_flight)
+        if self.failed:
+            return sampler_pb2.LoadReply(failure=self._fail())
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
 
     async def Sample(self, request):
@@ -165,9 +171,15 @@ class ModelSampler(ModelWorker):
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+        if self.failed:
+            return sampler_pb2.SampleReply(failure=self._fail())
         self.answered.append(request.version.name)
         tokens = after(request.version.name, request.prompt_tokens, request.params.seed)
         return sampler_pb2.SampleReply(response=tokens.encode(), version=request.version)
+
+    def _fail(self) -> common_pb2.Failure:
+        asyncio.get_running_loop().call_later(1.0, self.kill)
+        return WorkerDied("the engine failed: its process was killed by signal 9").to_failure()
 
     async def _change_to(self, version: common_pb2.WeightVersion, *, drain: bool = True) -> None:
         assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"

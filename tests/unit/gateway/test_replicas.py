@@ -13,7 +13,7 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease
 from tandem.devices import parse_device
-from tandem.errors import InvalidRequest, NoRoom
+from tandem.errors import InvalidRequest, NoRoom, WorkerDied
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE
 from tests.support.gateway.sampler_world import World
@@ -131,6 +131,47 @@ def test_an_engine_that_is_killed_loses_no_sample_and_its_samples_go_to_the_othe
 
     world.run(scenario())
     alone.run(undisturbed())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_sampler_says_was_lost_with_its_engine_is_asked_of_another_one(new_world, replicas):
+    world, alone = new_world(replicas), new_world(1)
+    answers = []
+
+    async def scenario():
+        first = (await serving(world, replicas))[0]
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(0.5)
+        first.failed = True
+        answers.extend(await asked)
+        now = engines(world)[0]
+        assert now is not first
+        now.failed = True
+        await world.sampler().load(saved(world, "v2"))
+        await until(lambda: now not in engines(world))
+        assert "s-1:train:0/v2" in [each.version.name for each in engines(world)]
+
+    async def undisturbed():
+        await serving(alone, 1)
+        assert await many(alone) == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())
+
+
+def test_a_request_at_which_engines_fail_ends_with_the_second_one(new_world, monkeypatch):
+    world = new_world(1)
+
+    async def scenario():
+        (first,) = await serving(world, 1)
+        monkeypatch.setattr(ModelSampler, "failed", True)
+        assert await world.sample() == "worker_died"
+        (second,) = engines(world)
+        assert second is not first
+        with pytest.raises(WorkerDied, match="died twice during a load: the engine failed"):
+            await world.sampler().load(saved(world, "v2"))
+
+    world.run(scenario())
 
 
 @pytest.mark.parametrize(("in_flight", "drawn_from"), [(True, "v2"), (False, "v1")])
