@@ -28,7 +28,11 @@ from gateway.placement.queue import EngineSlot
 from gateway.placement.room import Place
 from gateway.usage.meter import TimeShares
 from gateway.workers.backoff import Backoff
-from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
+from gateway.workers.clients import (
+    EXIT_REPORT_PATIENCE,
+    WorkerUnavailable,
+    this_task_is_cancelled,
+)
 from gateway.workers.fleet import Fleet
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
@@ -183,6 +187,10 @@ class SamplerEngine:
         self._wanted.append(version)
         try:
             await self.lease.enter()
+        except asyncio.CancelledError:
+            if this_task_is_cancelled():  # and not by closing the lease, which cancels its waits
+                raise
+            raise EngineLost from None
         finally:
             self._wanted.remove(version)
         try:

@@ -139,6 +139,7 @@ class Sampler:
         )
         self._calls: dict[_Call, None] = {}  # in the order in which they were sent
         self._newest: common_pb2.WeightVersion | None = None
+        self._stopped: TandemError | None = None
         self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
         """Engines that did not answer a call, until it is known whether they have ended."""
         self._log = get_log(session_id=self.key.session_id)
@@ -312,7 +313,7 @@ class Sampler:
         work = Work(request.version.name)
         engine = await self._assigned(work)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
-        others = [engine for engine in self._serving() if engine is not load.engine]
+        others = [each for each in self._serving() if each is not load.engine]
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
             reply = await self._send(load, lambda client: client.load(request))
@@ -326,14 +327,17 @@ class Sampler:
         self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
     ) -> sampler_pb2.LoadReply | None:
         """Return the answer of one of several engines, None if there is none: the others serve."""
-        with self.balancer.under_way(engine, Work(request.version.name)):
+        work = Work(request.version.name)
+        load = _Call(work=work, version=request.version, during="a load", engine=engine)
+        with self.balancer.under_way(engine, work):
             try:
-                return await engine.call(
-                    lambda client: client.load(request), version=request.version
-                )
+                return await self._ask(load, lambda client: client.load(request))
             except (EngineLost, WorkerUnavailable, TandemError) as error:
                 self._log.warning("version_not_loaded", engine=engine.process, reason=str(error))
-                return None
+            except asyncio.CancelledError:
+                if not load.was_only_taken_back():
+                    raise
+        return None
 
     async def _prepare(self, engine: SamplerEngine) -> None:
         """Load the version that was used last into an engine that serves from now on. Without it,
@@ -389,6 +393,8 @@ class Sampler:
         """Return an engine that serves, started if needed, once it has room. Raises the
         `WorkerStartFailed` of the start that was waited for, or the error that the sampler was
         stopped with."""
+        if self._stopped is not None:
+            raise self._stopped
         self.start()
         return await self.balancer.assign(work)
 
@@ -398,18 +404,11 @@ class Sampler:
         """Return the answer to a call that was assigned to an engine. If that dies meanwhile and
         the call `may_repeat`, or if it is taken back, return that of another one, or of the next.
         Raises `WorkerDied`, and as `_assigned` and the call."""
-
-        async def noted(client: SamplerClient) -> _Reply:
-            call.worker = client.worker
-            return await send(client)
-
         died = False
         while True:
-            engine, call.worker, call.taken_back, call.to = call.engine, None, False, None
-            # No task of its own: a turn of the event loop each way, with all that is in it.
-            call.task, self._calls[call] = asyncio.current_task(), None
+            engine = call.engine
             try:
-                return await engine.call(noted, version=call.version)
+                return await self._ask(call, send)
             except EngineLost:
                 pass
             except asyncio.CancelledError:
@@ -426,13 +425,27 @@ class Sampler:
                 assert call.worker is not None
                 self._doubt(engine, call.worker)
             finally:
-                del self._calls[call]
                 self.balancer.end(engine, call.work)
                 self._relieve(engine)
             if call.to is not None and self.balancer.give(call.to, call.work):
                 call.engine = call.to
             else:
                 call.engine = await self._assigned(call.work)
+
+    async def _ask(self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]) -> _Reply:
+        """Return what the engine of a call answers, from which it can be taken back meanwhile."""
+
+        async def noted(client: SamplerClient) -> _Reply:
+            call.worker = client.worker
+            return await send(client)
+
+        call.worker, call.taken_back, call.to = None, False, None
+        # No task of its own: a turn of the event loop each way, with all that is in it.
+        call.task, self._calls[call] = asyncio.current_task(), None
+        try:
+            return await call.engine.call(noted, version=call.version)
+        finally:
+            del self._calls[call]
 
     def _doubt(self, engine: SamplerEngine, worker: Worker) -> None:
         """Call an engine no more that has not answered a call, until it is known whether it has
@@ -452,6 +465,7 @@ class Sampler:
 
     async def stop(self, error: TandemError) -> None:
         """End all samples with the error, and its engines. Returns when nothing of that is left."""
+        self._stopped = error
         for sample in self.samples.values():
             sample.future.resolve(error)
         await self.replicas.stop(error)

@@ -279,6 +279,12 @@ async def call_worker(
         return await method(request, metadata=worker.metadata, timeout=timeout)
 
 
+def this_task_is_cancelled() -> bool:
+    """Whether a `CancelledError` is for the current task, and not only for what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 @asynccontextmanager
 async def errors_translated(worker: Worker) -> AsyncIterator[None]:
     """Raise gRPC's errors as those that the clients promise."""
@@ -300,8 +306,6 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
             raise WorkerDied(details or f"the {kind} is broken") from error
         raise InternalError(f"the {kind} answered {code.name}: {details}") from error
     except asyncio.CancelledError:
-        # Closing a channel cancels its calls, which is no cancellation of the current task.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() > 0:
+        if this_task_is_cancelled():  # and not by closing the channel, which cancels its calls
             raise
         raise WorkerUnavailable("the connection to the worker was closed") from None

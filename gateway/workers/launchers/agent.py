@@ -13,7 +13,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from gateway.workers.clients import Method, Reply, Request
+from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
 from tandem.agent.address import agent_address, socket_path
 from tandem.authority import Authority
@@ -237,9 +237,8 @@ class AgentLauncher:
             self.epoch.check(error)
             raise _unknown(error) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
-            # Closing a channel cancels its calls, which is no cancellation of the current task.
-            task = asyncio.current_task()
-            if not self._closed or (task is not None and task.cancelling() > 0):
+            # Closing a channel cancels its calls.
+            if not self._closed or this_task_is_cancelled():
                 raise
             raise WorkerStartFailed("the launcher is closed") from None
 

@@ -13,7 +13,8 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease
 from tandem.devices import parse_device
-from tandem.errors import InvalidRequest, NoRoom, WorkerDied
+from tandem.errors import InvalidRequest, NoRoom, SessionFinished, WorkerDied
+from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE
 from tests.support.gateway.sampler_world import World
@@ -368,6 +369,48 @@ def test_an_engine_that_is_wanted_again_while_it_leaves_stays(new_world):
         await asked
         await many(world)
         assert world.running() == before and states(world) == {"ready": 2}
+
+    world.run(scenario())
+
+
+def test_a_load_does_not_wait_for_the_devices_of_an_engine_that_leaves(new_world):
+    world = new_world()
+
+    async def scenario():
+        world.leases = Leases(awake=2)
+        await serving(world)
+        await many(world)
+        first, second = world.sampler().engines
+        async with first.lease.use(begins_step="r"):  # the second gives its devices to another one
+            another = asyncio.create_task(world.leases.worker("another").compute(5000.0))
+            await until(lambda: second.lease.state == "free")
+            load = asyncio.create_task(world.sampler().load(saved(world, "v2")))
+            await until(lambda: second.waits_for_devices)
+            await scale(world, 1)
+            async with asyncio.timeout(10):
+                await load
+        assert first.weights == "s-1:train:0/v2"
+        another.cancel()
+
+    world.run(scenario())
+
+
+def test_a_load_that_waits_for_devices_ends_with_its_sampler(new_world):
+    world = new_world(1)
+
+    async def scenario():
+        world.leases = Leases(awake=1)
+        await serving(world, 1)
+        (engine,) = world.sampler().engines
+        another = asyncio.create_task(world.leases.worker("another").compute(5000.0))
+        await until(lambda: engine.lease.state == "free")
+        load = asyncio.create_task(world.sampler().load(saved(world, "v2")))
+        await until(lambda: engine.waits_for_devices)
+        await world.router.end_session("s-1", SessionFinished("over"))
+        async with asyncio.timeout(10):
+            with pytest.raises(SessionFinished, match="over"):
+                await load
+        another.cancel()
 
     world.run(scenario())
 
