@@ -332,8 +332,11 @@ class Scheduler:
                 samples.append(work)
             else:
                 work.succeed(LoadOutcome(work.version, 0, 0.0, math.nan))
-        for work in sorted(samples, key=lambda sample: sample.order):
-            self._start(work)
+        samples.sort(key=lambda sample: sample.order)
+        # All of them before the first enters the engine: if that fails at it, all are answered.
+        self._running |= {sample.job.request.id: sample for sample in samples}
+        for sample in samples:
+            self._start(sample)
 
     def _take_served(self, candidates: list[Work], limit: float) -> Iterator[Work]:
         """Take from the waiting list what is of a candidate's version, if that serves now, and
@@ -426,10 +429,10 @@ class Scheduler:
         try:
             self._engine.add(request)
         except TandemError as error:
+            del self._running[request.id]
             work.fail(error)
             return
         work.admitted = self._clock()
-        self._running[request.id] = work
 
     def _step(self) -> None:
         started = time.perf_counter()

@@ -439,7 +439,7 @@ class VllmEngine:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._model)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the library raises nothing narrower
             raise UnsupportedInput(
                 "stop strings need the model's tokenizer, which does not load: "
                 f"{without_paths(str(error))}"

@@ -82,6 +82,8 @@ class FakeEngine:
         return len(self.left)
 
     def add(self, request: EngineRequest) -> None:
+        if self.broken:
+            raise RuntimeError("out of order")
         if request.max_tokens > 100:
             raise SequenceTooLong("too long for the engine")
         assert request.adapter is None or request.adapter in self.adapters

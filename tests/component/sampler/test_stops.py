@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.support.sampler_worker import EOS, LENGTH, PROMPT, SamplerClient, text, tokens_of
+from tests.support.sampler_worker import (
+    EOS,
+    LENGTH,
+    PROMPT,
+    SamplerClient,
+    sampler_process,
+    text,
+    tokens_of,
+)
+from tests.support.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +64,16 @@ def test_an_empty_stop_list_samples_on_behind_the_end_token(sampler: SamplerClie
 def test_without_max_tokens_the_models_length_ends_the_sample(sampler: SamplerClient):
     (sample,) = sampler.sample(PROMPT, max_tokens=None, stop=[]).samples
     assert (len(PROMPT) + len(sample.tokens), sample.stopped) == (LENGTH, False)
+
+
+def test_a_stop_string_is_refused_where_the_tokenizer_cannot_be_read_and_others_go_on(
+    tmp_path: Path,
+):
+    model = write_tiny_model(tmp_path / "m", head_dim=32, max_length=LENGTH)
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unknown"}}))
+    with sampler_process(model) as client:
+        others = client.send(client.request(PROMPT, n=20, max_tokens=400, stop=[]))
+        refused = client.send(client.request(PROMPT, max_tokens=5, stop=["a"])).result()
+        assert refused.failure.type == "unsupported_input"
+        assert "the model's tokenizer, which does not load" in refused.failure.message
+        assert not others.result().HasField("failure")

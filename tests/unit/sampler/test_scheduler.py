@@ -218,11 +218,13 @@ def test_a_request_that_the_engine_refuses_fails_alone():
 
 def test_an_engine_that_breaks_fails_all_requests_and_is_reported():
     bench = Bench()
-    running, waiting = bench.ask(BASE, "running"), bench.ask(NEW, "waiting")
+    running, waiting = bench.ask(BASE, "running", steps=3), bench.ask(NEW, "waiting")
+    bench.turns(1)
+    entering = [bench.ask(BASE, name) for name in ("the first", "the next")]
     bench.engine.broken = True
     bench.scheduler.run()
     later = bench.ask(BASE, "later")
-    for refused in (running, waiting, later):
+    for refused in (running, waiting, *entering, later):
         with pytest.raises(WorkerDied, match="out of order"):
             refused.result(0)
     assert len(bench.fatal) == 1
