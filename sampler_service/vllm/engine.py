@@ -423,7 +423,12 @@ class VllmEngine:
         if not added:
             raise LoadFailed(f"vLLM refuses {name} as an adapter")
         method = WeightsExtension.tandem_adapter_sums
-        if adapters_differ(self._on_workers(method, number, str(directory))):
+        try:
+            differ = adapters_differ(self._on_workers(method, number, str(directory)))
+        except Exception as error:  # of its files, as a rule
+            self._engine.remove_lora(number)
+            raise LoadFailed(f"{name} cannot be compared with its files: {error}") from error
+        if differ:
             self._engine.remove_lora(number)
             raise LoadFailed(f"{name}: the engine does not hold this adapter, but other numbers")
         self._adapters[name] = request

@@ -1,7 +1,8 @@
 """No adapter passes that a real engine did not take in, however little it changes.
 
 The engine computes in bfloat16, and its canary allows more than these adapters change. It is
-sabotaged: it does not copy some layer into the adapter's slot, or reads other numbers.
+sabotaged: it does not copy some layer into the adapter's slot, or reads other numbers, or cannot
+read the files.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ LoRALayerWeights.optimize = one_bit_off
 attempt(directory)
 LoRALayerWeights.optimize = scaled
 attempt(directory)
+from sampler_service.vllm import adapter_sums
+opened = adapter_sums.safe_open
+def unreadable(*_args, **_more):
+    raise OSError("Input/output error")
+adapter_sums.safe_open = unreadable
+attempt(directory)
+adapter_sums.safe_open = opened
+assert not engine._engine.list_loras(), "what was refused is still there"
+attempt(directory)
 print("RESULTS", json.dumps(results))
 """
 
@@ -82,9 +92,10 @@ def test_an_adapter_that_the_engine_did_not_take_in_is_refused(tmp_path: Path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    *whole, not_copied, again, one_bit_off, at_last = json.loads(
+    *whole, not_copied, again, one_bit_off, once_more, unreadable, at_last = json.loads(
         done.stdout.partition("RESULTS ")[2]
     )
-    assert [*whole, again, at_last] == [""] * 5
+    assert [*whole, again, once_more, at_last] == [""] * 6
+    assert unreadable.endswith("cannot be compared with its files: Input/output error")
     for refusal in (not_copied, one_bit_off):
         assert "does not hold this adapter" in refusal
