@@ -87,8 +87,8 @@ class ReadAhead:
         reading = self._reading
         if reading is None or reading.version != version:
             return None
-        if not reading.result.done():
-            return None if self.seconds_left else self._late(version)
+        if not reading.result.done():  # it may be by the next line: then no time is left, not 0 s
+            return self._late(version) if self.seconds_left == 0.0 else None
         try:
             return reading.result.result()
         except LoadFailed as error:

@@ -127,6 +127,29 @@ def test_a_version_that_is_not_read_in_time_fails_and_the_engine_goes_on():
     assert bench.loader.reads == []
 
 
+def test_a_version_whose_reading_ends_at_the_moment_of_the_look_is_not_late():
+    reads = LaterReads()
+    reader = ReadAhead(
+        lambda version, _go_on: Verified(version),
+        timeout=100.0,
+        clock=lambda: 0.0,
+        on_done=lambda: None,
+        start=reads,
+    )
+    reader.want(NEW)
+    result = reader._reading.result
+    done = result.done
+
+    def ends_after_the_look() -> bool:
+        was = done()
+        reads.finish()
+        return was
+
+    result.done = ends_after_the_look
+    assert reader.outcome(NEW) is None
+    assert reader.outcome(NEW) == Verified(NEW)
+
+
 def test_an_idle_engine_in_a_thread_of_its_own_loads_what_was_read_and_notices_who_gave_up():
     reads = LaterReads()
     bench = Bench(start_reading=reads)
