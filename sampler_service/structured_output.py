@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -129,8 +128,8 @@ class GrammarCompiler:
         load: Callable[[], LLTokenizer] | None = None,
         compile_one: Callable[[Grammar, LLTokenizer], CompiledGrammar] | None = None,
     ) -> None:
-        """`compile_seconds` limits one grammar. `load` and `compile_one` default to
-        `load_tokenizer` and `compile_grammar`."""
+        """`compile_seconds` limits one grammar, and before that its wait for others. `load` and
+        `compile_one` default to `load_tokenizer` and `compile_grammar`."""
         self._load = load or partial(
             load_tokenizer, model, vocabulary=vocabulary, end_tokens=end_tokens
         )
@@ -139,9 +138,13 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiling: dict[Grammar, asyncio.Task[CompiledGrammar]] = {}
+        """Those that threads are at or come to, also beyond their time: a thread cannot be ended,
+        and no second one is to begin the same."""
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar, while the engine goes on.
+        """Return the compiled grammar, while the engine goes on. All who ask for one together get
+        the same.
 
         Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the
         model is, and `Overloaded` if earlier grammars keep the threads busy.
@@ -157,21 +160,38 @@ class GrammarCompiler:
             tokenizer = await asyncio.wait_for(loading, _TOKENIZER_SECONDS)
         except TimeoutError as error:
             raise Overloaded("the tokenizer is still being loaded; try again") from error
-        started = threading.Event()
+        task = self._compiling.get(grammar)
+        if task is None:
+            task = asyncio.create_task(self._compile(grammar, tokenizer), name="grammar")
+            self._compiling[grammar] = task
+        return await asyncio.shield(task)
+
+    async def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
+        """Compile it in a thread. Its time begins with that: what it waits for is others' fault."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def work() -> CompiledGrammar:
-            started.set()
+            loop.call_soon_threadsafe(begun.set)
             return self._compile_one(grammar, tokenizer)
 
+        def ended(job: asyncio.Future[CompiledGrammar]) -> None:
+            del self._compiling[grammar]
+            if not job.cancelled():
+                job.exception()  # nobody else may look at it any more
+
         job = asyncio.wrap_future(self._threads.submit(work))
+        job.add_done_callback(ended)
         try:
-            compiled = await asyncio.wait_for(job, self._compile_seconds)
+            await asyncio.wait_for(begun.wait(), self._compile_seconds)
         except TimeoutError as error:
-            if not started.is_set():
-                raise Overloaded("other grammars are being compiled; try again") from error
+            job.cancel()
+            raise Overloaded("other grammars are being compiled; try again") from error
+        await asyncio.wait({job}, timeout=self._compile_seconds)
+        if not job.done():
             raise StructuredOutputInvalid(
                 f"the grammar was not compiled within {self._compile_seconds:g} s; make it simpler"
-            ) from error
+            )
+        compiled = job.result()
         self._cache[grammar] = compiled
         if len(self._cache) > _KEPT_GRAMMARS:
             self._cache.popitem(last=False)

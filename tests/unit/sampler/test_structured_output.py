@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+from collections import defaultdict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from sampler_service.structured_output import (
 from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput
 from tandem.v1 import sampler_pb2
 from tests.support.tiny_model import VOCABULARY
+from tests.support.virtual_time import run_in_virtual_time
 
 MODEL: dict[str, Any] = {"vocabulary": VOCABULARY, "end_tokens": (1,)}
 GRAMMARS = [Grammar("regex", f"[{letter}]") for letter in "abcd"]
@@ -31,10 +35,13 @@ class Slow:
 
     def __init__(self) -> None:
         self.go = threading.Event()
+        self.may_end = defaultdict(lambda: self.go)
+        self.begun: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
         self.compiled: list[Grammar] = []
 
     def compile_one(self, grammar: Grammar, tokenizer: Any) -> CompiledGrammar:
-        self.go.wait(timeout=60)
+        self.begun.put(grammar)
+        self.may_end[grammar].wait(timeout=60)
         self.compiled.append(grammar)
         return CompiledGrammar(grammar, tokenizer)
 
@@ -74,6 +81,50 @@ def test_a_grammar_is_compiled_once():
         assert slow.compiled == GRAMMARS[:1]
 
     asyncio.run(scenario())
+
+
+def test_equal_grammars_that_come_together_are_compiled_once():
+    async def scenario() -> None:
+        slow = Slow()
+        compiler = compiler_of(slow, seconds=60)
+        asked = [asyncio.create_task(compiler.compile(GRAMMARS[0])) for _ in range(32)]
+        await asyncio.sleep(0)
+        asked.pop().cancel()  # whoever gives up takes nothing from the others
+        slow.go.set()
+        assert len(set(await asyncio.gather(*asked))) == 1
+        assert slow.compiled == GRAMMARS[:1]
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_has_its_time_from_when_it_is_begun():
+    async def scenario() -> None:
+        slow = Slow()
+        slow.may_end = {grammar: threading.Event() for grammar in GRAMMARS}
+        compiler = compiler_of(slow, seconds=10.0)
+        compiler._tokenizer = Future()
+        compiler._tokenizer.set_result(None)  # type: ignore[arg-type]
+        first, second, third = [
+            asyncio.create_task(compiler.compile(grammar)) for grammar in GRAMMARS[:3]
+        ]
+        for _ in range(2):
+            await asyncio.to_thread(slow.begun.get, timeout=60)
+        await asyncio.sleep(6.0)
+        slow.may_end[GRAMMARS[0]].set()
+        assert await asyncio.to_thread(slow.begun.get, timeout=60) == GRAMMARS[2]
+        await asyncio.sleep(6.0)
+        assert first.done() and not third.done()
+        with pytest.raises(StructuredOutputInvalid, match="not compiled within 10 s"):
+            await compiler.compile(GRAMMARS[1])
+        assert slow.begun.empty(), "a thread is at it still"
+        for event in slow.may_end.values():
+            event.set()
+        compiler._threads.shutdown()
+        assert (await third).source == GRAMMARS[2]
+        with pytest.raises(StructuredOutputInvalid):
+            await second
+
+    run_in_virtual_time(scenario())
 
 
 def test_a_tokenizer_that_did_not_load_is_tried_again():
