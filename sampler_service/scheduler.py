@@ -16,7 +16,8 @@ or a switch before its turn.
 - What is in flight does not drain for a newer version of its run (`in_flight.py`): once that was
   read and nothing else runs, the engine pauses, takes the weights, and goes on. Of adapters, it is
   moved from one to the other between two steps.
-- An adapter needs the base model's weights. While these are loaded, it is added beside running
+- An adapter, the one that was wanted first, is read and verified in a thread as well, whatever is
+  loaded. Then it needs the base model's weights. While these are loaded, it is added beside running
   requests (`weights/adapters.py`), and requests for several adapters and for the base model run
   together. While others are loaded, a request for an adapter waits for the base model.
 - A load that fails leaves the previous version serving: untouched, or loaded again. Only work for
@@ -112,6 +113,13 @@ class Scheduler:
         self._adapter_names: tuple[str, ...] = ()
         self._reader = ReadAhead(
             loader.verify,
+            timeout=timeout,
+            clock=clock,
+            on_done=self._submissions.notify,
+            start=start_reading,
+        )
+        self._adapter_reader = ReadAhead(
+            adapters.verify,
             timeout=timeout,
             clock=clock,
             on_done=self._submissions.notify,
@@ -233,17 +241,37 @@ class Scheduler:
         reading = target is None or target == self._reader.wanted
         if self._asleep:
             return reading
-        if any(work.weights == self._loaded for work in self._waiting.oldest):
-            # An adapter found no room beside those of other candidates, and none of these entered
-            # the engine (loads, refusals): the next turn has room.
-            return False
+        for work in self._waiting.oldest:
+            if work.weights == self._loaded and not self._awaits_reading(work):
+                # As an adapter that found no room beside those of other candidates, of which none
+                # entered the engine (loads, refusals): the next turn has room.
+                return False
         return reading and self._ready_weights is None
 
     @property
     def _next_weights(self) -> WeightVersion | None:
-        """The weights that the oldest waiter needs in place of the loaded ones."""
-        needed = (work.weights for work in self._waiting.oldest)
+        """The weights that the oldest waiter needs in place of the loaded ones. For an adapter,
+        they are not needed before it was read."""
+        needed = (
+            work.weights
+            for work in self._waiting.oldest
+            if not work.version.adapter or self._was_verified(work.version)
+        )
         return next((weights for weights in needed if weights != self._loaded), None)
+
+    @property
+    def _next_adapter(self) -> WeightVersion | None:
+        """The adapter that the oldest waiter needs and the engine does not have."""
+        needed = (work.version for work in self._waiting.oldest if work.version.adapter)
+        return next((version for version in needed if version not in self._adapters), None)
+
+    def _awaits_reading(self, work: Work) -> bool:
+        """Whether work needs an adapter that is being read, or comes after that."""
+        missing = work.version.adapter and work.version not in self._adapters
+        return missing and self._adapter_reader.seconds_left is not None
+
+    def _was_verified(self, adapter: WeightVersion) -> bool:
+        return isinstance(self._adapter_reader.outcome(adapter), Verified)
 
     @property
     def _ready_weights(self) -> WeightVersion | None:
@@ -268,7 +296,16 @@ class Scheduler:
         return isinstance(self._reader.outcome(version), Verified)
 
     def _read_ahead(self) -> None:
-        """Have the next weights read; fail the work for those that cannot be."""
+        """Have the next weights and the next adapter read; fail the work for those that cannot
+        be."""
+        while (adapter := self._next_adapter) is not None:
+            self._adapter_reader.want(adapter)
+            outcome = self._adapter_reader.outcome(adapter)
+            if not isinstance(outcome, LoadFailed):
+                break
+            self._adapter_failed(adapter, outcome)
+        else:
+            self._adapter_reader.want(None)
         if self._switches:
             return  # a wake says itself what is read
         while (target := self._next_weights) is not None:
@@ -282,7 +319,9 @@ class Scheduler:
     def _take(self) -> None:
         """Move new work to the waiting list, and drop work that was cancelled or takes too long;
         block if there is none."""
-        for each in self._submissions.take(wait=self._idle, seconds=self._reader.seconds_left):
+        readers = (self._reader.seconds_left, self._adapter_reader.seconds_left)
+        seconds = min((left for left in readers if left is not None), default=None)
+        for each in self._submissions.take(wait=self._idle, seconds=seconds):
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
@@ -346,11 +385,11 @@ class Scheduler:
                 yield from self._waiting.take(version, lambda work: work.arrived <= limit)
 
     def _is_blocked(self, work: Work) -> bool:
-        """Whether work needs other weights, which were read, or the room of another adapter."""
+        """Whether work needs other weights, or the room of another adapter, for what was read."""
         if work.weights != self._loaded:
             return self._was_read(work.weights)
         missing = work.version.adapter and work.version not in self._adapters
-        return missing and self._adapters.full
+        return missing and self._adapters.full and self._was_verified(work.version)
 
     def _serves(self, version: WeightVersion) -> bool:
         if version.adapter:
@@ -359,17 +398,20 @@ class Scheduler:
 
     def _add_adapters(self, candidates: list[Work]) -> None:
         """Start to add the adapters that candidates wait for, in the order of their arrival, as far
-        as there is room. No adapter is evicted that running work or a candidate needs."""
+        as they were read and there is room. No adapter is evicted that running work or a candidate
+        needs."""
         versions = [candidate.version for candidate in candidates]
         missing = [each for each in versions if each.adapter and each not in self._adapters]
         if not missing:
             return
         needed = {work.version.name for work in (*self._running.values(), *candidates)}
         for version in missing:
-            if not self._adapters.make_room(needed=needed):
+            self._adapter_reader.want(version)
+            read = self._adapter_reader.outcome(version)
+            if read is None or not self._adapters.make_room(needed=needed):
                 return
             try:
-                outcome = self._adapters.add(version)
+                outcome = self._adapters.add(self._adapter_reader.take(version))
             except LoadFailed as error:
                 self._adapter_failed(version, error)
                 continue

@@ -1,12 +1,12 @@
 """Keeps LoRA adapters beside an engine's weights: verifies, loads, checks and evicts them.
 
 An adapter is published in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) with
-our manifest. Before it is loaded: the manifest and its checksums, the settings, and that every pair
-A [r, in], B [out, r] fits a matrix of the base model. Afterwards: the engine computes the trainer's
-canary with it, as a request beside those that are running.
+our manifest. Before it is loaded, in any thread (`read_ahead`): the manifest and its checksums, the
+settings, and that every pair A [r, in], B [out, r] fits a matrix of the base model. Afterwards: the
+engine computes the trainer's canary with it, as a request beside those that are running.
 
-The files are read in the engine's thread between two steps, which delays running requests. An
-adapter is a few per cent of its base model in size, and is read once while it stays loaded.
+The engine takes it in between two steps, from files that were just read. An adapter is a few per
+cent of its base model in size, and is read once while it stays loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sampler_service.engine import Engine, EngineRequest, EngineResult, PromptSc
 from sampler_service.weights.loader import (
     Inventory,
     LoadOutcome,
+    Verified,
     WeightVersion,
     compare_with_canary,
     read_inventory,
@@ -29,7 +30,7 @@ from sampler_service.weights.loader import (
 )
 from tandem.errors import LoadFailed
 from tandem.model_config import read_json
-from tandem.weights import Canary, Manifest
+from tandem.weights import Canary
 from tandem.weights.store import read_again
 
 CONFIG_NAME = "adapter_config.json"
@@ -102,7 +103,7 @@ class AdapterCache:
     """The adapters in an engine, at most as many as it holds; the least recently used one that no
     request needs is evicted first.
 
-    Literal use, in the engine's thread: `add(version)` after `make_room(...)`; step the engine and
+    Literal use, in the engine's thread: `add(verified)` after `make_room(...)`; step the engine and
     pass every result to `take_canary`; once `ready(version)`, add requests that name it.
     """
 
@@ -165,18 +166,35 @@ class AdapterCache:
         self._remove(min(evictable, key=lambda each: each.used).version.name)
         return True
 
-    def add(self, version: WeightVersion) -> LoadOutcome | None:
+    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+        """Read all files of an adapter, in any thread; `go_on` is called before each piece, and
+        ends it by raising. Raises `LoadFailed`."""
+        facts = self._engine.facts
+        if not facts.max_lora_rank:
+            raise LoadFailed(f"{version.name} is an adapter; this sampler was started without any")
+        try:
+            manifest = verified_manifest(version, facts, go_on)
+            files = {entry.name for entry in manifest.files}
+            if not manifest.adapter or not {CONFIG_NAME, TENSORS_NAME} <= files:
+                raise LoadFailed(f"{version.name} is not published as an adapter")
+            check_adapter(
+                version.path, base=self._base, max_rank=facts.max_lora_rank, name=version.name
+            )
+        except (OSError, ValueError) as error:  # unreadable, or not JSON
+            raise LoadFailed(f"{version.name} cannot be read: {error}") from error
+        return Verified(version, manifest.canary, bytes=manifest.bytes)
+
+    def add(self, verified: Verified) -> LoadOutcome | None:
         """Load an adapter. Return the outcome if it has no canary and so serves at once; otherwise
         `take_canary` will. Raises `LoadFailed`, and has changed nothing then."""
+        version, canary = verified.version, verified.canary
         assert version not in self
         started = self._clock()
-        manifest = self._verify(version)
         self._engine.add_adapter(version.name, version.path)
         self._uses += 1
-        canary = manifest.canary
         if canary is not None and len(canary.tokens) < 2:
             canary = None
-        adapter = _Adapter(version, manifest.bytes, started, used=self._uses, canary=canary)
+        adapter = _Adapter(version, verified.bytes, started, used=self._uses, canary=canary)
         self._adapters[version.name] = adapter
         if canary is None:
             return self._outcome(adapter, difference=math.nan)
@@ -216,22 +234,6 @@ class AdapterCache:
     def clear(self) -> None:
         """Forget all adapters: the engine has loaded other weights and dropped them."""
         self._adapters.clear()
-
-    def _verify(self, version: WeightVersion) -> Manifest:
-        facts = self._engine.facts
-        if not facts.max_lora_rank:
-            raise LoadFailed(f"{version.name} is an adapter; this sampler was started without any")
-        try:
-            manifest = verified_manifest(version, facts)
-            files = {entry.name for entry in manifest.files}
-            if not manifest.adapter or not {CONFIG_NAME, TENSORS_NAME} <= files:
-                raise LoadFailed(f"{version.name} is not published as an adapter")
-            check_adapter(
-                version.path, base=self._base, max_rank=facts.max_lora_rank, name=version.name
-            )
-        except (OSError, ValueError) as error:  # unreadable, or not JSON
-            raise LoadFailed(f"{version.name} cannot be read: {error}") from error
-        return manifest
 
     def _remove(self, name: str) -> None:
         del self._adapters[name]

@@ -1,4 +1,4 @@
-"""Reads and verifies the weights that are wanted next, while the engine samples from others.
+"""Reads and verifies the weights or the adapter wanted next, while the engine samples from others.
 
 A thread reads all files of a version, which needs no engine. What it has read lies in the system's
 page cache: it belongs to no process, the system takes it back when something else needs the memory,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +13,11 @@ from sampler_service.weights.loader import Verified
 from sampler_service.weights.read_ahead import ReadAhead
 from tandem.errors import LoadFailed
 from tests.support.fake_engine import BASE, NEW, OTHER, Bench, LaterReads
+from tests.support.published_adapters import RANK, adapter, write_base
 from tests.support.waiting import wait_until
 
 
-def bench_that_reads_later(**arguments: float) -> tuple[Bench, LaterReads]:
+def bench_that_reads_later(**arguments: Any) -> tuple[Bench, LaterReads]:
     reads = LaterReads()
     return Bench(start_reading=reads, **arguments), reads
 
@@ -148,6 +151,53 @@ def test_a_version_whose_reading_ends_at_the_moment_of_the_look_is_not_late():
     result.done = ends_after_the_look
     assert reader.outcome(NEW) is None
     assert reader.outcome(NEW) == Verified(NEW)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+def test_an_adapter_that_is_not_read_in_time_fails_and_keeps_nobody_waiting(
+    base: Path, tmp_path: Path
+):
+    bench, reads = bench_that_reads_later(timeout=100.0, base=base, rank=RANK)
+    running = bench.ask(BASE, "running", steps=3)
+    stuck, load = bench.ask(adapter(tmp_path, 1), "a"), bench.scheduler.load(adapter(tmp_path, 2))
+    bench.turns(3)
+    assert running.result(0).version == BASE and len(reads.begun) == 1
+    bench.now += 100.5
+    later = bench.ask(BASE, "later")
+    bench.turns(1)
+    with pytest.raises(LoadFailed, match="not read within 100 s"):
+        stuck.result(0)
+    assert later.result(0).version == BASE
+    reads.finish()
+    bench.settle()
+    assert load.result(0).version.name == "run/v2"
+    assert set(bench.scheduler.status.adapters) == {"run/v2"}
+
+
+def test_an_adapter_takes_the_weights_of_another_version_away_only_once_it_was_read(
+    base: Path, tmp_path: Path
+):
+    bench, reads = bench_that_reads_later(base=base, rank=RANK)
+    first = bench.ask(NEW, "first")
+    bench.turns(1)
+    reads.finish()
+    bench.settle()
+    answer = bench.ask(adapter(tmp_path, 5), "a")
+    bench.turns(1)
+    assert first.done() and bench.loader.reads == ["run/v1"] and len(reads.begun) == 1
+    other = bench.ask(BASE, "base")
+    bench.turns(1)
+    _, read_base = reads.begun
+    read_base()
+    bench.turns(2)
+    assert other.result(0).version == BASE and not answer.done(), "its adapter is still read"
+    reads.finish()
+    bench.settle()
+    assert answer.result(0).version.adapter
 
 
 def test_an_idle_engine_in_a_thread_of_its_own_loads_what_was_read_and_notices_who_gave_up():
