@@ -366,7 +366,9 @@ class WatchReply(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """In the first message: the ids of all workers of which something is left."""
+        """In the first message: the ids of all workers of which something is left, and of those whose
+        ends the messages after it tell.
+        """
 
     @property
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerEnded]: ...

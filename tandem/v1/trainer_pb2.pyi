@@ -121,6 +121,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     RUN_IDS_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
+    PACKS_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -139,6 +140,8 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     asleep: builtins.bool
     shares: builtins.bool
     """Whether its backend lets several runs share one model."""
+    packs: builtins.bool
+    """Whether micro-batches come packed into one row instead of padded."""
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """All that are hosted."""
@@ -165,9 +168,10 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         run_ids: collections.abc.Iterable[builtins.str] | None = ...,
         memory: Global___MemoryPlan | None = ...,
         shares: builtins.bool = ...,
+        packs: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "packs", b"packs", "parameters", b"parameters", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 

@@ -23,7 +23,6 @@ WAYS = {
     "as it is": {},
     "chunks": {"logits_bytes": 4 * VOCABULARY * 7},
     "checkpointed blocks": {"checkpointing": "on"},
-    "packed rows": {"packing": "on"},
 }
 TRAININGS = {"all parameters": TrainingSpec(), "adapters": TrainingSpec(lora=LoraSpec(rank=4))}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
@@ -67,7 +68,7 @@ from trainer_service.models.huggingface import (
 )
 from trainer_service.models.logprobs import comes_apart, has_body
 from trainer_service.models.memory_plan import MemoryPlan, wanted_tokens
-from trainer_service.models.packing import can_pack, pack
+from trainer_service.models.packing import pack, why_not_packed
 from trainer_service.models.products import (
     faster_by_onednn,
     linear,
@@ -337,7 +338,9 @@ class Fsdp2Backend(TrainerBackend):
         if small is not None and self._world.device != "cpu":
             # A GPU's kernel takes neither every type nor every size of heads.
             tried = copy.deepcopy(small).to(self._world.device, torch_dtype(self.dtype))
-        self.packs = settings.packing == "on" and can_pack(tried)
+        self.packs = settings.packing == "on" and not (reason := why_not_packed(tried))
+        if settings.packing == "on" and not self.packs and self._world.rank == 0:
+            get_log().info("rows_padded", reason=reason, dtype=self.dtype, device=self.device)
         if self.packs and small is not None:
             pack(self._model)
         if self._compiled and not self.packs:

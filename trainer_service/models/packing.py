@@ -61,19 +61,20 @@ def row_inputs(
     return inputs
 
 
-def can_pack(model: nn.Module) -> bool:
-    """Makes the model accept packed rows and returns True, if it computes the same on them.
+def why_not_packed(model: nn.Module) -> str:
+    """Makes the model accept packed rows, if it computes the same on them, and returns "". Returns
+    the reason otherwise, and the model is unchanged.
 
     Models differ in what they do between tokens (recurrent layers, position biases, sinks), so
-    this compares two sequences in a row with each alone. Otherwise the model is unchanged.
+    this compares two sequences in a row with each alone.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        return False
+        return f"{type(model).__name__} is no model of transformers"
     text = model.config.get_text_config()
     if not _windows_are_told(model):
-        return False
+        return "its attention is not told of each window or chunk"
     before = str(model.config._attn_implementation)
     vocabulary = int(text.vocab_size)
     device = next(model.parameters()).device
@@ -84,6 +85,8 @@ def can_pack(model: nn.Module) -> bool:
         alone = [
             model(input_ids=tokens[None], use_cache=False).logits for tokens in (first, second)
         ]
+        wanted = torch.cat(alone, dim=1)
+        tolerance = _TOLERANCE[wanted.dtype] * max(1.0, float(wanted.abs().max()))
         try:
             pack(model)
             together = model(
@@ -91,15 +94,15 @@ def can_pack(model: nn.Module) -> bool:
                 use_cache=False,
                 **row_inputs(positions, bounds_of([5, 7]), device.type),
             ).logits
-        except (TypeError, ValueError, RuntimeError, NotImplementedError):
-            together = None
-    wanted = torch.cat(alone, dim=1)
-    scale = max(1.0, float(wanted.abs().max()))
-    tolerance = _TOLERANCE[wanted.dtype] * scale
-    if together is not None and float((together - wanted).abs().max()) <= tolerance:
-        return True
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            reason = f"{type(error).__name__}: {error}"[:300]
+        else:
+            off = float((together - wanted).abs().max())
+            if off <= tolerance:
+                return ""
+            reason = f"logits of a packed row are off by {off:.3g}"
     model.set_attn_implementation(before)
-    return False
+    return reason
 
 
 def pack(model: PreTrainedModel) -> None:

@@ -133,6 +133,7 @@ class Operations:
             asleep=self.switching.asleep,
             memory=_memory(trainer.backend.plan),
             shares=Capability.SHARING in trainer.backend.capabilities,
+            packs=trainer.backend.packs,
         )
 
     def _announce(self, op: Op, message: Message | None = None) -> None:

@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.support.architectures import write_model
+from tests.support.local_trainer import make
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
+from trainer_service.models import packing
 from trainer_service.models.huggingface import load_model
 from trainer_service.models.packing import (
     bounds_of,
-    can_pack,
     packed_attention,
     row_inputs,
     runs_of,
+    why_not_packed,
 )
 
 LENGTHS = [17, 9, 9, 4, 4, 4, 1]
@@ -50,7 +53,7 @@ def test_a_packed_row_equals_its_sequences_alone(tmp_path: Path, architecture: s
     model, parts = load_model(path), sequences()
     alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
 
-    assert can_pack(model)
+    assert not why_not_packed(model)
     packed = model(**row_of(parts)).logits[0]
 
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
@@ -59,7 +62,7 @@ def test_a_packed_row_equals_its_sequences_alone(tmp_path: Path, architecture: s
 def test_gradients_are_those_of_the_sequences_alone(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path)
     model, plain, parts = load_model(path), load_model(path), sequences()
-    assert can_pack(model)
+    assert not why_not_packed(model)
     model(**row_of(parts)).logits.log_softmax(-1)[..., 3].sum().backward()
     for part in parts:
         plain(input_ids=part[None]).logits.log_softmax(-1)[..., 3].sum().backward()
@@ -84,7 +87,7 @@ def test_a_sliding_window_ends_within_its_sequence() -> None:
     model, parts = MistralForCausalLM(config).eval(), sequences()
     alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
 
-    assert can_pack(model)
+    assert not why_not_packed(model)
     torch.testing.assert_close(model(**row_of(parts)).logits[0], alone, rtol=1e-4, atol=1e-4)
 
 
@@ -96,7 +99,7 @@ def test_a_model_that_mixes_neighbouring_tokens_is_left_as_it_is() -> None:
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4, expand=1
     )
     model = MambaForCausalLM(config).eval()
-    assert not can_pack(model)
+    assert why_not_packed(model)
     tokens = torch.tensor([[3, 4, 5]])
     assert model(input_ids=tokens).logits.shape == (1, 3, VOCABULARY)
 
@@ -120,7 +123,7 @@ def test_a_model_whose_attention_ends_at_chunks_is_left_as_it_is() -> None:
     model, tokens = Llama4ForCausalLM(config).eval(), torch.arange(40)[None] % VOCABULARY
     before = model(input_ids=tokens).logits
 
-    assert not can_pack(model)
+    assert why_not_packed(model)
     torch.testing.assert_close(model(input_ids=tokens).logits, before)
 
 
@@ -128,7 +131,7 @@ def test_a_model_whose_mask_alone_knows_its_window_is_left_as_it_is(tmp_path: Pa
     window = {"use_sliding_window": True, "sliding_window": 1000, "max_window_layers": 2}
     model = load_model(write_model(tmp_path, "qwen2_moe", **window))
     assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
-    assert not can_pack(model)
+    assert why_not_packed(model)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -137,7 +140,7 @@ def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
     model, plain = load_model(path), load_model(path)
     tokens = torch.stack([torch.arange(6), torch.arange(6, 0, -1)])
 
-    assert can_pack(model)
+    assert not why_not_packed(model)
     torch.testing.assert_close(
         model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5
     )
@@ -199,3 +202,20 @@ def test_values_may_have_fewer_elements_than_keys() -> None:
     packed, _ = packed_attention(None, query, key, value[..., :5], None, bounds=bounds)
     wanted, _ = packed_attention(None, query, key, value, None, bounds=bounds)
     torch.testing.assert_close(packed, wanted[..., :5])
+
+
+def test_a_trainer_tells_whether_it_packs_and_logs_why_it_cannot(model, monkeypatch) -> None:
+    with capture_logs() as lines:
+        assert make(model, None).describe().packs
+        assert not make(model, None, packing="off").describe().packs
+    assert "rows_padded" not in {line["event"] for line in lines}
+
+    def no_kernel(*_: object, **__: object) -> None:
+        raise NotImplementedError("no kernel takes float32")
+
+    monkeypatch.setattr(packing, "packed_attention", no_kernel)
+    with capture_logs() as lines:
+        assert not make(model, None).describe().packs
+    (line,) = (line for line in lines if line["event"] == "rows_padded")
+    assert line["reason"] == "NotImplementedError: no kernel takes float32"
+    assert (line["dtype"], line["device"]) == ("float32", "cpu")
