@@ -13,7 +13,7 @@ import psutil
 
 from tandem.demo.run import versions
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, object]:
@@ -28,11 +28,21 @@ def machine() -> dict[str, object]:
     }
 
 
-def save(results: Mapping[str, object]) -> Path:
-    """Write results to a new file named by the date and a number; return its path."""
-    _RESULTS.mkdir(exist_ok=True)
-    path = _RESULTS / f"{time.strftime('%Y-%m-%d')}-{len(list(_RESULTS.iterdir())):03d}.json"
+def new_file(folder: Path = RESULTS) -> Path:
+    """Return the path of a new file of a folder, named by the date and a number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{time.strftime('%Y-%m-%d')}-{len(list(folder.iterdir())):03d}.json"
+
+
+def write(path: Path, results: Mapping[str, object]) -> None:
+    """Write results, or write them again when there are more."""
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def save(results: Mapping[str, object]) -> Path:
+    """Write results to a new file; return its path."""
+    path = new_file()
+    write(path, results)
     return path
 
 

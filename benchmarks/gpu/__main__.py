@@ -1,4 +1,5 @@
-"""Measures sizes of models one after the other, and writes the result.
+"""Measures sizes of models one after the other, part by part. Each part is written when it ends, so
+that a machine which is taken away leaves what was measured.
 
 A size takes minutes: `--sizes 0.5B` and `--only training` measure parts. `--device cpu` with
 `--sizes tiny` runs the same code on cores, where host and device are the same memory: what that
@@ -11,57 +12,85 @@ import argparse
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from benchmarks import record
-from benchmarks.gpu.moves import engine_of, together, trainer_of
-from benchmarks.gpu.speed import ADAPTERS_FROM, parameters_of, sampling, serving, training
-from benchmarks.gpu.workers import SIZES, Bench, elsewhere, torch_device, write_model
+from benchmarks.gpu.memory import memory
+from benchmarks.gpu.moves import engines, together, trainers
+from benchmarks.gpu.speed import publishing, sampling, serving, training
+from benchmarks.gpu.workers import (
+    SIZES,
+    Bench,
+    attempt,
+    elsewhere,
+    torch_device,
+    trains_adapters,
+    write_model,
+)
 from tandem.devices import Device
 from tandem.host import Accelerator, accelerators, driver_version, this_host
 
-PARTS = ("training", "sampling", "serving", "trainers", "engines", "together")
+Part = Callable[[Bench, str, Path], dict[str, object]]
+
+
+def _in_a_loop(
+    part: Callable[[Bench, str, Path], Coroutine[Any, Any, dict[str, object]]],
+) -> Part:
+    return lambda bench, size, model: asyncio.run(part(bench, size, model))
+
+
+PARTS: dict[str, Part] = {
+    "training": training,
+    "memory": memory,
+    "publishing": _in_a_loop(publishing),
+    "sampling": _in_a_loop(sampling),
+    "serving": _in_a_loop(serving),
+    "trainers": _in_a_loop(trainers),
+    "engines": _in_a_loop(engines),
+    "together": together,
+}
+_OF_ALL_PARAMETERS = ("trainers", "engines")
 _NEEDED_TOGETHER = ("vllm", "tinker", "fastapi")
 
 
 def measure(
-    bench: Bench, sizes: Sequence[str], parts: Sequence[str], *, steps: int
+    bench: Bench, sizes: Sequence[str], parts: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield what was found of each size. What fails is told in its place, and the rest goes on."""
+    """Yield what was found of a size so far, after each part. What fails is told in its place, and
+    the rest goes on."""
     for size in sizes:
         model = bench.work / size
         bench.say(f"{size}: random weights are written")
-        found: dict[str, object] = {}
-        whole = parameters_of(size) <= ADAPTERS_FROM
-        try:
-            elsewhere(bench, write_model, model, size, torch_device(bench))
-            for part, of_part in (
-                ("training", training),
-                ("sampling", sampling),
-                ("serving", serving),
-            ):
-                if part in parts:
-                    found[part] = asyncio.run(of_part(bench, size, model))
-            if whole and ("trainers" in parts or "engines" in parts):
-                measured, count = "trainers" in parts, 2 if "engines" in parts else 0
-                row, versions = asyncio.run(
-                    trainer_of(bench, size, model, measured=measured, versions=count)
-                )
-                found |= {"trainer": row} if measured else {}
-                if "engines" in parts:
-                    found["engine"] = asyncio.run(engine_of(bench, size, model, versions))
-            if "together" in parts and size == sizes[0]:
-                found["together"] = together(bench, size, model, steps=steps)
-        except Exception as error:  # noqa: BLE001 - minutes of a lent machine are not thrown away
-            found["failed"] = failure = f"{type(error).__name__}: {error}"
-            bench.say(failure)
-        shutil.rmtree(model, ignore_errors=True)
-        shutil.rmtree(bench.work / "weights", ignore_errors=True)
-        yield size, found
+        found = attempt(bench, _write, bench, size, model)
+        if found:
+            yield size, found
+            continue
+        for part in parts:
+            if part in _OF_ALL_PARAMETERS and trains_adapters(size):
+                continue
+            if part == "together" and size != sizes[0]:
+                continue
+            found[part] = attempt(bench, PARTS[part], bench, size, model)
+            shutil.rmtree(bench.work / "weights", ignore_errors=True)
+            yield size, found
+        shutil.rmtree(model)
+
+
+def _write(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    elsewhere(bench, write_model, model, size, torch_device(bench))
+    return {}
+
+
+def failed(results: object) -> bool:
+    """Whether anything in the results, which may be nested, has failed."""
+    if not isinstance(results, dict):
+        return False
+    return "failed" in results or any(failed(value) for value in results.values())
 
 
 def not_measured(gpu: Accelerator | None, *, missing: Sequence[str]) -> dict[str, str]:
@@ -71,6 +100,9 @@ def not_measured(gpu: Accelerator | None, *, missing: Sequence[str]) -> dict[str
         reasons["GB/s, bytes left"] = (
             "there is no NVIDIA device: host and device are the same memory, and nothing moves. "
             "Device bytes are the resident memory of the worker"
+        )
+        reasons["peaks of memory"] = (
+            "there is no NVIDIA device: `make bench-memory` measures those of cores"
         )
     if "vllm" in missing:
         reasons |= dict.fromkeys(("engines", "sampling", "serving"), "vLLM is not installed")
@@ -82,11 +114,14 @@ def not_measured(gpu: Accelerator | None, *, missing: Sequence[str]) -> dict[str
 def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.5B", "8B"])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cuda", help="cuda, or cpu: all cores")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of each experiment")
     parser.add_argument("--no-save", action="store_true", help="only print")
+    parser.add_argument(
+        "--output", type=Path, default=record.RESULTS, metavar="FOLDER", help="for the results"
+    )
     chosen = parser.parse_args(arguments)
     console = Console(width=160)
     gpu = None
@@ -113,20 +148,24 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
     }
     for what, why in absent.items():
         console.print(f"not measured: {what}: {why}", highlight=False)
+    path = None if chosen.no_save else record.new_file(chosen.output)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             work=Path(folder),
             device=device,
             gpu=gpu,
             rounds=chosen.rounds,
+            steps=chosen.steps,
             say=lambda line: console.print(line, highlight=False),
         )
-        for size, row in measure(bench, chosen.sizes, parts, steps=chosen.steps):
+        for size, row in measure(bench, chosen.sizes, parts):
             results[size] = row
-    if not chosen.no_save:
-        console.print(f"written to {record.save(results).name}")
+            if path is not None:
+                record.write(path, results)
+    if path is not None:
+        console.print(f"written to {path}")
     return results
 
 
 if __name__ == "__main__":
-    raise SystemExit(any("failed" in row for row in main().values() if isinstance(row, dict)))
+    raise SystemExit(failed(main()))

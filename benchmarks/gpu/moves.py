@@ -2,18 +2,16 @@
 
 A real trainer of random weights does a step with all parameters, so that it has its optimizer's
 state, and then sleeps and wakes a few times; beside it stand plain copies between the GPU and
-pinned host memory in the same minutes. Its weights, published before and after another step, are
-then loaded in turn by a real engine, which sleeps and wakes as well. Last, two experiments share
+pinned host memory in the same minutes. Weights that a trainer published before and after a step
+are loaded in turn by a real engine, which sleeps and wakes as well. Last, two experiments share
 the one device through a whole stack, beside the same two in a row.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,24 +19,24 @@ from pathlib import Path
 from benchmarks.gpu.workers import (
     CALL_SECONDS,
     MODEL,
-    RUN,
     SIZES,
     Bench,
     Caller,
     elsewhere,
+    parameters_of,
     publish,
     rate,
     spec_of,
     step,
     torch_device,
+    trainer_spec,
     worker,
 )
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import group_members
-from tandem.demo.tiny_model import tensor_shapes
 from tandem.errors import SuspendFailed
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.worker_settings import SamplerSettings
 
 _KV_CACHE_BYTES = 4 * 2**30
 
@@ -146,45 +144,45 @@ async def _suspended(
     }
 
 
-async def trainer_of(
-    bench: Bench, size: str, model: Path, *, measured: bool, versions: int
-) -> tuple[dict[str, object], list[common_pb2.WeightVersion]]:
-    """Measure a trainer that sleeps, if that is wanted; return it, and versions of its weights."""
+async def trainers(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Measure a trainer that sleeps."""
     bench.say(f"{size}: a trainer of all parameters starts")
     size_of_copies = 4 * 2**30 if bench.gpu is not None else 64 * 2**20
     plain = elsewhere(bench, copies, torch_device(bench), size=size_of_copies, rounds=bench.rounds)
     before = bench.used_bytes(0) if bench.gpu is not None else 0
-    spec = spec_of(
-        bench, model, worker_id=f"trainer-{size}", kind="trainer", run_id=RUN,
-        trainer=TrainerSettings(),
-    )  # fmt: skip
-    found: dict[str, object] = {}
-    async with worker(bench, spec) as trainer:
+    async with worker(bench, trainer_spec(bench, size, model)) as trainer:
         await step(trainer, size)
-        if measured:
-            found = {"parameters": await trainer.parameters(), "copies_gb_per_second": plain}
-            moved = await sleeps(bench, trainer, before=before)
-            found |= moved
-            found["sleep_of_copies"] = round(moved["sleep_gb_per_second"] / plain["out"], 2)
-            found["wake_of_copies"] = round(moved["wake_gb_per_second"] / plain["in"], 2)
-            bench.say(json.dumps(found))
+        about = await trainer.describe()
+        found: dict[str, object] = {
+            "parameters": about.parameters,
+            "copies_gb_per_second": plain,
+        }
+        moved = await sleeps(bench, trainer, before=before)
+        found |= moved
+        found["sleep_of_copies"] = round(moved["sleep_gb_per_second"] / plain["out"], 2)
+        found["wake_of_copies"] = round(moved["wake_gb_per_second"] / plain["in"], 2)
+        bench.say(json.dumps(found))
+        found["suspended"] = await suspended(bench, trainer, before=before)
+        bench.say(json.dumps(found["suspended"]))
+    return found
+
+
+async def _two_versions(bench: Bench, size: str, model: Path) -> list[common_pb2.WeightVersion]:
+    """Publish a trainer's weights before and after a step."""
+    async with worker(bench, trainer_spec(bench, size, model)) as trainer:
         published = []
-        for number in range(1, versions + 1):
+        for number in (1, 2):
             published.append((await publish(bench, trainer, number)).version)
             await step(trainer, size)
-        if measured:
-            found["suspended"] = await suspended(bench, trainer, before=before)
-            bench.say(json.dumps(found["suspended"]))
-    return found, published
+    return published
 
 
-async def engine_of(
-    bench: Bench, size: str, model: Path, versions: Sequence[common_pb2.WeightVersion]
-) -> dict[str, object]:
-    """Measure an engine that loads versions in turn, and sleeps at each level."""
+async def engines(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Measure an engine that loads two versions in turn, and sleeps at each level."""
+    versions = await _two_versions(bench, size, model)
     bench.say(f"{size}: an engine starts")
     before = bench.used_bytes(0) if bench.gpu is not None else 0
-    weights = 2 * sum(math.prod(sizes) for sizes in tensor_shapes(SIZES[size]).values())
+    weights = 2 * parameters_of(size)
     settings = SamplerSettings(
         max_model_len=min(2048, SIZES[size].max_length),
         max_num_seqs=64,
@@ -217,7 +215,7 @@ async def engine_of(
     return found | {"arrivals_gb_per_second": arrived}
 
 
-def together(bench: Bench, size: str, model: Path, *, steps: int) -> dict[str, object]:
+def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
     """Measure two experiments that share the device, trainers and engines in turns, beside the same
     two in a row; all of them come to their end."""
     import tinker
@@ -250,13 +248,13 @@ def together(bench: Bench, size: str, model: Path, *, steps: int) -> dict[str, o
             experiments.append(Experiment(service, model=MODEL, tokens=48, repeats=4))
             experiments[-1].step()
         began = time.perf_counter()
-        in_a_row(experiments, steps)
+        in_a_row(experiments, bench.steps)
         serial, since = time.perf_counter() - began, time.time()
         began = time.perf_counter()
-        at_once(experiments, steps)
+        at_once(experiments, bench.steps)
         both = time.perf_counter() - began
         found = {
-            "steps": steps,
+            "steps": bench.steps,
             "serial_seconds": round(serial, 2),
             "together_seconds": round(both, 2),
             "makespan_over_serial": round(both / serial, 3),

@@ -3,8 +3,9 @@
 One after the other on the one device, each with nothing beside it but what it is measured with:
 
 - `training`: forward_backward and optim_step of a real trainer, by gRPC as a gateway calls it, and
-  a plain loop on the same tokens, eager and compiled; tokens per second, model FLOPs utilization,
-  bytes of the device;
+  a plain loop on the same tokens, both eager and compiled; tokens per second, model FLOPs
+  utilization, bytes of the device;
+- `publishing`: seconds and bytes of versions that a trainer writes with no engine beside it;
 - `sampling`: a real engine under concurrent calls, and vLLM alone with the same prompts;
 - `serving`: trainer and engine at once; seconds from a step's end until the engine serves the new
   weights, and the logprobs of both on the same tokens, beside the engine's own from one batch to
@@ -13,94 +14,218 @@ One after the other on the one device, each with nothing beside it but what it i
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.gpu.alone import engine_alone, plain_loop
 from benchmarks.gpu.workers import (
-    RUN,
+    LEARNING_RATE,
     SESSION,
     SIZES,
     Bench,
     Caller,
     Float32Array,
     Int64Array,
+    attempt,
     elsewhere,
+    forget,
     forward_backward,
     optim_step,
+    parameters_of,
     publish,
     sequences_of,
     spec_of,
     torch_device,
+    trainer_spec,
+    trains_adapters,
     worker,
 )
-from tandem.demo.tiny_model import tensor_shapes
-from tandem.v1 import common_pb2, sampler_pb2
+from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
-from tandem.worker_settings import SamplerSettings, TrainerSettings
-
-ADAPTERS_FROM = 4e9
-"""Parameters: of larger models one device trains adapters alone."""
+from tandem.worker import WorkerSpec
+from tandem.worker_settings import SamplerSettings
 
 _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 FLOP/s that NVIDIA's data sheets name, by a part of the device's name."""
 
 
-def parameters_of(size: str) -> int:
-    return sum(math.prod(sizes) for sizes in tensor_shapes(SIZES[size]).values())
+@dataclass
+class Published:
+    """A version, the seconds that the trainer took for it, and an engine to load it, if one did."""
+
+    reply: trainer_pb2.PublishReply
+    seconds: float
+    loaded: float = 0.0
+
+    @property
+    def version(self) -> common_pb2.WeightVersion:
+        return self.reply.version
 
 
 def flops(size: str, *, tokens: int, length: int, adapters: bool) -> float:
     """Return the floating point operations of a step: of each parameter 2 forward, 2 for the
     gradient of what comes in, and 2 for its own, which frozen ones do not have; and those of
-    attention, not halved for its mask (PaLM, arXiv 2204.02311, appendix B)."""
+    attention, half of what PaLM counts (arXiv 2204.02311, appendix B): a token sees those before
+    it alone. What is computed twice, such as checkpointed blocks, counts once."""
     shape = SIZES[size]
-    attention = 12 * shape.layers * shape.heads * shape.head_dim * length
+    attention = 6 * shape.layers * shape.heads * shape.head_dim * length
     return float(tokens) * ((4 if adapters else 6) * parameters_of(size) + attention)
 
 
-async def training(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure a trainer, and a plain loop where all parameters are trained."""
-    adapters = parameters_of(size) > ADAPTERS_FROM
+def training(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Measure a trainer, and a plain loop where all parameters are trained, eager and compiled."""
+    adapters = trains_adapters(size)
     sequences = sequences_of(size, count=8, length=2048 if bench.gpu is not None else 128)
     length = len(sequences[0]) - 1
     tokens = len(sequences) * length
     work = flops(size, tokens=tokens, length=length, adapters=adapters)
-    bench.say(f"{size}: a trainer computes {tokens} tokens a step")
+    found: dict[str, object] = {
+        "trains": "adapters" if adapters else "all parameters",
+        "tokens": tokens,
+        "learning_rate": LEARNING_RATE,
+    }
+    for compiled in (False, True):
+        name = "compiled trainer" if compiled else "trainer"
+        bench.say(f"{size}: a {name} computes {tokens} tokens a step")
+        found[name] = attempt(
+            bench,
+            asyncio.run,
+            _trainer(bench, size, model, sequences, work=work, compiled=compiled),
+        )
+        bench.say(f"{name}: {json.dumps(found[name])}")
+    for compiled in () if adapters else (False, True):
+        name = "compiled plain loop" if compiled else "plain loop"
+        found[name] = attempt(
+            bench,
+            _plain_loop,
+            bench,
+            model,
+            sequences,
+            work=work,
+            compiled=compiled,
+        )
+        bench.say(f"{name}: {json.dumps(found[name])}")
+    return found
+
+
+async def _trainer(
+    bench: Bench,
+    size: str,
+    model: Path,
+    sequences: Sequence[Int64Array],
+    *,
+    work: float,
+    compiled: bool,
+) -> dict[str, object]:
+    """Measure steps of a trainer. What it compiles before it is ready counts as its start, and the
+    first two steps, in which it may compile more, are left out."""
     before = bench.used_bytes(0) if bench.gpu is not None else 0
-    seconds = []
-    async with worker(bench, trainer_spec(bench, size, model)) as trainer:
+    spec = trainer_spec(bench, size, model, compile="on" if compiled else "off")
+    seconds, began = [], time.perf_counter()
+    async with worker(bench, spec) as trainer:
+        started = time.perf_counter() - began
         for _ in range(bench.rounds + 2):
             began = time.perf_counter()
             await forward_backward(trainer, sequences)
             await optim_step(trainer)
             seconds.append(time.perf_counter() - began)
+        about = await trainer.describe()
         used = bench.used_bytes(trainer.pid) - before
-    found: dict[str, object] = {
-        "trains": "adapters" if adapters else "all parameters",
-        "tokens": tokens,
-        "trainer": _speed(bench, seconds[2:], tokens, work) | {"device_bytes": used},
+    return {
+        **_speed(bench, seconds[2:], sequences, work),
+        "device_bytes": used,
+        "start_seconds": round(started, 1),
+        "first_step_seconds": round(seconds[0], 3),
+        "micro_batch_tokens": about.micro_batch_tokens,
+        "checkpointing": about.memory.checkpointing,
+        "packs": about.packs,
     }
-    bench.say(json.dumps(found["trainer"]))
-    for compiled in (False, True):
-        if adapters:
-            break
-        name = "compiled plain loop" if compiled else "plain loop"
-        seconds, peak = elsewhere(
-            bench, plain_loop, model, torch_device(bench), sequences,
-            rows=2, rounds=bench.rounds, compiled=compiled,
-        )  # fmt: skip
-        row = _speed(bench, seconds, tokens, work) | {"device_bytes": peak}
-        found[name] = row
-        bench.say(f"{name}: {json.dumps(row)}")
+
+
+def _plain_loop(
+    bench: Bench, model: Path, sequences: Sequence[Int64Array], *, work: float, compiled: bool
+) -> dict[str, object]:
+    seconds, peak = elsewhere(
+        bench, plain_loop, model, torch_device(bench), sequences,
+        rows=2, rounds=bench.rounds, compiled=compiled,
+    )  # fmt: skip
+    return {**_speed(bench, seconds, sequences, work), "device_bytes": peak}
+
+
+async def publishing(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Measure the versions that a trainer writes, a whole one and a delta of it in turn."""
+    bench.say(f"{size}: a trainer publishes")
+    sequences = sequences_of(size, count=4, length=128)
+    whole, delta = [], []
+    async with worker(bench, trainer_spec(bench, size, model)) as trainer:
+        for number in range(1, bench.rounds + 2):
+            whole.append(await _next_version(bench, trainer, sequences, number))
+            of = whole[-1].version.name
+            delta.append(await _next_version(bench, trainer, sequences, 1000 + number, delta_of=of))
+            forget(whole[-1].version, delta[-1].version)
+    found: dict[str, object] = {
+        "learning_rate": LEARNING_RATE,
+        "whole": _written(whole[1:]),
+        "delta": deltas_written(delta[1:]),
+    }
+    bench.say(json.dumps(found))
     return found
+
+
+async def _next_version(
+    bench: Bench,
+    trainer: Caller,
+    sequences: Sequence[Int64Array],
+    number: int,
+    *,
+    delta_of: str = "",
+    handoff: bool = False,
+) -> Published:
+    """Train by a step, and publish."""
+    await forward_backward(trainer, sequences)
+    await optim_step(trainer)
+    began = time.perf_counter()
+    reply = await publish(bench, trainer, number, delta_of=delta_of, handoff=handoff)
+    return Published(reply, seconds=time.perf_counter() - began)
+
+
+def _written(versions: Sequence[Published]) -> dict[str, object]:
+    """What versions hold and what was written of them, and how long that took."""
+    written = statistics.median(each.reply.written_bytes for each in versions)
+    return {
+        "bytes": versions[-1].reply.bytes,
+        "written_bytes": round(written),
+        "publish_seconds": _median(each.seconds for each in versions),
+    }
+
+
+def deltas_written(versions: Sequence[Published]) -> dict[str, object]:
+    """The same of those alone that are deltas: in place of one that does not pay, the trainer
+    writes a whole version."""
+    deltas = [each for each in versions if each.reply.delta_of]
+    counts = {"asked_for": len(versions), "written": len(deltas)}
+    return {**counts, **_written(deltas)} if deltas else dict(counts)
+
+
+def _served(versions: Sequence[Published]) -> dict[str, object]:
+    """How long it took an engine to serve them, and from the end of a step."""
+    if not versions:
+        return {}
+    return {
+        "load_seconds": _median(each.loaded for each in versions),
+        "published_to_served_seconds": _median(each.seconds + each.loaded for each in versions),
+    }
+
+
+def _median(seconds: Iterable[float]) -> float:
+    return round(statistics.median(seconds), 3)
 
 
 async def sampling(bench: Bench, size: str, model: Path) -> dict[str, object]:
@@ -153,40 +278,38 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         gpu_memory_bytes=weights + 8 * 2**30 if bench.gpu is not None else 0,
     )
     sequences = sequences_of(size, count=4, length=128)
-    published, loaded, both, of_delta, handed, of_handoff = [], [], [], [], [], []
+    published, deltas, handed = [], [], []
     refused = ""
     async with (
         worker(bench, engine_spec(bench, size, model, settings)) as engine,
         worker(bench, trainer_spec(bench, size, model)) as trainer,
     ):
+
+        async def load(one: Published) -> sampler_pb2.LoadReply:
+            kept = one.reply.HasField("handoff")
+            handoff = one.reply.handoff if kept else None
+            request = sampler_pb2.LoadRequest(version=one.version, handoff=handoff)
+            began = time.perf_counter()
+            reply: sampler_pb2.LoadReply = await engine.call("Load", request)
+            one.loaded = time.perf_counter() - began
+            return reply
+
         for number in range(1, bench.rounds + 2):
-            await forward_backward(trainer, sequences)
-            await optim_step(trainer)
-            began = time.perf_counter()
-            version = (await publish(bench, trainer, number)).version
-            written = time.perf_counter()
-            reply = await engine.call("Load", sampler_pb2.LoadRequest(version=version))
-            ended = time.perf_counter()
-            published.append(written - began)
-            loaded.append(ended - written)
-            both.append(ended - began)
-            await forward_backward(trainer, sequences)
-            await optim_step(trainer)
-            began = time.perf_counter()
-            delta = await publish(bench, trainer, 1000 + number, delta_of=version.name)
-            await engine.call("Load", sampler_pb2.LoadRequest(version=delta.version))
-            of_delta.append(time.perf_counter() - began)
-            await forward_backward(trainer, sequences)
-            await optim_step(trainer)
-            began = time.perf_counter()
-            kept = await publish(bench, trainer, 2000 + number, handoff=True)
-            written, version = time.perf_counter(), kept.version
-            handoff = kept.handoff if kept.HasField("handoff") else None
-            request = sampler_pb2.LoadRequest(version=version, handoff=handoff)
-            taken = await engine.call("Load", request)
-            ended = time.perf_counter()
-            handed.append(ended - written)
-            of_handoff.append(ended - began)
+            published.append(await _next_version(bench, trainer, sequences, number))
+            await load(published[-1])
+            of = published[-1].version.name
+            deltas.append(
+                await _next_version(bench, trainer, sequences, 1000 + number, delta_of=of)
+            )
+            await load(deltas[-1])
+            forget(published[-1].version, deltas[-1].version)
+            handed.append(
+                await _next_version(bench, trainer, sequences, 2000 + number, handoff=True)
+            )
+            version = handed[-1].version
+            taken = await load(handed[-1])
+            await trainer.release(version)
+            forget(version)
             if not taken.handed_off:
                 refused = taken.handoff_failure or "the trainer had no room for a copy"
         prompts = [each[:8].tolist() for each in sequences_of(size, count=16, length=64)]
@@ -199,16 +322,11 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             again.append(await scored(engine, whole, version=version, last=len(tokens)))
     of_engine = [logprobs for _, logprobs in sampled]
     found: dict[str, object] = {
-        "bytes": reply.bytes,
-        "publish_seconds": round(statistics.median(published[1:]), 3),
-        "load_seconds": round(statistics.median(loaded[1:]), 3),
-        "published_to_served_seconds": round(statistics.median(both[1:]), 3),
-        "delta_to_served_seconds": round(statistics.median(of_delta[1:]), 3),
-        "handoff": refused
-        or {
-            "load_seconds": round(statistics.median(handed[1:]), 3),
-            "published_to_served_seconds": round(statistics.median(of_handoff[1:]), 3),
-        },
+        "learning_rate": LEARNING_RATE,
+        "whole": _written(published[1:]) | _served(published[1:]),
+        "delta": deltas_written(deltas[1:])
+        | _served([each for each in deltas[1:] if each.reply.delta_of]),
+        "handoff": refused or _served(handed[1:]),
         "logprob_gap": _gap(of_trainer, of_engine),
         "logprob_gap_of_the_engine_alone": _gap(again, of_engine),
     }
@@ -274,27 +392,14 @@ def _sample_request(
     )  # fmt: skip
 
 
-def trainer_spec(bench: Bench, size: str, model: Path) -> WorkerSpec:
-    adapters = parameters_of(size) > ADAPTERS_FROM
-    return spec_of(
-        bench,
-        model,
-        worker_id=f"trainer-{size}",
-        kind="trainer",
-        run_id=RUN,
-        trainer=TrainerSettings(),
-        training=TrainingSpec(lora=LoraSpec() if adapters else None),
-    )
-
-
 def engine_spec(bench: Bench, size: str, model: Path, settings: SamplerSettings) -> WorkerSpec:
     return spec_of(bench, model, worker_id=f"sampler-{size}", kind="sampler", sampler=settings)
 
 
 def _speed(
-    bench: Bench, seconds: Sequence[float], tokens: int, work: float
+    bench: Bench, seconds: Sequence[float], sequences: Sequence[Int64Array], work: float
 ) -> dict[str, float | int]:
-    median = statistics.median(seconds)
+    median, tokens = statistics.median(seconds), sum(len(each) - 1 for each in sequences)
     found: dict[str, float | int] = {"tokens_per_second": round(tokens / median)}
     name = bench.gpu.name if bench.gpu is not None else ""
     peak = next((peak for part, peak in _PEAK.items() if part in name), None)

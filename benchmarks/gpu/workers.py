@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
@@ -23,7 +25,14 @@ from tandem.host import Accelerator
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import new_version_name, version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerSpec
+from tandem.worker import (
+    GRPC_OPTIONS,
+    SECRET_METADATA_KEY,
+    LoraSpec,
+    TrainingSpec,
+    WorkerSpec,
+)
+from tandem.worker_settings import TrainerSettings
 
 SIZES = {
     "0.5B": TinyShape(
@@ -57,7 +66,11 @@ MODEL = "bench/gpu"
 SESSION = "s-benchmark"
 RUN = f"{SESSION}:train:0"
 CALL_SECONDS = 600.0
+LEARNING_RATE = 1e-5
+"""Of it depends how much a delta holds."""
 _SECRET = "of the benchmark"
+_ADAPTERS_FROM = 4e9
+"""Parameters."""
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -67,12 +80,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how often to measure. `gpu` None: on the cores. `say` prints what is done."""
+    """Where and how often to measure, and how many steps each of two experiments takes. `gpu` None:
+    on the cores. `say` prints what is done."""
 
     work: Path
     device: str
     gpu: Accelerator | None
     rounds: int
+    steps: int
     say: Callable[[str], None]
 
     def used_bytes(self, pid: int) -> int:
@@ -85,6 +100,19 @@ class Bench:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(self.gpu.index)
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def attempt(
+    bench: Bench, work: Callable[P, dict[str, object]], /, *args: P.args, **kwargs: P.kwargs
+) -> dict[str, object]:
+    """Return what was measured, or what failed: the minutes of a lent machine that came before are
+    not thrown away."""
+    try:
+        return work(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - it is told in the place of the result
+        failure = f"{type(error).__name__}: {error}"
+        bench.say(failure)
+        return {"failed": failure}
 
 
 def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -155,12 +183,20 @@ class Caller:
         reply: common_pb2.SwitchReply = await self.call(method, request)
         return reply
 
-    async def parameters(self) -> int:
-        """Return how many a trainer's model has."""
+    async def describe(self) -> trainer_pb2.DescribeTrainerReply:
+        """Return what a trainer tells of itself."""
         request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
         metadata = ((SECRET_METADATA_KEY, _SECRET),)
-        about = await self._stub.Describe(request, metadata=metadata, timeout=CALL_SECONDS)
-        return int(about.parameters)
+        about: trainer_pb2.DescribeTrainerReply = await self._stub.Describe(
+            request, metadata=metadata, timeout=CALL_SECONDS
+        )
+        return about
+
+    async def release(self, version: common_pb2.WeightVersion) -> None:
+        """Let a trainer free what it keeps of a version for an engine."""
+        request = trainer_pb2.ReleaseRequest(run_id=RUN, name=version.name)
+        metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
+        await self._stub.Release(request, metadata=metadata, timeout=CALL_SECONDS)
 
     def header(self) -> common_pb2.OperationHeader:
         """Return that of the next operation of the run."""
@@ -186,6 +222,36 @@ async def worker(bench: Bench, spec: WorkerSpec) -> AsyncIterator[Caller]:
             yield Caller(channel, spec=spec, pid=pid)
     finally:
         await launcher.close()
+
+
+def parameters_of(size: str) -> int:
+    return sum(math.prod(sizes) for sizes in tensor_shapes(SIZES[size]).values())
+
+
+def trains_adapters(size: str) -> bool:
+    """Whether one device has room for a model's adapters alone."""
+    return parameters_of(size) > _ADAPTERS_FROM
+
+
+def trainer_spec(
+    bench: Bench,
+    size: str,
+    model: Path,
+    *,
+    training: TrainingSpec | None = None,
+    **settings: str | int,
+) -> WorkerSpec:
+    """`training` None: what one device has room for. `settings` are those of `TrainerSettings`."""
+    lora = LoraSpec() if trains_adapters(size) else None
+    return spec_of(
+        bench,
+        model,
+        worker_id=f"trainer-{size}",
+        kind="trainer",
+        run_id=RUN,
+        trainer=TrainerSettings.model_validate(settings),
+        training=training or TrainingSpec(lora=lora),
+    )
 
 
 def spec_of(bench: Bench, model: Path, **more: object) -> WorkerSpec:
@@ -242,7 +308,7 @@ def _datum(sequence: Int64Array) -> wire.Datum:
 
 
 async def optim_step(trainer: Caller) -> None:
-    adamw = trainer_pb2.AdamWParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8)
+    adamw = trainer_pb2.AdamWParams(learning_rate=LEARNING_RATE, beta1=0.9, beta2=0.95, eps=1e-8)
     await trainer.call(
         "OptimStep", trainer_pb2.OptimStepRequest(header=trainer.header(), adamw=adamw)
     )
@@ -272,6 +338,12 @@ async def publish(
     reply: trainer_pb2.PublishReply = await trainer.call("Publish", request)
     bench.say(f"published {reply.written_bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
     return reply
+
+
+def forget(*versions: common_pb2.WeightVersion) -> None:
+    """Remove versions that nobody reads any more: of a large model a disk holds few."""
+    for version in versions:
+        shutil.rmtree(version.path)
 
 
 def torch_device(bench: Bench) -> str:

@@ -122,6 +122,8 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     MEMORY_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
     PACKS_FIELD_NUMBER: builtins.int
+    PEAK_ALLOCATED_BYTES_FIELD_NUMBER: builtins.int
+    PEAK_RESERVED_BYTES_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -142,6 +144,11 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     """Whether its backend lets several runs share one model."""
     packs: builtins.bool
     """Whether micro-batches come packed into one row instead of padded."""
+    peak_allocated_bytes: builtins.int
+    """The most of its device that rank 0's tensors have taken, and that torch has held for them. 0 on a
+    CPU.
+    """
+    peak_reserved_bytes: builtins.int
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """All that are hosted."""
@@ -169,9 +176,11 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         memory: Global___MemoryPlan | None = ...,
         shares: builtins.bool = ...,
         packs: builtins.bool = ...,
+        peak_allocated_bytes: builtins.int = ...,
+        peak_reserved_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "packs", b"packs", "parameters", b"parameters", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "packs", b"packs", "parameters", b"parameters", "peak_allocated_bytes", b"peak_allocated_bytes", "peak_reserved_bytes", b"peak_reserved_bytes", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 

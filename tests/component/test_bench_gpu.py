@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.memory import compared
+from benchmarks.gpu.speed import Published, deltas_written, flops
+from benchmarks.gpu.workers import LEARNING_RATE, SIZES, parameters_of
+from tandem.v1 import trainer_pb2
 from tests.gpu.__main__ import main as run_gpu_tests
 
 
-def found(*parts: str) -> dict:
+def found(*parts: str, output: Path | None = None) -> dict:
     arguments = ["--device", "cpu", "--sizes", "tiny", "--rounds", "1", "--steps", "1"]
-    return gpu.main([*arguments, "--no-save", "--only", *parts])
+    saved = ["--output", str(output)] if output else ["--no-save"]
+    return gpu.main([*arguments, *saved, "--only", *parts])
 
 
 def test_trainers_and_engines_of_a_size_are_measured():
@@ -18,8 +26,8 @@ def test_trainers_and_engines_of_a_size_are_measured():
     assert "nothing moves" in results["not_measured"]["GB/s, bytes left"]
     assert results["machine"]["gpu"] == "none"
     size = results["tiny"]
-    assert "failed" not in size
-    trainer, engine = size["trainer"], size["engine"]
+    assert not gpu.failed(results)
+    trainer, engine = size["trainers"], size["engines"]
     assert trainer["parameters"] == 1_066_368
     assert trainer["copies_gb_per_second"]["in"] > 0
     assert trainer["bytes_moved"] == 0
@@ -33,13 +41,16 @@ def test_trainers_and_engines_of_a_size_are_measured():
 @pytest.mark.nightly
 def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of():
     row = found("training", "sampling", "serving")["tiny"]
-    assert "failed" not in row
-    ways = {"trainer", "plain loop", "compiled plain loop"}
+    assert not gpu.failed(row)
+    ways = {"trainer", "compiled trainer", "plain loop", "compiled plain loop"}
     assert all(row["training"][way]["tokens_per_second"] > 0 for way in ways)
     assert row["sampling"]["of_vllm_alone"] > 0
     serving = row["serving"]
-    assert serving["published_to_served_seconds"] >= serving["load_seconds"] > 0
-    assert serving["delta_to_served_seconds"] > 0
+    whole, delta = serving["whole"], serving["delta"]
+    assert whole["published_to_served_seconds"] >= whole["load_seconds"] > 0
+    assert (delta["asked_for"], delta["written"]) == (1, 1)
+    assert delta["written_bytes"] < whole["written_bytes"] == whole["bytes"]
+    assert delta["published_to_served_seconds"] > 0
     assert serving["handoff"]["published_to_served_seconds"] > 0
     assert serving["logprob_gap"]["max"] < 1e-4
 
@@ -47,7 +58,7 @@ def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of
 @pytest.mark.nightly
 def test_two_experiments_on_one_device_are_measured():
     row = found("together")["tiny"]
-    assert "failed" not in row
+    assert not gpu.failed(row)
     assert row["together"]["leases"]["switches"] > 0
 
 
@@ -57,6 +68,74 @@ def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch):
 
     monkeypatch.setattr(gpu, "elsewhere", lambda bench, work, *args: full(*args))
     assert found("trainers")["tiny"] == {"failed": "OSError: no space left"}
+
+
+def test_each_part_is_written_when_it_ends(monkeypatch, tmp_path):
+    """A machine that is taken away in the middle leaves what was measured before."""
+
+    def taken_away(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(gpu.PARTS, "memory", broken)
+    monkeypatch.setitem(gpu.PARTS, "sampling", taken_away)
+    with pytest.raises(KeyboardInterrupt):
+        found("memory", "publishing", "sampling", output=tmp_path / "results")
+    (file,) = (tmp_path / "results").iterdir()
+    row = json.loads(file.read_text())["tiny"]
+    assert row["memory"] == {"failed": "RuntimeError: no such kernel"}
+    publishing = row["publishing"]
+    assert publishing["learning_rate"] == LEARNING_RATE
+    assert publishing["whole"]["publish_seconds"] > 0
+    assert publishing["delta"]["written"] == 1
+    assert publishing["delta"]["written_bytes"] < publishing["whole"]["written_bytes"]
+    assert gpu.failed({"tiny": row}) and not gpu.failed({"tiny": {"publishing": publishing}})
+
+
+@pytest.mark.nightly
+def test_each_way_to_train_tells_what_was_planned_for_it():
+    row = found("memory")["tiny"]["memory"]
+    assert not gpu.failed(row)
+    assert row["checkpointed"]["planned_bytes"] < row["kept"]["planned_bytes"]
+    assert set(row) == {"kept", "checkpointed", "LoRA", "bfloat16 states", "moments on the host"}
+    assert all("peak_allocated_bytes" not in way for way in row.values()), "there is no device"
+
+
+def test_a_plan_is_compared_with_what_a_trainer_took():
+    plan = trainer_pb2.MemoryPlan(device={"weights": 60, "activations": 30}, host={"snapshot": 7})
+    row = compared(
+        trainer_pb2.DescribeTrainerReply(
+            memory=plan, peak_allocated_bytes=100, peak_reserved_bytes=120
+        )
+    )
+    assert row["planned_bytes"] == 90
+    assert row["planned_on_host"] == {"snapshot": 7}
+    assert row["planned_percent_of_allocated"] == 90.0
+    assert row["planned_percent_of_reserved"] == 75.0
+
+
+def test_a_whole_version_in_place_of_a_delta_is_not_counted_as_one():
+    def written(size: int, seconds: float, **more: str) -> Published:
+        reply = trainer_pb2.PublishReply(bytes=100, written_bytes=size, **more)
+        return Published(reply, seconds=seconds)
+
+    delta, whole = written(10, 1.0, delta_of="v1"), written(100, 9.0)
+    row = deltas_written([delta, whole])
+    assert (row["asked_for"], row["written"]) == (2, 1)
+    assert (row["written_bytes"], row["publish_seconds"]) == (10, 1.0)
+    assert deltas_written([whole]) == {"asked_for": 1, "written": 0}
+
+
+def test_causal_attention_counts_half():
+    """Of a sequence's T² pairs of tokens, T²/2 are computed: 2 products of 2 operations for each
+    element of a head, and twice that backward."""
+    shape, length = SIZES["tiny"], 100
+    pairs = length * length / 2
+    attention = 3 * 2 * 2 * pairs * shape.layers * shape.heads * shape.head_dim
+    found = flops("tiny", tokens=length, length=length, adapters=False)
+    assert found == 6 * length * parameters_of("tiny") + attention
 
 
 def test_a_machine_without_a_gpu_says_what_it_cannot_do(monkeypatch, capsys):

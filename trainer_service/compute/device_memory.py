@@ -18,6 +18,14 @@ _LEFT_FREE = 2**30
 """Of the host's memory, in bytes, at least."""
 
 
+def device_peaks(device: str) -> tuple[int, int]:
+    """Return the most bytes of this rank's device that tensors have taken so far, and that torch
+    has held for them; (0, 0) on a CPU."""
+    if device != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
 class DeviceMemory(Protocol):
     """The memory that a backend computes in. `is_host`: it is the host's own."""
 

@@ -42,6 +42,7 @@ from trainer_service.checkpoints.publish import (
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
 from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.control_group import Op
+from trainer_service.compute.device_memory import device_peaks
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import step_settings
@@ -119,6 +120,7 @@ class Operations:
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
         trainer = self.trainer
         facts = trainer.backend.facts
+        peaks = device_peaks(trainer.backend.device)
         return trainer_pb2.DescribeTrainerReply(
             architecture=facts.architecture,
             parameters=facts.parameters,
@@ -134,6 +136,8 @@ class Operations:
             memory=_memory(trainer.backend.plan),
             shares=Capability.SHARING in trainer.backend.capabilities,
             packs=trainer.backend.packs,
+            peak_allocated_bytes=peaks[0],
+            peak_reserved_bytes=peaks[1],
         )
 
     def _announce(self, op: Op, message: Message | None = None) -> None:

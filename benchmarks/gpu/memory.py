@@ -1,0 +1,94 @@
+"""The memory of trainers beside what was planned for them (docs/real-models.md, "The plan").
+
+Each way is a trainer of its own that computes two micro-batches as large as its plan's, and a step,
+twice. What it tells then is compared: the bytes of the device that its plan has, and the most that
+its tensors took and that torch held for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from benchmarks.gpu.workers import (
+    Bench,
+    attempt,
+    forward_backward,
+    optim_step,
+    sequences_of,
+    trainer_spec,
+    trains_adapters,
+    worker,
+)
+from tandem.v1 import trainer_pb2
+from tandem.worker import LoraSpec, TrainingSpec
+
+_ALL = {
+    "kept": (TrainingSpec(), "off"),
+    "checkpointed": (TrainingSpec(), "on"),
+    "LoRA": (TrainingSpec(lora=LoraSpec()), "off"),
+    "bfloat16 states": (TrainingSpec(states="bfloat16"), "off"),
+    "moments on the host": (TrainingSpec(moments="host"), "off"),
+}
+_ADAPTERS = {
+    "LoRA": (TrainingSpec(lora=LoraSpec()), "off"),
+    "LoRA, checkpointed": (TrainingSpec(lora=LoraSpec()), "on"),
+}
+"""What is trained, and whether blocks are checkpointed."""
+
+
+def memory(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Measure each way that a size may be trained in. What does not fit says so."""
+    found: dict[str, object] = {}
+    for way, (training, checkpointing) in (_ADAPTERS if trains_adapters(size) else _ALL).items():
+        bench.say(f"{size}: the memory of a trainer, {way}")
+        found[way] = attempt(
+            bench,
+            asyncio.run,
+            _planned_and_taken(bench, size, model, training, checkpointing),
+        )
+        bench.say(json.dumps(found[way]))
+    return found
+
+
+async def _planned_and_taken(
+    bench: Bench, size: str, model: Path, training: TrainingSpec, checkpointing: str
+) -> dict[str, object]:
+    length, tokens = (4096, 8192) if bench.gpu is not None else (64, 128)
+    spec = trainer_spec(
+        bench,
+        size,
+        model,
+        training=training,
+        checkpointing=checkpointing,
+        micro_batch_tokens=tokens,
+    )
+    async with worker(bench, spec) as trainer:
+        for _ in range(2):
+            await forward_backward(
+                trainer, sequences_of(size, count=2 * tokens // length, length=length)
+            )
+            await optim_step(trainer)
+        about = await trainer.describe()
+    return compared(about)
+
+
+def compared(about: trainer_pb2.DescribeTrainerReply) -> dict[str, object]:
+    """Return what a trainer planned and took, and the plan in percent of what it took."""
+    plan = about.memory
+    planned = sum(plan.device.values())
+    found: dict[str, object] = {
+        "micro_batch_tokens": about.micro_batch_tokens,
+        "planned": dict(plan.device),
+        "planned_on_host": dict(plan.host),
+        "planned_bytes": planned,
+    }
+    if about.peak_allocated_bytes:
+        found |= {
+            "peak_allocated_bytes": about.peak_allocated_bytes,
+            "peak_reserved_bytes": about.peak_reserved_bytes,
+            "planned_percent_of_allocated": round(100 * planned / about.peak_allocated_bytes, 1),
+            "planned_percent_of_reserved": round(100 * planned / about.peak_reserved_bytes, 1),
+        }
+    return found
