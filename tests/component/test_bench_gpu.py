@@ -143,7 +143,7 @@ def test_a_machine_without_a_gpu_says_what_it_cannot_do(monkeypatch, capsys):
     monkeypatch.setattr("tests.gpu.__main__.accelerators", lambda: ())
     with pytest.raises(SystemExit, match="no NVIDIA device here, and nothing was measured"):
         gpu.main([])
-    assert run_gpu_tests() == 2
+    assert run_gpu_tests([]) == 2
     assert "no NVIDIA device here" in capsys.readouterr().err
 
 

@@ -17,13 +17,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psycopg
 import pytest
-from sqlalchemy import text
 
-from gateway.storage.database import Database
 from tests.support.waiting import PATIENCE
+
+if TYPE_CHECKING:  # all tests import this module, also where no gateway is installed
+    from psycopg import Connection
+
+    from gateway.storage.database import Database
 
 _SETTINGS = {
     "listen_addresses": "",
@@ -69,14 +72,14 @@ class Postgres:
     def database_for(self, data_dir: Path) -> str:
         """The URL of the database that belongs to a data directory, made when it is first asked."""
         name = _name_for(data_dir)
-        with psycopg.connect(self.url(), autocommit=True) as connection:
+        with _connect(self.url(), autocommit=True) as connection:
             known = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
             if known.fetchone() is None:
                 connection.execute(f'CREATE DATABASE "{name}"')
         return self.url(name)
 
     def drop_database_of(self, data_dir: Path) -> None:
-        with psycopg.connect(self.url(), autocommit=True) as connection:
+        with _connect(self.url(), autocommit=True) as connection:
             connection.execute(f'DROP DATABASE "{_name_for(data_dir)}" WITH (FORCE)')
 
     def _run(self, program: str, *arguments: str) -> None:
@@ -142,11 +145,17 @@ def lose_database(data_dir: Path) -> None:
         (data_dir / "tandem.db").unlink()
 
 
+def _connect(url: str, *, autocommit: bool = False) -> Connection:
+    import psycopg
+
+    return psycopg.connect(url, autocommit=autocommit)
+
+
 @contextmanager
 def locked_database(data_dir: Path) -> Iterator[None]:
     """Another process writes while the block runs: reads go on, writes wait."""
     if url := url_for(data_dir):
-        with psycopg.connect(url) as other:
+        with _connect(url) as other:
             tables = other.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
             names = ", ".join(f'"{name}"' for (name,) in tables)
             other.execute(f"LOCK TABLE {names} IN EXCLUSIVE MODE")
@@ -159,5 +168,7 @@ def locked_database(data_dir: Path) -> Iterator[None]:
 
 async def wait_for_no_lock(database: Database) -> None:
     """Let writes fail at once while another process writes."""
+    from sqlalchemy import text
+
     setting = "SET lock_timeout = 1" if _server is not None else "PRAGMA busy_timeout = 0"
     await database.write(text(setting))
