@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.v1 import common_pb2
-from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.devices import operations_on_gpu
 from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request, trainer_process
-from trainer_service.compute.process_group import bring_up
-from trainer_service.compute.topology import MeetingPoint, Topology
-from trainer_service.service.operations import Operations
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-
-class Nobody:
-    """The other ranks, where there is one."""
-
-    def meet(self, *, store_port: int) -> list[MeetingPoint]:
-        raise AssertionError("there is one rank")
-
-    def assign(self, rank: int, line: str) -> None:
-        raise AssertionError("there is one rank")
-
-
-@contextmanager
-def operations_on_gpu(
-    tmp_path: Path, *, dtype: str, training: TrainingSpec
-) -> Iterator[Operations]:
-    """Those of a trainer of one rank in this process; in bfloat16 it is one of FSDP's."""
-    write_tiny_model(tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192))
-    spec = WorkerSpec(
-        worker_id="trainer-gpu",
-        kind="trainer",
-        secret="none",
-        model_name="tiny",
-        model_path=str(tmp_path),
-        session_id="s-gpu",
-        training=training,
-    )
-    settings = TrainerSettings(device="cuda", dtype=dtype)
-    try:
-        alone = Topology(nodes=1, node=0, ranks=1)
-        yield Operations(bring_up(spec, settings=settings, topology=alone, others=Nobody()))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("spilled", [False, True], ids=["host", "file"])

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.worker_settings import TrainerSettings
+from trainer_service.compute.process_group import bring_up
+from trainer_service.compute.topology import MeetingPoint, Topology
+from trainer_service.service.operations import Operations
 
 GPU = [
     pytest.mark.gpu,
@@ -18,3 +29,38 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 def settings_on(device: str) -> dict[str, Any]:
     """Return what `trainer_process` needs to be told for a trainer on "cpu" or on "cuda"."""
     return {"device": "cuda", "devices": ["cuda:0"], "threads": 0} if device == "cuda" else {}
+
+
+class Nobody:
+    """The other ranks, where there is one."""
+
+    def meet(self, *, store_port: int) -> list[MeetingPoint]:
+        raise AssertionError("there is one rank")
+
+    def assign(self, rank: int, line: str) -> None:
+        raise AssertionError("there is one rank")
+
+
+@contextmanager
+def operations_on_gpu(
+    tmp_path: Path, *, dtype: str, training: TrainingSpec, **settings: Any
+) -> Iterator[Operations]:
+    """Those of a trainer of one rank in this process, of a model whose state is 1 GiB or more.
+    `settings` are further ones of `TrainerSettings`."""
+    write_tiny_model(tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192))
+    spec = WorkerSpec(
+        worker_id="trainer-gpu",
+        kind="trainer",
+        secret="none",
+        model_name="tiny",
+        model_path=str(tmp_path),
+        session_id="s-gpu",
+        training=training,
+    )
+    chosen = TrainerSettings(device="cuda", dtype=dtype, **settings)
+    try:
+        alone = Topology(nodes=1, node=0, ranks=1)
+        yield Operations(bring_up(spec, settings=chosen, topology=alone, others=Nobody()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
