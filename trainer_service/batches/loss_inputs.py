@@ -28,6 +28,7 @@ _NUMPY_TYPES: dict[int, np.dtype[np.generic]] = {
 }
 INTEGER_TYPES = frozenset({wire.DTYPE_INT64, wire.DTYPE_INT32})
 FLOAT_TYPES = frozenset({wire.DTYPE_FLOAT32, wire.DTYPE_BFLOAT16})
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def starts_of(sizes: Int64Array) -> Int64Array:
@@ -348,6 +349,10 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
     if isinstance(value, str) or not math.isfinite(value):
         given = value[:100] if isinstance(value, str) else value
         raise UnknownLossSetting(f"{what} must be a finite number, not {given!r}")
+    if abs(value) > _LARGEST:  # torch raises where such a number meets float32
+        raise UnknownLossSetting(
+            f"{what} must fit float32, whose largest number is {_LARGEST:g}, not be {value:g}"
+        )
     low = setting.low
     if low is not None and (value < low or (setting.above and value == low)):
         bound = "above" if setting.above else "at least"

@@ -309,6 +309,22 @@ def test_refused(name):
     assert caught.value.category == "user"
 
 
+@pytest.mark.parametrize(
+    ("loss", "setting"),
+    [
+        (name, setting.name)
+        for name, loss in LOSSES.items()
+        for setting in loss.settings
+        if not isinstance(setting.default, str)
+    ],
+)
+@pytest.mark.parametrize("value", [3.5e38, 1e300, -1e300])
+def test_a_number_that_float32_cannot_hold_is_no_setting(loss, setting, value):
+    message = request([policy_datum()] * 2, loss, settings={setting: value})
+    with pytest.raises(errors.UnknownLossSetting, match=f"'{setting}' of {loss} must "):
+        check(message)
+
+
 def test_a_missing_target_names_what_the_loss_needs():
     made = datum([4, 5])
     del made.loss_fn_inputs["target_tokens"]
