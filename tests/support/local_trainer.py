@@ -150,12 +150,19 @@ def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.
 def step(
     operations: Operations, *, lr: float = 1e-2, clip: float = 0.0, decay: float = 0.01
 ) -> dict[str, float]:
+    reply = optim_step(operations, lr=lr, clip=clip, decay=decay)
+    assert not reply.HasField("failure"), reply.failure
+    return dict(reply.metrics)
+
+
+def optim_step(
+    operations: Operations, *, lr: float = 1e-2, clip: float = 0.0, decay: float = 0.01
+) -> trainer_pb2.OptimStepReply:
+    """The reply, be it a failure."""
     adamw = trainer_pb2.AdamWParams(
         learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay, grad_clip_norm=clip
     )
-    reply = operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adamw))
-    assert not reply.HasField("failure"), reply.failure
-    return dict(reply.metrics)
+    return operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adamw))
 
 
 def train(operations: Operations, steps: int, *, seed: int = 0, lr: float = 1e-2) -> list[float]:

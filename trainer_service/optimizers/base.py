@@ -46,6 +46,14 @@ class Optimizer(Protocol):
         ...
 
 
+_LARGEST = 1e18
+"""Of a setting that weights are multiplied with: far above any use, and so small that products of
+two, as of rate and decay, or of a rate and what Muon scales it by, fit float32. torch raises for a
+factor that does not, or makes weights infinite."""
+_LEAST_EPS = torch.finfo(torch.float32).tiny
+"""0 in float32 would divide 0 by 0 where a parameter never had a gradient."""
+
+
 @dataclass(frozen=True)
 class AdamWSettings:
     """`grad_clip_norm` 0 turns clipping off."""
@@ -68,10 +76,15 @@ class AdamWSettings:
             weight_decay=message.weight_decay,
             grad_clip_norm=message.grad_clip_norm,
         )
-        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            _check_range(name, getattr(settings, name), below=math.inf, range_="0 or more")
+        for name in ("learning_rate", "weight_decay"):
+            _check_range(name, getattr(settings, name))
         for name in ("beta1", "beta2"):
-            _check_range(name, getattr(settings, name), below=1.0, range_="at least 0 and below 1")
+            _check_below_one(name, getattr(settings, name))
+        _check_range("eps", settings.eps, least=_LEAST_EPS)
+        if not 0 <= settings.grad_clip_norm < math.inf:
+            raise OptimizerSetting(
+                f"grad_clip_norm must be 0 or more, not {settings.grad_clip_norm}"
+            )
         return settings
 
 
@@ -92,8 +105,8 @@ class DiMuonSettings:
             beta1=message.beta1,
             grad_clip_norm=message.grad_clip_norm,
         )
-        _check_range("learning_rate", settings.learning_rate, below=math.inf, range_="0 or more")
-        _check_range("beta1", settings.beta1, below=1.0, range_="at least 0 and below 1")
+        _check_range("learning_rate", settings.learning_rate)
+        _check_below_one("beta1", settings.beta1)
         if not math.isfinite(settings.grad_clip_norm):
             raise OptimizerSetting(
                 f"grad_clip_norm must be a finite number, not {settings.grad_clip_norm}"
@@ -121,9 +134,14 @@ def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> S
     return AdamWSettings.from_message(request.adamw)
 
 
-def _check_range(name: str, value: float, *, below: float, range_: str) -> None:
-    if not 0 <= value < below:  # false for NaN, too
-        raise OptimizerSetting(f"{name} must be {range_}, not {value}")
+def _check_range(name: str, value: float, *, least: float = 0.0) -> None:
+    if not least <= value <= _LARGEST:  # false for NaN, too
+        raise OptimizerSetting(f"{name} must be from {least:.3g} to {_LARGEST:g}, not {value}")
+
+
+def _check_below_one(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise OptimizerSetting(f"{name} must be at least 0 and below 1, not {value}")
 
 
 def clip(

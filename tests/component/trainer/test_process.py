@@ -173,7 +173,20 @@ def test_a_step_that_the_gateway_knows_to_be_incomplete_is_refused(two):
     assert "the second chunk was too large" in step.failure.message
 
 
-@pytest.mark.parametrize("setting", [{"lr": -1.0}, {"lr": float("nan")}, {"clip": -0.5}])
+@pytest.mark.parametrize(
+    ("loss", "setting"), [("ppo", "clip_high_threshold"), ("stable_reinforce", "ratio_cap")]
+)
+def test_a_setting_beyond_float32_is_refused_and_the_trainer_goes_on(one, loss, setting):
+    refused = one.forward_backward(request(mixed_data(), loss, settings={setting: 1e300}))
+    assert refused.failure.type == "unknown_loss_setting"
+    assert one.optim_step().failure.type == "gradients_incomplete"
+    one.output(request(mixed_data(), loss))
+    assert not one.optim_step(lr=0.0).HasField("failure")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"lr": -1.0}, {"lr": float("nan")}, {"lr": 1e300}, {"eps": 0.0}, {"clip": -0.5}]
+)
 def test_optimizer_settings_out_of_range_are_refused(one, setting):
     one.output(request(mixed_data()))
     assert one.optim_step(**setting).failure.type == "optimizer_setting"

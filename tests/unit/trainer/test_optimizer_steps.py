@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import pytest
@@ -295,10 +296,56 @@ def test_a_steps_settings_must_be_those_of_the_runs_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("learning_rate", -0.1), ("beta1", 1.0), ("grad_clip_norm", math.nan)]
+    ("name", "value"),
+    [
+        ("learning_rate", -0.1),
+        ("learning_rate", 1e38),
+        ("beta1", 1.0),
+        ("grad_clip_norm", math.nan),
+    ],
 )
 def test_settings_of_dimuon_out_of_range_are_named(name: str, value: float) -> None:
     params = trainer_pb2.DiMuonParams(learning_rate=0.1, beta1=0.9)
     setattr(params, name, value)
     with pytest.raises(OptimizerSetting, match=name):
         step_settings(trainer_pb2.OptimStepRequest(dimuon=params), optimizer="dimuon")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in ("learning_rate", "weight_decay") for value in (-0.1, 1e39)],
+        *[("eps", value) for value in (0.0, 1e-46, 1e39, math.nan)],
+        ("beta2", 1.0),
+        ("grad_clip_norm", math.inf),
+    ],
+)
+def test_settings_of_adamw_out_of_range_are_named(name: str, value: float) -> None:
+    params = trainer_pb2.AdamWParams()
+    params.CopyFrom(ADAMW)
+    setattr(params, name, value)
+    with pytest.raises(OptimizerSetting, match=re.escape(f"not {value}")) as caught:
+        step_settings(trainer_pb2.OptimStepRequest(adamw=params), optimizer="adamw")
+    assert caught.value.message.startswith(f"{name} must be ")
+
+
+EXTREME = {
+    "a vast rate and decay": trainer_pb2.OptimStepRequest(
+        adamw=trainer_pb2.AdamWParams(learning_rate=1e18, weight_decay=1e18, eps=1e-12)
+    ),
+    "hardly any eps": trainer_pb2.OptimStepRequest(
+        adamw=trainer_pb2.AdamWParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1.2e-38)
+    ),
+    "a vast rate of dimuon": trainer_pb2.OptimStepRequest(
+        dimuon=trainer_pb2.DiMuonParams(learning_rate=1e18, beta1=0.9)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_every_setting_in_its_range_leaves_finite_weights(name: str) -> None:
+    kind = EXTREME[name].WhichOneof("optimizer")
+    model = Tiny()
+    backward(model, 0)  # not every row of the embedding has a gradient
+    made(kind, model).step(step_settings(EXTREME[name], optimizer=kind))
+    assert all(bool(torch.isfinite(each).all()) for each in model.parameters())

@@ -15,7 +15,15 @@ from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
-from tests.support.local_trainer import compute, data_of, gradients, load, save, step
+from tests.support.local_trainer import (
+    compute,
+    data_of,
+    gradients,
+    load,
+    optim_step,
+    save,
+    step,
+)
 from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
@@ -153,7 +161,7 @@ def test_a_sequence_that_is_too_long_is_refused_in_numbers_and_the_run_lives(mod
     assert reply.out_of_memory_at == 12
     assert_same_gradients(trainer, expected)
     assert operations.describe().micro_batch_tokens == 2048, "shorter ones may be many"
-    refused = operations.optim_step(trainer_pb2.OptimStepRequest())
+    refused = optim_step(operations)
     assert refused.failure.type == "gradients_incomplete"
     assert not send(operations, sequences(4, 5)).HasField("failure")
     step(operations)

@@ -16,7 +16,7 @@ from tandem import errors
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
 from tests.support.files import watch_syncs
-from tests.support.local_trainer import load, make_rank, plain, train
+from tests.support.local_trainer import load, make_rank, optim_step, plain, train
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
@@ -178,7 +178,7 @@ def test_loading_drops_the_gradients_held(models, tmp_path):
     payload = request(mixed_data()).SerializeToString()
     operations.forward_backward(trainer_pb2.ForwardBackwardRequest(payload=payload))
     load(operations, tmp_path / "a")
-    step = operations.optim_step(trainer_pb2.OptimStepRequest())
+    step = optim_step(operations)
     assert step.failure.type == "no_gradients"
 
 
@@ -187,7 +187,7 @@ def test_only_a_load_that_succeeds_forgets_that_a_forward_backward_was_refused(m
     save_to(operations, tmp_path / "a")
     operations.note_refused("no such loss")
     assert load(operations, tmp_path / "none").HasField("failure")
-    step = operations.optim_step(trainer_pb2.OptimStepRequest())
+    step = optim_step(operations)
     assert step.failure.type == "gradients_incomplete" and "no such loss" in step.failure.message
     operations.note_refused("no such loss")
     assert not load(operations, tmp_path / "a").HasField("failure")
