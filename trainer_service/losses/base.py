@@ -136,8 +136,9 @@ class Layout:
         """
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
-        counts = values.new_zeros(self.sequences).index_add(0, of, weights)
-        sums = values.new_zeros(self.sequences).index_add(0, of, values * weights)
+        zeros = values.new_zeros(max(self.sequences, 1))  # prompts, too, are added to some sequence
+        counts = zeros.index_add(0, of, weights)
+        sums = zeros.index_add(0, of, values * weights)
         means = sums / counts.where(counts != 0, counts.new_ones(()))
         return means[of] * (self.sequence >= 0)
 

@@ -11,6 +11,7 @@ import torch
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from transformers import AutoModelForCausalLM
 
+from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.local_trainer import gradients, make_rank, output_of
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import ARCHITECTURES
@@ -64,6 +65,33 @@ def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name,
     assert one.metrics == pytest.approx(dict(many.metrics), rel=1e-4, abs=1e-5)
     for parameter, gradient in gradients(whole).items():
         torch.testing.assert_close(gradient, gradients(split)[parameter], rtol=1e-3, atol=1e-4)
+
+
+def asked(tokens: list[int]) -> wire.Datum:
+    """A datum whose every token is of a prompt, though all have advantages."""
+    ones = [1.0] * len(tokens)
+    made = datum(tokens, logprobs=[-4.0] * len(tokens), advantages=ones, weights=ones)
+    for spans in (made.model_input_spans, made.loss_fn_input_spans):
+        spans.add().prompt_tokens.sequence_id = "asked"
+        spans[0].prompt_tokens.length = len(tokens)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [2048, 8], ids=["one micro-batch", "one for each datum"])
+def test_a_datum_of_a_prompt_alone_does_not_act(models, tokens):
+    trainer = make_rank(models["qwen3"], micro_batch_tokens=tokens, packing="on")
+    alone = output_of(trainer, request([asked([4, 5, 6])], "stable_reinforce"))
+    assert alone.metrics["active_tokens:sum"] == alone.metrics["loss:sum"] == 0
+    assert not any(each.any() for each in gradients(trainer).values())
+
+    sampled = datum(list(range(3, 11)), logprobs=[-4.0] * 8, advantages=[1.0] * 8)
+    beside = output_of(trainer, request([sampled, asked([4, 5, 6, 7])], "stable_reinforce"))
+    found = gradients(trainer)
+    trainer.drop_gradients()
+    assert beside.metrics["active_tokens:sum"] == 8
+    output_of(trainer, request([sampled], "stable_reinforce"))
+    for name, gradient in gradients(trainer).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("parallel", [0, 2])
