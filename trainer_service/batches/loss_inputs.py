@@ -245,6 +245,7 @@ def read_array(
     if given.name not in datum.loss_fn_inputs:
         raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")
     tensor = datum.loss_fn_inputs[given.name]
+    _check_extent(tensor, where=where)
     if tensor.HasField("sparse_csr"):
         tensor = densify(tensor, where=where, expected=tuple(tensor.shape), budget=budget)
     if tensor.dtype not in FLOAT_TYPES | INTEGER_TYPES:
@@ -266,6 +267,17 @@ def read_array(
     if given.finite and not np.isfinite(values).all():
         raise LossInputNotFinite(f"{where} is not finite everywhere")
     return values
+
+
+def _check_extent(tensor: wire.Tensor, *, where: str) -> None:
+    """Bounds an empty tensor, whose bytes do not: numpy and torch raise for an extent beyond int64,
+    and an operation that adds up along the empty dimension would make a tensor of the others."""
+    extent = math.prod(size for size in tensor.shape if size)
+    if 0 in tensor.shape and extent > MAX_DENSE_CELLS:
+        raise LossInputShape(
+            f"{where} has the shape {list(tensor.shape)}; the dimensions of an empty input may not "
+            f"make more than {MAX_DENSE_CELLS} together"
+        )
 
 
 def active_entries(

@@ -9,6 +9,7 @@ from tinker import types
 
 from tandem import errors
 from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.custom_losses import request_body, traced
 from tests.support.sdk import request_of
 from tests.support.trainer_worker import datum, dense, request
 from trainer_service.batches.loss_inputs import DenseBudget, densify
@@ -126,6 +127,48 @@ def test_an_input_of_a_custom_loss_that_names_a_vast_shape_is_refused(columns):
     room = DenseBudget(cells=2**26 - 1)
     with pytest.raises(errors.LossInputShape, match=r"datum 0, 'pair' has \d+ cells"):
         densify(pair, where="datum 0, 'pair'", expected=(2, columns), budget=room)
+
+
+def shaped(*shape: int, dtype: int = wire.DTYPE_FLOAT32, csr: bool = False) -> wire.Tensor:
+    """An empty tensor of a shape with a 0 in it."""
+    tensor = wire.Tensor(dtype=dtype, shape=shape)
+    if csr:
+        tensor.sparse_csr.crow_indices = np.zeros(1, "<i8").tobytes()
+    else:
+        tensor.dense = b""
+    return tensor
+
+
+def check_pair(pair: wire.Tensor) -> Batch:
+    """Checks a datum with a further input for a custom loss."""
+    made = datum([4, 5])
+    made.loss_fn_inputs["pair"].CopyFrom(pair)
+    message = parse(request([made], "custom").SerializeToString())
+    handle = traced(lambda logprobs, pair: (logprobs.sum(), {}), logprobs=1, pair=2)
+    return validate(message, limits=LIMITS, definition=request_body(handle))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *[
+            shaped(*shape, dtype=dtype)
+            for shape in ((0, 2**62), (2**62, 0), (0, 2**27))
+            for dtype in (wire.DTYPE_FLOAT32, wire.DTYPE_INT64, wire.DTYPE_BFLOAT16)
+        ],
+        *[shaped(*shape, csr=True) for shape in ((0, 2**62), (2**62, 0))],
+    ],
+    ids=lambda pair: f"{list(pair.shape)}, {pair.WhichOneof('encoding')}, {pair.dtype}",
+)
+def test_an_empty_input_of_a_custom_loss_with_a_vast_dimension_is_refused(pair):
+    with pytest.raises(errors.LossInputShape, match=r"datum 0, 'pair' has the shape \["):
+        check_pair(pair)
+
+
+@pytest.mark.parametrize("csr", [False, True])
+def test_an_input_of_a_custom_loss_may_be_empty(csr):
+    [pair] = check_pair(shaped(0, 7, csr=csr)).arrays["pair"]
+    assert pair.shape == (0, 7)
 
 
 def test_sparse_tensors_of_a_request_share_their_room():
