@@ -129,6 +129,7 @@ def measure_training(
     from trainer_service.compute.control_group import ControlGroup
     from trainer_service.compute.process_group import _parallel
     from trainer_service.compute.trainer import RankTrainer
+    from trainer_service.models.files import BaseModelFiles
 
     chosen = TrainerSettings.model_validate(
         {
@@ -152,7 +153,7 @@ def measure_training(
         backend=backend,
         control=ControlGroup(rank=rank, size=ranks, group=group),
         micro_batch_tokens=length,
-        model_path=model,
+        base=BaseModelFiles.of_run(model, backend.training),
         parallel=_parallel(backend, chosen, 2),
     )
     limits = BatchLimits(vocabulary=backend.facts.vocabulary, max_length=backend.facts.max_length)

@@ -22,6 +22,7 @@ from trainer_service.batches.validation import Batch, BatchLimits, parse, valida
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import Computed, RankTrainer
+from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)
@@ -60,8 +61,7 @@ def make_rank(
         backend=backend,
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=chosen.micro_batch_tokens,
-        model_path=path,
-        model_name=name,
+        base=BaseModelFiles.of_run(path, backend.training, name=name),
         parallel=threads,
     )
 

@@ -188,7 +188,7 @@ def describe(
         optimizer=any(name.startswith("optimizer.") for name in state),
         training=backend.training,
         base_model=trainer.base.name,
-        base_fingerprint=trainer.base.fingerprint() if backend.training.lora else "",
+        base_fingerprint=trainer.base.fingerprint,
         micro_batch_tokens=trainer.micro_batch_tokens,
         parameters=_shapes(backend),
         files=[],
@@ -267,7 +267,7 @@ def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimiz
             f"checkpoint {name} is of another model ({record.architecture}): {odd[0]} and "
             f"{len(odd) - 1} other tensors do not fit {backend.facts.architecture}"
         )
-    if ours.lora and record.base_fingerprint != base.fingerprint():
+    if ours.lora and record.base_fingerprint != base.fingerprint:
         raise CheckpointMismatch(
             f"checkpoint {name} is an adapter of the base model {record.base_model}, whose "
             f"weights are not those of {base.name}, which this run trains"

@@ -35,6 +35,7 @@ from trainer_service.compute.topology import MeetingPoint, Topology
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.compiled_blocks import check_compiler, compiles
+from trainer_service.models.files import BaseModelFiles
 from trainer_service.models.huggingface import empty_model
 from trainer_service.models.tensor_parallel import check_divisible
 
@@ -211,8 +212,9 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         backend=backend,
         control=ControlGroup(rank=rank, size=size, group=group, timeout=timeout),
         micro_batch_tokens=plan.micro_batch_tokens if plan else settings.micro_batch_tokens,
-        model_path=assignment.model_path,
-        model_name=assignment.model_name,
+        base=BaseModelFiles.of_run(
+            assignment.model_path, assignment.training, name=assignment.model_name
+        ),
         parallel=_parallel(backend, settings, threads),
         snapshot_group=snapshot_group,
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -109,8 +108,7 @@ class RankTrainer:
         backend: TrainerBackend,
         control: ControlGroup,
         micro_batch_tokens: int,
-        model_path: Path,
-        model_name: str = "",
+        base: BaseModelFiles,
         parallel: ParallelMicroBatches | None = None,
         snapshot_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -119,7 +117,7 @@ class RankTrainer:
         self.snapshot_group = snapshot_group
         self.step = 0
         self.progress = Progress()
-        self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
+        self.base = base
         self._parallel = parallel
         self._first_plan = micro_batch_tokens
         self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
@@ -132,8 +130,7 @@ class RankTrainer:
             backend=self.backend.share(training),
             control=mine.of_run(run),
             micro_batch_tokens=self._first_plan,
-            model_path=self.base.path,
-            model_name=self.base.name,
+            base=self.base,
             parallel=self._parallel,
             snapshot_group=self.snapshot_group,
         )

@@ -19,6 +19,7 @@ import xxhash
 from tandem.errors import InvalidRequest
 from tandem.model_config import INDEX_NAME
 from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
+from tandem.worker import TrainingSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _SAMPLES = 64
@@ -27,30 +28,41 @@ _SAMPLE_BYTES = 64 * 2**10
 
 @dataclass(frozen=True)
 class BaseModelFiles:
-    """`name` is what the gateway calls it; `path` its directory in the Hugging Face layout."""
+    """`name` is what the gateway calls it; `path` its directory in the Hugging Face layout.
+    `fingerprint` identifies the weights to the checkpoints of adapters, and is "" where all of the
+    model is trained."""
 
     name: str
     path: Path
+    fingerprint: str
 
-    def fingerprint(self) -> str:
-        """Identifies the weights: XXH3-128 of the sizes of the weight files and of pieces spread
-        over each (64 of 64 KiB; a smaller file as a whole).
+    @classmethod
+    def of_run(cls, path: Path, training: TrainingSpec, *, name: str = "") -> BaseModelFiles:
+        """Return those of a run whose model was just loaded. Its fingerprint is read now: later the
+        files may be gone, or be those of other weights. Raises `OSError`."""
+        fingerprint = _fingerprint(path) if training.lora else ""
+        return cls(name=name or path.name, path=path, fingerprint=fingerprint)
 
-        An adapter is useless on other weights, but hashing all of a large model would take
-        minutes, and one that was trained further differs everywhere.
-        """
-        digest = xxhash.xxh3_128()
-        for file in sorted(self.path.iterdir()):
-            if not file.name.endswith(WEIGHT_SUFFIXES):
-                continue
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size};".encode())
-            step = max(_SAMPLE_BYTES, size // _SAMPLES)
-            with file.open("rb") as stream:
-                for start in range(0, size, step):
-                    stream.seek(start)
-                    digest.update(stream.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
+
+def _fingerprint(path: Path) -> str:
+    """Identifies weights: XXH3-128 of the sizes of the weight files and of pieces spread over each
+    (64 of 64 KiB; a smaller file as a whole).
+
+    An adapter is useless on other weights, but hashing all of a large model would take minutes,
+    and one that was trained further differs everywhere.
+    """
+    digest = xxhash.xxh3_128()
+    for file in sorted(path.iterdir()):
+        if not file.name.endswith(WEIGHT_SUFFIXES):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        step = max(_SAMPLE_BYTES, size // _SAMPLES)
+        with file.open("rb") as stream:
+            for start in range(0, size, step):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 _OURS = frozenset({MANIFEST_NAME, RECORD_NAME, "adapter_config.json"})

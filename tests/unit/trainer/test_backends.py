@@ -40,6 +40,7 @@ from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations
 
 
@@ -118,7 +119,7 @@ def make_own(path: Path, backend: type[TrainerBackend], *, plan: int = 0) -> Ran
         ),
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=plan,
-        model_path=path,
+        base=BaseModelFiles.of_run(path, TrainingSpec()),
     )
 
 
@@ -178,7 +179,7 @@ def test_ranks_add_up_gradients_once_for_a_call_where_memory_allows(
         backend=backend,
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=0,
-        model_path=model,
+        base=BaseModelFiles.of_run(model, backend.training),
     )
     batch = batch_of(trainer, request(data_of(count=3)))
     for call in (1, 2):

@@ -31,6 +31,7 @@ from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations
 
 WAYS = ("plain", "parallel", "copied", "sharded")
@@ -57,7 +58,7 @@ def make(
         backend=backend,
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=plan,
-        model_path=path,
+        base=BaseModelFiles.of_run(path, backend.training),
         parallel=ParallelMicroBatches(count=2, threads=1) if way == "parallel" else None,
     )
 

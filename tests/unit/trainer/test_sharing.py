@@ -31,6 +31,7 @@ from trainer_service.backends import World
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.offload import Offload
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.hosted_runs import HostedRuns
 from trainer_service.service.operations import Operations
 
@@ -313,7 +314,7 @@ def test_memory_that_runs_out_for_one_run_leaves_gradients_and_plan_of_another(m
         backend=few,
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=0,
-        model_path=model,
+        base=BaseModelFiles.of_run(model, few.training),
     )
     shared = HostedRuns(rank, run_id="a")
     add(shared, "c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_a_restored_trainer_goes_on_bit_by_bit(models, tmp_path, lora, optimizer
     for number in (3, 4):
         step(other, number, optimizer=optimizer)
     assert equal(weights(other), weights(undisturbed))
+
+
+def test_a_step_with_a_snapshot_needs_no_files_of_the_base_model(models, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(models["qwen3"], base)
+    operations = make(base, SPEC)
+    base.rename(tmp_path / "moved")
+    path = tmp_path / "run" / "s1"
+    assert not step(operations, 1, snapshot=path).HasField("failure")
+    assert not written(operations, path).HasField("failure")
+
+    other = make(tmp_path / "moved", SPEC)
+    assert restore(other, path).step == 1
+    assert equal(weights(other), weights(operations))
 
 
 def test_a_checkpoint_restores_a_trainer_as_a_snapshot_does(models, tmp_path):
