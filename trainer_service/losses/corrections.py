@@ -1,8 +1,9 @@
 """Corrections for the mismatch between sampler and trainer: weights that multiply a policy loss.
 
 A request names them in the setting `correction`, several joined by "+" ("tis+off_policy_mask");
-their weights are multiplied. To add one, write its function and its `Correction`, and list it in
-`CORRECTIONS` at the end.
+their weights are multiplied. Without `old_logprobs` the loss's own ratio is to the sampler, and is
+divided out once if a weight stands for it (`policy.correction_weight`). To add a correction, write
+its function and its `Correction`, and list it in `CORRECTIONS` at the end.
 """
 
 from __future__ import annotations
@@ -33,22 +34,13 @@ class Mismatch:
     """How far sampler and trainer are apart. All [E], without gradient.
 
     `log_rho` is log ρ = old - mu, 0 where a token is not `active`; `drift` is mu - p, with p the
-    policy now; `advantages` are those of the tokens.
-
-    `bypass` says that the client gave no `old_logprobs`: the loss then takes mu for old, so that
-    its own ratio p/mu already includes the mismatch. ρ is then p/mu, and a correction returns
-    f(ρ)/ρ instead of f(ρ).
+    policy now, which is also old where the client gave none; `advantages` are those of the tokens.
     """
 
     log_rho: Tensor
     drift: Tensor
     advantages: Tensor
     active: Tensor
-    bypass: bool
-
-    def factor(self, weight: Tensor, log_rho: Tensor) -> Tensor:
-        """`weight` = f(ρ), or f(ρ)/ρ in bypass mode."""
-        return weight * (-log_rho).exp() if self.bypass else weight
 
     def sequence_log_rho(self, layout: Layout) -> Tensor:
         """log of the product of ρ over a datum's active tokens, for each of its entries: [E]."""
@@ -57,11 +49,14 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Correction:
-    """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss."""
+    """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss. It stands for
+    the ratio of trainer and sampler, unless the correction is a `mask`: what that keeps stays as it
+    is."""
 
     name: str
     weight: Callable[[Mismatch, Settings, Layout], Tensor]
     settings: tuple[Setting, ...]
+    mask: bool = False
 
 
 def tis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
@@ -70,8 +65,7 @@ def tis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
     (fengyao.notion.site/off-policy-rl); truncation as in Retrace, arXiv 1606.02647.
     """
-    weight = mismatch.log_rho.exp().clamp(max=settings.number("tis_cap"))
-    return mismatch.factor(weight, mismatch.log_rho)
+    return mismatch.log_rho.exp().clamp(max=settings.number("tis_cap"))
 
 
 TIS = Correction(
@@ -87,8 +81,7 @@ def seq_tis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     Li et al., "When speed kills stability: demystifying RL collapse from the
     training-inference mismatch" (yingru.notion.site).
     """
-    log_rho = mismatch.sequence_log_rho(layout)
-    return mismatch.factor(log_rho.exp().clamp(max=settings.number("seq_tis_cap")), log_rho)
+    return mismatch.sequence_log_rho(layout).exp().clamp(max=settings.number("seq_tis_cap"))
 
 
 SEQ_TIS = Correction(
@@ -111,7 +104,7 @@ def mis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     training-inference mismatch" (yingru.notion.site).
     """
     low, high = settings.number("mis_low"), settings.number("mis_high")
-    return mismatch.factor(masked(mismatch.log_rho, low=low, high=high), mismatch.log_rho)
+    return masked(mismatch.log_rho, low=low, high=high)
 
 
 MIS = Correction(
@@ -130,9 +123,8 @@ def seq_mis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     Li et al., "When speed kills stability: demystifying RL collapse from the
     training-inference mismatch" (yingru.notion.site).
     """
-    log_rho = mismatch.sequence_log_rho(layout)
     low, high = settings.number("seq_mis_low"), settings.number("seq_mis_high")
-    return mismatch.factor(masked(log_rho, low=low, high=high), log_rho)
+    return masked(mismatch.sequence_log_rho(layout), low=low, high=high)
 
 
 SEQ_MIS = Correction(
@@ -152,7 +144,7 @@ def icepop(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     evolves", arXiv 2510.18855; ringtech.notion.site/icepop).
     """
     low, high = settings.number("icepop_low"), settings.number("icepop_high")
-    return mismatch.factor(masked(mismatch.log_rho, low=low, high=high), mismatch.log_rho)
+    return masked(mismatch.log_rho, low=low, high=high)
 
 
 ICEPOP = Correction(
@@ -184,6 +176,7 @@ GEOMETRIC = Correction(
         Setting("geometric_low", 0.99, "lower bound of g in `geometric`", low=0.0),
         Setting("geometric_high", 1.01, "upper bound of g in `geometric`", low=0.0, above=True),
     ),
+    mask=True,
 )
 
 
@@ -201,6 +194,7 @@ OFF_POLICY_MASK = Correction(
     name="off_policy_mask",
     weight=off_policy_mask,
     settings=(Setting("off_policy_delta", 0.1, "δ of `off_policy_mask`", low=0.0),),
+    mask=True,
 )
 CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
     {each.name: each for each in (TIS, SEQ_TIS, MIS, SEQ_MIS, ICEPOP, GEOMETRIC, OFF_POLICY_MASK)}

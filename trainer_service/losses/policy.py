@@ -218,8 +218,15 @@ def clip_bounds(
     return low, high
 
 
-def correction_weight(tokens: Tokens, settings: Settings, layout: Layout) -> Tensor:
-    """The product of the weights of the corrections named: [E], without gradient."""
+def correction_weight(
+    tokens: Tokens, settings: Settings, layout: Layout, *, ratio: Tensor
+) -> Tensor:
+    """The product of the weights of the corrections named: [E], without gradient.
+
+    In bypass mode the loss's own `ratio` [E] is p/mu and includes the mismatch, for which the
+    weights stand: it is divided out once, however many they are. With masks alone it stays, as it
+    does without a correction.
+    """
     names = correction_names(settings)
     now = tokens.logprobs.detach()
     weight = torch.ones_like(now)
@@ -231,10 +238,11 @@ def correction_weight(tokens: Tokens, settings: Settings, layout: Layout) -> Ten
         drift=tokens.sampler - now,
         advantages=tokens.advantages,
         active=tokens.active,
-        bypass=tokens.bypass,
     )
     for name in names:
         weight = weight * CORRECTIONS[name].weight(mismatch, settings, layout)
+    if tokens.bypass and not all(CORRECTIONS[name].mask for name in names):
+        weight = weight / ratio.detach()
     return weight
 
 
@@ -250,12 +258,13 @@ def finish(
 ) -> LossResult:
     """Weights the losses `values` [E] of the tokens, adds the KL term and aggregates them.
 
-    `ratio` is reported instead of the tokens' own, if given; `clipped` [E] marks the tokens that
-    the loss clipped. The KL term is not weighted.
+    `ratio` is that of the loss, where it is not the tokens' own; `clipped` [E] marks the tokens
+    that the loss clipped. The KL term is not weighted.
     """
+    ratio = tokens.ratio if ratio is None else ratio
     weight = torch.ones_like(tokens.active)
     if settings.has("correction"):
-        weight = correction_weight(tokens, settings, layout)
+        weight = correction_weight(tokens, settings, layout, ratio=ratio)
     values, kl = add_kl(values * weight, tokens.logprobs, inputs, settings, ratio=tokens.ratio)
     loss = aggregate(values, tokens.active, settings, layout)
     return reported(tokens, loss, kl=kl, weight=weight, ratio=ratio, clipped=clipped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.support.losses.cases import (
     golden_data,
     gradient,
     layout_for,
+    random_data,
 )
 from trainer_service.losses import CORRECTIONS, LOSSES, Settings
 from trainer_service.losses.corrections import Mismatch
@@ -22,7 +25,7 @@ SIZES = (3, 2, 3, 1)  # of the fixture
 DEFAULTS = {s.name: s.default for each in CORRECTIONS.values() for s in each.settings}
 
 
-def mismatch(*, bypass: bool = False) -> Mismatch:
+def mismatch() -> Mismatch:
     data = golden_data({"logprobs": "rollout", "old_logprobs": "old"})
     mu, old = data.inputs["logprobs"], data.inputs["old_logprobs"]
     return Mismatch(
@@ -30,13 +33,12 @@ def mismatch(*, bypass: bool = False) -> Mismatch:
         drift=mu - data.logprobs,
         advantages=data.inputs["advantages"],
         active=torch.ones_like(mu),
-        bypass=bypass,
     )
 
 
-def weight(name: str, config: Config, *, bypass: bool = False) -> torch.Tensor:
+def weight(name: str, config: Config) -> torch.Tensor:
     settings = Settings({**DEFAULTS, **config})
-    return CORRECTIONS[name].weight(mismatch(bypass=bypass), settings, layout_for(SIZES))
+    return CORRECTIONS[name].weight(mismatch(), settings, layout_for(SIZES))
 
 
 def by_token(golden: str) -> torch.Tensor:
@@ -86,12 +88,49 @@ def test_the_off_policy_mask_looks_at_the_golden_divergence():
     )
 
 
-@pytest.mark.parametrize("name", ["tis", "mis", "icepop", "seq_tis", "seq_mis"])
-def test_in_bypass_mode_a_correction_contributes_what_it_changes_of_the_ratio(name):
-    config, whole = GOLDEN_WEIGHTS[name]
-    level = by_datum("rho_seq") if name.startswith("seq") else by_token("rho_token")
-    found = weight(name, config, bypass=True)
-    torch.testing.assert_close(found * level, whole, atol=1e-6, rtol=0)
+ALONE_AND_IN_PAIRS = [
+    "+".join(names) for count in (1, 2) for names in itertools.combinations(CORRECTIONS, count)
+]
+UNCLIPPED = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+BYPASSING: dict[str, Config] = {
+    "importance_sampling": {},
+    "dppo": {"delta": 1.0},
+    **dict.fromkeys(("ppo", "cispo", "gspo"), UNCLIPPED),
+}
+"""The losses whose gradient, where nothing is clipped, is their ratio times the advantage."""
+NARROW: Config = {
+    **dict.fromkeys(("geometric_low", "seq_mis_low", "mis_low", "icepop_low"), 0.8),
+    **dict.fromkeys(("geometric_high", "mis_high", "icepop_high"), 1.2),
+    **dict.fromkeys(("tis_cap", "seq_tis_cap"), 1.1),
+}
+"""With these each correction changes some of the random data, and not all."""
+
+
+def on_policy(name: str, names: str, *, old: bool) -> torch.Tensor:
+    """The gradient for a trainer that has not moved since the batch began: old is p, or absent."""
+    data = random_data()
+    for bound in UNCLIPPED:
+        del data.inputs[bound]
+    data.inputs.pop("old_logprobs")
+    if old:
+        data.inputs["old_logprobs"] = data.logprobs.clone()
+    config = {**BYPASSING[name], **NARROW, "correction": names}
+    return gradient(LOSSES[name], data, config)
+
+
+@pytest.mark.parametrize("names", ALONE_AND_IN_PAIRS)
+@pytest.mark.parametrize("name", BYPASSING)
+def test_corrections_make_the_same_gradient_in_bypass_mode_and_out_of_it(name, names):
+    found, whole = (on_policy(name, each, old=False) for each in (names, "none"))
+    expected, plain = (on_policy("ppo", each, old=True) for each in (names, "none"))
+    if {*names.split("+")} <= {"geometric", "off_policy_mask"}:  # they weigh nothing
+        kept = expected != 0
+        torch.testing.assert_close(found, whole * kept)
+        torch.testing.assert_close(expected, plain * kept)
+        assert 0 < kept.sum() < (plain != 0).sum()
+    else:
+        torch.testing.assert_close(found, expected)
+    assert found.any() and not torch.equal(found, whole)
 
 
 def test_truncation_in_bypass_mode_caps_the_ratio_of_importance_sampling():
@@ -113,7 +152,8 @@ def test_corrections_are_multiplied():
     tokens, layout = ready(data.logprobs, data.inputs), layout_for(SIZES)
 
     def of(names: str) -> torch.Tensor:
-        return correction_weight(tokens, Settings({**DEFAULTS, "correction": names}), layout)
+        settings = Settings({**DEFAULTS, "correction": names})
+        return correction_weight(tokens, settings, layout, ratio=tokens.ratio)
 
     torch.testing.assert_close(of("tis + off_policy_mask"), of("tis") * of("off_policy_mask"))
     assert of("none").tolist() == [1.0] * len(data.logprobs)
@@ -124,7 +164,7 @@ def test_the_sequence_weight_leaves_out_what_is_masked():
     mask = torch.tensor([1.0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.float64)
     tokens = ready(data.logprobs, {**data.inputs, "mask": mask})
     settings = Settings({**DEFAULTS, "correction": "seq_tis", "seq_tis_cap": 100.0})
-    found = correction_weight(tokens, settings, layout_for(SIZES))
+    found = correction_weight(tokens, settings, layout_for(SIZES), ratio=tokens.ratio)
     log_rho = (data.inputs["old_logprobs"] - data.inputs["logprobs"]) * mask
     expected = layout_for(SIZES).datum_sums(log_rho).exp()[layout_for(SIZES).datum]
     torch.testing.assert_close(found, expected)
