@@ -288,7 +288,7 @@ async def test_a_restored_trainer_goes_on_after_the_operations_that_its_state_co
     waiting = trainer.step(6)
     await asyncio.sleep(0)
     with pytest.raises(Aborted, match="operations are under way") as caught:
-        await trainer.restore(5)
+        await trainer.restore(5, path="whole")
     assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
     waiting.cancel()
     trainer = Trainer()
@@ -400,3 +400,11 @@ async def test_memory_that_one_run_had_too_little_of_is_not_told_to_another(trai
     assert mine.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert theirs.value.code is grpc.StatusCode.ABORTED
     assert contexts[1].metadata == {}
+
+
+async def test_an_operation_may_wait_for_one_that_no_gateway_sends_any_more(trainer):
+    waiting = trainer.step(6)
+    await asyncio.sleep(0)
+    assert not (await trainer.restore(5)).HasField("failure")
+    await waiting
+    assert trainer.applied == [6]
