@@ -188,8 +188,8 @@ class ReplayLog:
             return
         self._answered = max(self._answered, seq_id)
         call.answered, call.seconds, call.failure = True, seconds, failure
-        if not (call.changes_state or (failure and call.kind == "forward")):
-            self._forget([call])  # a forward that cannot be read counts as a refused batch
+        if not call.changes_state:
+            self._forget([call])
         elif not self.complete:
             self._drop_up_to(seq_id)
         else:
@@ -261,9 +261,11 @@ class ReplayLog:
         """Forget the calls up to this one; those of which no answer arrived are still needed."""
         calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
-        if seq_id > self.missing_to:
-            after, self.missing_to = self.missing_to, seq_id
-            self._dropped(after, seq_id, [call.seq_id for call in calls if call.has_payload])
+        # Not `seq_id`: it may be of an operation of which the trainer never heard.
+        newest = max((call.seq_id for call in calls), default=-1)
+        if newest > self.missing_to:
+            after, self.missing_to = self.missing_to, newest
+            self._dropped(after, newest, [call.seq_id for call in calls if call.has_payload])
 
     def _forget(self, calls: list[SentCall]) -> None:
         for call in calls:

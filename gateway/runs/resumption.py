@@ -73,7 +73,13 @@ class RunResumption:
         run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.snapshots.resume(run)
         newest = snapshots[-1] if snapshots else Snapshot()
-        left = await unfinished(run, newest, database=self.database, data_dir=self.data_dir)
+        missing_to = row["replay_after"]
+        left = await unfinished(
+            run,
+            covered=max(newest.seq_id, missing_to),
+            database=self.database,
+            data_dir=self.data_dir,
+        )
         run.step = newest.step
         if run.parent:
             self.pins.pin(relative_version_folder(run.parent))
@@ -81,7 +87,7 @@ class RunResumption:
             self._pin_loaded(call)
         for operation in left.waiting:
             self._take_up(run, operation)
-        run.trainer.take_up(snapshots, left, missing_to=row["replay_after"])
+        run.trainer.take_up(snapshots, left, missing_to=missing_to)
         run.dispatcher.resume(
             [each for each in left.waiting if each.seq_id > 0],
             ended=left.ended,
@@ -113,9 +119,10 @@ class RunResumption:
 
 
 async def unfinished(
-    run: TrainingRun, newest: Snapshot, *, database: Database, data_dir: Path
+    run: TrainingRun, *, covered: int, database: Database, data_dir: Path
 ) -> Unfinished:
-    """Read what there is of a run whose newest snapshot is `newest`."""
+    """Read what there is of a run. `covered` is the newest operation that its newest snapshot
+    contains, or of which the log has dropped what the trainer was sent."""
     of_run = operations.c.run_id == run.id
     inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
     rows = await database.read(
@@ -163,9 +170,7 @@ async def unfinished(
                 resumed=True,
             )
             found.waiting.append(operation)
-    # A forward that failed is in the log, but tells the trainer nothing of what was refused.
-    told = [call.seq_id for call in found.calls if call.kind != "forward"]
-    sent = max([newest.seq_id, *told])
+    sent = max([covered, *(call.seq_id for call in found.calls)])
     found.gradients_incomplete = await _why_incomplete(run.id, sent, database=database)
     return found
 

@@ -87,6 +87,15 @@ def parse(payload: bytes) -> wire.ForwardBackwardRequest:
     return message
 
 
+def is_forward(payload: bytes) -> bool:
+    """Whether a payload is of a forward pass, which leaves no gradients: as the gateway finds it,
+    also if the rest cannot be read."""
+    try:
+        return wire.ForwardBackwardRouting.FromString(payload).forward_only
+    except DecodeError:
+        return False
+
+
 @dataclass(frozen=True)
 class BatchLimits:
     """The model accepts token ids below `vocabulary` and sequences of up to `max_length` tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +29,7 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
-from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
+from trainer_service.batches.validation import Batch, BatchLimits, is_forward, parse, validate
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
 from trainer_service.checkpoints.publish import (
@@ -73,15 +73,6 @@ class HeldBatches:
                 self.metrics[name] = before + (value - before) * share
         self.tokens += tokens
         self.seconds += seconds
-
-
-@dataclass(frozen=True)
-class ReadBatch:
-    """The batch of a forward_backward, or what is wrong with it. `forward_only` is False of what
-    cannot even be parsed."""
-
-    forward_only: bool
-    batch: Batch | UserError
 
 
 class Operations:
@@ -146,34 +137,29 @@ class Operations:
         assert not self.switching.asleep, f"{op.name} while the trainer is asleep"
         self.trainer.control.broadcast(op, message)
 
-    def read_batch(self, request: trainer_pb2.ForwardBackwardRequest) -> ReadBatch:
-        """Read the batch of a request, from any thread, and before its turn."""
-        forward_only = False
-        try:
-            message = parse(request.payload)
-            forward_only = message.forward_only
-            return ReadBatch(forward_only, _read_batch(message, request, self.trainer))
-        except UserError as error:
-            return ReadBatch(forward_only, error)
+    def read_batch(self, request: trainer_pb2.ForwardBackwardRequest) -> Batch:
+        """Read the batch of a request, from any thread, and before its turn. Raises the
+        `UserError` that says what is wrong with it."""
+        return _read_batch(request, self.trainer)
 
     def forward_backward(
-        self, request: trainer_pb2.ForwardBackwardRequest, read: ReadBatch | None = None
+        self,
+        request: trainer_pb2.ForwardBackwardRequest,
+        read: Callable[[], Batch] | None = None,
     ) -> trainer_pb2.ForwardBackwardReply:
-        """`read` is the batch of the request, if it was read ahead."""
+        """`read` returns the batch of the request, or raises, as `read_batch`: if it was read
+        ahead."""
         trainer, began = self.trainer, time.perf_counter()
-        read = read or self.read_batch(request)
-        forward_only, batch = read.forward_only, read.batch
         try:
-            if isinstance(batch, UserError):
-                raise batch
+            batch = self.read_batch(request) if read is None else read()
             request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same
             self._announce(Op.FORWARD_BACKWARD, request)
-            if not forward_only:
+            if not batch.forward_only:
                 self._held = self._held or HeldBatches()
             # A loss may fail on its datums.
             computed = trainer.forward_backward(batch, plan=request.micro_batch_tokens)
         except (UserError, OutOfMemory) as error:
-            if not forward_only:
+            if not is_forward(request.payload):
                 self._refused = error.message
             return trainer_pb2.ForwardBackwardReply(
                 failure=error.to_failure(),
@@ -181,7 +167,7 @@ class Operations:
             )
         assert computed is not None
         seconds, tokens = time.perf_counter() - began, len(batch.tokens)
-        if not forward_only and self._held is not None:
+        if not batch.forward_only and self._held is not None:
             self._held.add(computed.metrics, tokens=tokens, seconds=seconds)
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
@@ -383,7 +369,7 @@ class Follower:
         trainer = self.trainer
         if op == Op.FORWARD_BACKWARD:
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
-            batch = _read_batch(parse(request.payload), request, trainer)
+            batch = _read_batch(request, trainer)
             trainer.forward_backward(batch, plan=request.micro_batch_tokens)
         elif op == Op.OPTIM_STEP:
             self._optim_step(trainer_pb2.OptimStepRequest.FromString(payload))
@@ -413,15 +399,11 @@ class Follower:
         self._snapshots.take(step.snapshot, step.header)
 
 
-def _read_batch(
-    message: wire.ForwardBackwardRequest,
-    request: trainer_pb2.ForwardBackwardRequest,
-    trainer: RankTrainer,
-) -> Batch:
+def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTrainer) -> Batch:
     """Raises the `UserError` that says what is wrong with the batch."""
     facts = trainer.backend.facts
     return validate(
-        message,
+        parse(request.payload),
         limits=BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length),
         definition=request.loss_definition,
     )

@@ -24,8 +24,9 @@ from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.sequence import OperationSequence, Reply, RunRemoved
 
 if TYPE_CHECKING:
+    from trainer_service.batches.validation import Batch
     from trainer_service.service.hosted_runs import HostedRuns
-    from trainer_service.service.operations import Operations, ReadBatch
+    from trainer_service.service.operations import Operations
     from trainer_service.service.switching import Switching
 
     Context = grpc.aio.ServicerContext[object, object]
@@ -400,7 +401,7 @@ class _ForwardBackward:
     def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
         self._request = request
         self._engine = engine
-        self._read: Future[ReadBatch] | None = None
+        self._read: Future[Batch] | None = None
 
     def read_ahead(self) -> None:
         request, run_id = self._request, self._request.header.run_id
@@ -408,7 +409,7 @@ class _ForwardBackward:
 
     def compute(self, operations: Operations) -> trainer_pb2.ForwardBackwardReply:
         assert self._read is not None, "an operation begins before its turn"
-        return operations.forward_backward(self._request, self._read.result())
+        return operations.forward_backward(self._request, self._read.result)
 
 
 async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:

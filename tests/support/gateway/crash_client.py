@@ -78,8 +78,12 @@ def forward(number: int = 0) -> Planned:
     return Planned("forward", payload=FORWARD + b"%d" % number)
 
 
-def unreadable(kind: Kind = "forward_backward") -> Planned:
-    return Planned(kind, payload=UNREADABLE)
+def unreadable() -> Planned:
+    return Planned("forward_backward", payload=b"batch" + UNREADABLE)
+
+
+def unreadable_forward() -> Planned:
+    return Planned("forward", payload=FORWARD + UNREADABLE)
 
 
 def poison() -> Planned:
@@ -150,7 +154,7 @@ def random_script(rng: random.Random) -> Script:
                 *(
                     empty_batch(),
                     empty_forward(),
-                    unreadable("forward"),
+                    unreadable_forward(),
                     refused(),
                     refused("forward_backward"),
                 ),

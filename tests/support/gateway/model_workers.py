@@ -39,7 +39,6 @@ from tests.support.crashing_loop import as_process
 
 _BYTES = 100
 """Of a snapshot or a checkpoint."""
-UNREADABLE = b"unreadable"
 POISON = b"poison"
 """What the payload of a batch begins with that kills whatever computes it."""
 LONG = b"long"
@@ -48,6 +47,8 @@ ENDLESS = b"endless"
 """What the payload of a batch begins with at which a trainer stays for ever."""
 FORWARD = b"forward"
 """What the payload of a forward pass begins with."""
+UNREADABLE = b" that is no message"
+"""What the payload of a batch ends with that cannot be read."""
 EMPTY = b" without a datum"
 """What the payload of a batch ends with that can be read and is refused all the same."""
 
@@ -334,15 +335,15 @@ class ModelRun:
             await asyncio.sleep(1500)
         if payload.startswith(ENDLESS):
             await asyncio.Event().wait()
-        if payload.startswith(UNREADABLE):
+        error: TandemError | None = None
+        if payload.endswith(UNREADABLE):
             error = MalformedPayload("the payload cannot be read")
-            state.refused = error.message
-            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
-        if payload.endswith(EMPTY):
-            empty = EmptyBatch("there is no datum")
+        elif payload.endswith(EMPTY):
+            error = EmptyBatch("there is no datum")
+        if error is not None:
             if not payload.startswith(FORWARD):
-                state.refused = empty.message
-            return trainer_pb2.ForwardBackwardReply(failure=empty.to_failure())
+                state.refused = error.message
+            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
         result = after(state.weights, hashlib.sha256(payload).hexdigest())
         if not payload.startswith(FORWARD):
             state.gradients = result = after(state.gradients, result)
@@ -422,7 +423,7 @@ class ModelRun:
             raise CheckpointDamaged(str(error)) from error
 
     async def Restore(self, request):
-        if not all(reply.done() for reply in self._replies.values()):
+        if request.path and not all(reply.done() for reply in self._replies.values()):
             raise broken(grpc.StatusCode.FAILED_PRECONDITION)
         async with self._trainer.engine:
             await self._misfortune.delay(1.0)

@@ -42,6 +42,8 @@ from tests.support.gateway.crash_scenarios import Left, Life, Scenario
 OFTEN = {"share": 1.0, "replay": 0.0}
 """As many snapshots as can be written."""
 SELDOM = {"share": 1e-9, "replay": 1e6}
+OVERFLOWING = SELDOM | {"log_bytes": 0}
+"""No run can be restored before its next snapshot."""
 SCRIPTS: Mapping[str, Script] = {
     "training": [batch(1), step(), large_batch(2), forward(), step(), batch(3), step(), forward()],
     "saves": [
@@ -61,6 +63,10 @@ SCRIPTS: Mapping[str, Script] = {
     "a save after a refusal": [
         *(batch(1), step(), refused("forward_backward"), save("a"), batch(2), step(), batch(3)),
         *(step(), forward()),
+    ],
+    "a refusal long ago": [
+        *(batch(1), step(), refused("forward_backward"), alone(step()), alone(batch(2))),
+        *(alone(step()), alone(batch(3)), alone(step()), alone(batch(4)), alone(step()), forward()),
     ],
 }
 PARTS = 25
@@ -105,6 +111,42 @@ def test_a_gateway_may_die_at_every_step(name, part, tmp_path):
     steps = undisturbed(name)[1].steps[0]
     for number in range(1 + part, steps, PARTS):
         die_at(number, name, tmp_path / f"{number}")
+
+
+def die_at_without_a_log(steps: int, name: str, folder: Path) -> None:
+    """The trainer outlives the gateway, and must be adopted."""
+    scenario = Scenario(
+        script_of(name),
+        folder,
+        lives=[Life(steps, outlived=True)],
+        seed=1,
+        settings={"recovery": OVERFLOWING},
+    )
+    expected, _ = undisturbed(name)
+    assert not scenario.run().differences(expected), f"the gateway died before step {steps}"
+
+
+# There, operations that were refused in the gateway had ended just before, or calls waited at the
+# trainer for one that never came.
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(("a refusal long ago", steps) for steps in (172, 307, 334, 379, 442, 487, 541)),
+        *(("refusals", steps) for steps in (305, 361, 1161)),
+        ("training", 321),
+    ],
+)
+def test_a_trainer_is_adopted_where_the_calls_did_not_fit_into_the_log(name, steps, tmp_path):
+    die_at_without_a_log(steps, name, tmp_path / "data")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_trainer_is_adopted_whatever_did_not_fit_into_the_log(name, part, tmp_path):
+    steps = undisturbed(name)[1].steps[0]
+    for number in range(1 + part, steps, PARTS):
+        die_at_without_a_log(number, name, tmp_path / f"{number}")
 
 
 def die_again_and_again(seed: int, folder: Path, *, sharing: int = 1) -> None:

@@ -62,3 +62,14 @@ def test_batches_whose_gradients_were_dropped_are_in_no_step(models, tmp_path):
     load(operations, tmp_path / "a")
     only = compute(operations)
     assert dict(step(operations).batch_metrics) == pytest.approx(only)
+
+
+def test_a_forward_that_cannot_be_read_leaves_the_gradients_as_they_are(models):
+    operations = make(models["qwen3"])
+    compute(operations)
+    spoiled = b"\x1a\x01\xff"  # a datum that ends within its first field
+    routing = wire.ForwardBackwardRouting(model_id="m", seq_id=2, forward_only=True)
+    payload = routing.SerializeToString() + spoiled
+    reply = operations.forward_backward(trainer_pb2.ForwardBackwardRequest(payload=payload))
+    assert reply.failure.type == "malformed_payload"
+    assert not step(operations).HasField("failure")
