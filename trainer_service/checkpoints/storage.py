@@ -167,13 +167,12 @@ def together(
 ) -> Result:
     """Returns what `work` does, once all ranks of the group are done with theirs: each in a thread,
     while they tell each other every second how far they are. So no collective waits for a disk,
-    whatever there is to write or to read, and a rank that dies is noticed at once.
+    whatever there is to write or to read, and a rank that dies is noticed at once. Without a group,
+    this rank is the only one.
 
     Raises what `work` does, once the others are done, too; and `OSError` on every rank when none
     has come any further for `stalled_after` seconds. The thread may then still hang.
     """
-    if group is None:
-        return work()
     return end_together(group, begin(work), progress=progress, stalled_after=stalled_after)
 
 
@@ -193,13 +192,12 @@ def end_together(
     stalled_after: float = STALLED_AFTER,
 ) -> Result:
     """As `together`, of work that each rank has begun."""
-    if group is None:
-        return future.result()
     seen, since = -1, time.monotonic()
     while True:
         wait_for([future], timeout=_BEAT)
         # The clock of rank 0 counts, so that all ranks give up or none does.
-        late = dist.get_rank(group) == 0 and time.monotonic() - since > stalled_after
+        first = group is None or dist.get_rank(group) == 0
+        late = first and time.monotonic() - since > stalled_after
         busy, everywhere, stalled = _sum(group, not future.done(), progress.bytes, late)
         if not busy:
             return future.result()
@@ -211,7 +209,10 @@ def end_together(
             seen, since = everywhere, time.monotonic()
 
 
-def _sum(group: dist.ProcessGroup, *numbers: int) -> list[int]:
+def _sum(group: dist.ProcessGroup | None, *numbers: int) -> list[int]:
+    """Returns the sum of each number over the ranks."""
+    if group is None:
+        return [*numbers]
     total: Tensor = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(total, group=group)
     return [int(number) for number in total.tolist()]

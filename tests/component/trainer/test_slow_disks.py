@@ -3,13 +3,16 @@ longer than any collective may take."""
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -100,3 +103,11 @@ def test_a_disk_that_hangs_is_given_up_by_all_ranks_alike(tmp_path):
 
 def test_a_single_rank_just_writes():
     assert together(None, lambda: 17, progress=Progress()) == 17
+
+
+def test_a_single_rank_gives_up_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(storage, "_BEAT", 0.001)
+    never: Future[None] = Future()
+    with pytest.raises(OSError, match="has stood still") as caught:
+        storage.end_together(None, never, progress=Progress(), stalled_after=0.01)
+    assert caught.value.errno == errno.ETIMEDOUT
