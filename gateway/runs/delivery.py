@@ -100,6 +100,7 @@ class CallDelivery:
     ) -> Reply | None:
         """Send a request until this trainer answers it, or is lost: then return None."""
         gone, broken = self._trainer.gone, 0
+        self._trainer.restoration.tell_incomplete(request.header)
         while not gone.done():
             if isinstance(request, trainer_pb2.ForwardBackwardRequest):
                 request.out_of_memory_at = self._trainer.restoration.too_large(

@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
 from gateway.runs.operations import Body, Kind
-from tandem.errors import InvalidRequest
+from tandem.errors import CheckpointDamaged, CustomLossFailed, InvalidRequest
 from tandem.settings import RecoverySettings
+from tandem.v1 import trainer_pb2
 
 METADATA_KEY = "tandem.recovery"
+VARIABLE_FAILURES = frozenset({CheckpointDamaged.type, CustomLossFailed.type})
+"""Those that need not come again with the same call: the disk decides, or how busy the machine
+is."""
 _SECONDS: TypeAdapter[float] = TypeAdapter(NonNegativeFloat)
 _GENERATIONS = 2
 _MANY_CALLS = 5000
@@ -71,7 +75,8 @@ class SentCall:
     has it, if it `has_payload`) and without the definition of the loss that `body` names.
 
     `size` is its bytes, with those of its payload. Once it is `answered`, it took the trainer
-    `seconds` and had this `failure`, "" for none. `release` is called when it is forgotten.
+    `seconds` and had this `failure`, "" for none, with this `reason`. `release` is called when it
+    is forgotten.
     """
 
     seq_id: int
@@ -84,11 +89,26 @@ class SentCall:
     answered: bool = False
     seconds: float = 0.0
     failure: str = ""
+    reason: str = ""
     release: Callable[[], None] | None = None
 
     @property
     def changes_weights(self) -> bool:
         return self.kind in ("optim_step", "load_weights") and not self.failure
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a replay sends it again. Of what failed for a reason that may be gone (a disk, a
+        busy machine), it does what came of it: see `leaves_incomplete`."""
+        return self.failure not in VARIABLE_FAILURES
+
+    @property
+    def leaves_incomplete(self) -> str:
+        """Say why the gradients are incomplete after it has failed, "" if it does not say."""
+        if self.kind == "forward_backward":
+            return self.reason
+        header = trainer_pb2.LoadCheckpointRequest.FromString(self.request).header
+        return header.gradients_incomplete
 
 
 class ReplayLog:
@@ -181,13 +201,16 @@ class ReplayLog:
         self.bytes += call.size
         self._keep_within_bounds()
 
-    def note_answered(self, seq_id: int, *, seconds: float, failure: str = "") -> None:
+    def note_answered(
+        self, seq_id: int, *, seconds: float, failure: str = "", reason: str = ""
+    ) -> None:
         """Note that the trainer has answered, after so many seconds of work."""
         call = self._calls.get(seq_id)
         if call is None or call.answered:
             return
         self._answered = max(self._answered, seq_id)
-        call.answered, call.seconds, call.failure = True, seconds, failure
+        call.answered, call.seconds = True, seconds
+        call.failure, call.reason = failure, reason
         if not call.changes_state:
             self._forget([call])
         elif not self.complete:

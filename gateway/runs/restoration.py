@@ -7,19 +7,19 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body
-from gateway.runs.replay import ReplayLog, SentCall, Snapshot
+from gateway.runs.replay import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.usage.meter import TrainerReply
 from gateway.workers.clients import Method, TrainerClient
-from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied
+from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
-from tandem.v1 import trainer_pb2
+from tandem.v1 import common_pb2, trainer_pb2
 
 _MOST_DEATHS = 3
 """Of the trainer at one operation."""
@@ -72,6 +72,7 @@ class Restoration:
         self.doing = ""
         self.at: SentCall | None = None
         """The call that the trainer is at, which is replayed."""
+        self._untold = ""
         self._deaths: Counter[int] = Counter()
         self._too_large: dict[int, int] = {}
         self._unusable: set[str] = set()
@@ -124,21 +125,20 @@ class Restoration:
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
-        calls, previous = log.calls_after(snapshot), snapshot.seq_id
+        calls, previous, incomplete = log.calls_after(snapshot), snapshot.seq_id, ""
         for done, call in enumerate(calls):
             self.doing = (
                 f"the trainer is being restored from step {snapshot.step}: {done} of {len(calls)} "
                 "operations are replayed"
             )
-            failure = await self._replay(client, call, previous)
-            if call.answered and failure != call.failure:
-                raise GiveUp(
-                    InternalError(
-                        f"operation {call.seq_id} ended differently when it was replayed: "
-                        f"{failure or 'well'} instead of {call.failure or 'well'}"
-                    )
-                )
-            previous = call.seq_id
+            if not call.is_replayed:
+                incomplete = call.leaves_incomplete or incomplete
+                continue
+            failure = await self._replay(client, call, previous, incomplete)
+            if call.answered and failure.type != call.failure:
+                _raise_different(call, failure)
+            previous, incomplete = call.seq_id, ""
+        self._untold = incomplete
         async with self._host.lease.use():
             self._check(client)
             reply = await client.restore(
@@ -150,23 +150,33 @@ class Restoration:
         await self._remove_unusable(log)
         return len(calls)
 
-    async def _replay(self, client: TrainerClient, call: SentCall, previous: int) -> str:
-        """Send a call again, after the one of the `seq_id` `previous`; return the type of its
-        failure, "" for none."""
+    def tell_incomplete(self, header: common_pb2.OperationHeader) -> None:
+        """Let the first call after a restoration say why the gradients are incomplete, if none that
+        was replayed has."""
+        header.gradients_incomplete = header.gradients_incomplete or self._untold
+        self._untold = ""
+
+    async def _replay(
+        self, client: TrainerClient, call: SentCall, previous: int, incomplete: str
+    ) -> common_pb2.Failure:
+        """Send a call again, after the one of the `seq_id` `previous`, which left the gradients
+        `incomplete` if that is not empty; return its failure, an empty one for none."""
         run = self._run
 
-        async def send(method: Method[Request, Reply], request: Request) -> str:
+        async def send(method: Method[Request, Reply], request: Request) -> common_pb2.Failure:
             request.MergeFromString(call.request)
+            header = request.header
+            header.gradients_incomplete = header.gradients_incomplete or incomplete
             if isinstance(request, trainer_pb2.LoadCheckpointRequest):
                 request.path = str(self._data_dir / request.path)
-            request.header.previous_seq_id = previous + 1
+            header.previous_seq_id = previous + 1
             async with self._host.turn(run.id, call.kind):
                 self._check(client)
                 self.at = call
                 reply = await client.replay(method, request)
                 self.at = None
             self.note_plan(call.seq_id, reply)
-            return reply.failure.type
+            return reply.failure
 
         match call.kind:
             case "optim_step":
@@ -216,3 +226,19 @@ class Restoration:
                 log.lose(snapshot)
                 await self._snapshots.remove(self._run, snapshot)
         self._unusable.clear()
+
+
+def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
+    """Raise what a replay ends with in which a call did not end as before: `GiveUp`, or where it
+    may end otherwise the next time, the failure."""
+    if failure.type in VARIABLE_FAILURES:
+        error = from_failure(failure)
+        raise type(error)(
+            f"operation {call.seq_id}, a {call.kind}, failed when it was replayed: {error.message}"
+        )
+    raise GiveUp(
+        InternalError(
+            f"operation {call.seq_id} ended differently when it was replayed: "
+            f"{failure.type or 'well'} instead of {call.failure or 'well'}"
+        )
+    )

@@ -154,6 +154,7 @@ async def unfinished(
                 answered=True,
                 seconds=row["seconds"],
                 failure=row["error_type"],
+                reason=row["error"],
             )
             found.calls.append(call)
         else:

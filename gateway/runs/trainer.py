@@ -290,9 +290,11 @@ class RunTrainer:
         """Note what the trainer has answered, and wait for the snapshot that it takes."""
         self._backoff.worked()
         if self.log is not None:
-            seq_id, failure = call.operation.seq_id, reply.failure.type
+            seq_id, failure = call.operation.seq_id, reply.failure
             self.restoration.note_plan(seq_id, reply)
-            self.log.note_answered(seq_id, seconds=reply.seconds, failure=failure)
+            self.log.note_answered(
+                seq_id, seconds=reply.seconds, failure=failure.type, reason=failure.message
+            )
         if isinstance(request, trainer_pb2.OptimStepRequest) and request.snapshot:
             if not reply.HasField("failure") and self._serving.done():
                 self.taker.follow(self._serving.result(), request.snapshot)

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from gateway.storage.tables import usage
 from gateway.workers.backoff import Backoff
-from tandem.errors import GradientsNotFinite
+from tandem.errors import CheckpointDamaged, CustomLossFailed, GradientsNotFinite
 from tests.support.files import tree
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer, die, dies_at
@@ -189,6 +189,93 @@ def test_a_load_is_replayed_even_if_its_owner_deleted_the_checkpoint_since(start
         run.backward(5)
         assert run.outcome(5).status_code == 200
         assert [kind for kind, _ in run.newest.applied][-2:] == ["load", "forward_backward"]
+
+
+def load_from(run: Run, seq_id: int, path: str) -> None:
+    run.client.post(
+        "/api/v1/load_weights", json={"model_id": run.id, "seq_id": seq_id, "path": path}
+    )
+
+
+def test_a_load_that_failed_is_not_replayed(start):
+    with start(recovery=SELDOM) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        path = save(run, 3, "one")
+        run.trainer.fail_with[4] = CheckpointDamaged("Input/output error")
+        load_from(run, 4, path)
+        assert run.outcome(4).json()["type"] == "checkpoint_damaged"
+        run.die()
+        run.backward(5)
+        assert run.outcome(5).status_code == 200
+        assert run.newest.applied == [("forward_backward", 5)]  # what was saved is a snapshot
+
+
+def test_a_load_that_meets_a_bad_disk_when_it_is_replayed_is_tried_again(start, monkeypatch):
+    monkeypatch.setattr(Backoff, "failed", lambda _self: 0.0)
+    begun: list[FakeTrainer] = []
+
+    class Unlucky(FakeTrainer):
+        """The second and the third that start cannot read."""
+
+        def __init__(self, spec):
+            super().__init__(spec)
+            begun.append(self)
+            if len(begun) in (2, 3):
+                self.fail_with[4] = CheckpointDamaged("Input/output error")
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Unlucky)) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        path = save(run, 3, "one")
+        load_from(run, 4, path)
+        run.outcome(4)
+        run.die()
+        run.backward(5)
+        assert run.outcome(5).status_code == 200
+        assert len(begun) == 4
+
+
+def test_a_custom_loss_that_takes_too_long_when_it_is_replayed_is_tried_again(start, monkeypatch):
+    monkeypatch.setattr(Backoff, "failed", lambda _self: 0.0)
+    begun: list[FakeTrainer] = []
+
+    class Busy(FakeTrainer):
+        """The second that starts is too slow."""
+
+        def __init__(self, spec):
+            super().__init__(spec)
+            begun.append(self)
+            if len(begun) == 2:
+                self.fail_with[1] = CustomLossFailed("it took more than 30 s")
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Busy)) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.die()
+        run.backward(3)
+        assert run.outcome(3).status_code == 200
+        assert len(begun) == 3
+
+
+def test_a_custom_loss_that_failed_is_not_computed_again_and_a_step_hears_of_it(start):
+    with start(recovery=SELDOM) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.trainer.fail_with[3] = CustomLossFailed("it took more than 30 s")
+        run.backward(3)
+        assert run.outcome(3).json()["type"] == "custom_loss_failed"
+        run.die()
+        run.step(4)
+        run.outcome(4)
+        assert [seq_id for _, seq_id in run.newest.applied] == [1, 2, 4]
+        told = [request.header.gradients_incomplete for request in run.newest.requests]
+        assert told == ["", "", "it took more than 30 s"]
+        run.die()
+        run.backward(5)
+        run.outcome(5)
+        told = [request.header.gradients_incomplete for request in run.newest.requests]
+        assert told == ["", "", "it took more than 30 s", ""]
 
 
 def test_what_ended_badly_ends_so_when_it_is_replayed(start):

@@ -265,8 +265,10 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21, at_step=not self.held)
 
     async def LoadCheckpoint(self, request, context):
-        await self._admit(context, request.header)
+        error = await self._admit(context, request.header)
         await self._apply("load", request)
+        if error is not None:
+            return trainer_pb2.LoadCheckpointReply(failure=error.to_failure())
         record = json.loads((Path(request.path) / "checkpoint.json").read_text())
         for entry in record["files"]:
             assert checksum_file(Path(request.path) / entry["name"]).model_dump() == entry
