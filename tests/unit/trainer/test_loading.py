@@ -25,7 +25,7 @@ from tests.support.local_trainer import make, plain
 from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
 from trainer_service.models.huggingface import load_model, small_model
 from trainer_service.models.logprobs import comes_apart
-from trainer_service.models.packing import can_pack
+from trainer_service.models.packing import why_not_packed
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -109,7 +109,7 @@ def test_a_rank_reads_its_shards_into_memory_of_its_own(models, architecture, se
 def test_a_small_model_can_do_what_the_whole_one_can(models, architecture):
     whole, small = load_model(models[architecture]), small_model(models[architecture])
     assert small is not None and type(small) is type(whole)
-    assert can_pack(small) == can_pack(whole)
+    assert why_not_packed(small) == why_not_packed(whole)
     assert comes_apart(small) == comes_apart(whole)
 
 
