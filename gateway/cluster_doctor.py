@@ -52,7 +52,7 @@ class Unreadable(Exception):
     """The API server refused to tell."""
 
 
-class Ask(Protocol):
+class ApiCall(Protocol):
     """Asks the API server: returns the JSON of its answer, None for one that says that there is no
     such thing. Raises `Unreadable`."""
 
@@ -81,7 +81,7 @@ class ClusterDoctor:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: ApiCall,
         *,
         namespace: str,
         own: GatewaySettings,
@@ -416,7 +416,7 @@ def _many(count: int, what: str) -> str:
 # --- The process ------------------------------------------------------------------------------
 
 
-def _asker() -> Ask:
+def _asker() -> ApiCall:
     """Return what asks by the kubeconfig of the environment, as kubectl does, or as a pod."""
     try:
         from kubernetes import client, config

@@ -24,7 +24,7 @@ from sqlalchemy import Executable, RowMapping, delete, insert, select
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.queue import EngineSlot, PlaceQueue
-from gateway.placement.room import Ask, Engine, Place, Room, engine_key
+from gateway.placement.room import Engine, Place, PlaceRequest, Room, engine_key
 from gateway.storage.database import Database
 from gateway.storage.tables import drained_groups, scaled_samplers
 from gateway.storage.tables import places as table
@@ -110,23 +110,23 @@ class Places:
 
     # --- Asking -------------------------------------------------------------------------------
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: PlaceRequest) -> None:
         """Raise `InvalidRequest` for what would not fit if nobody had a place."""
         found = self._room.emptied().choose(ask.needs, ask)
         if isinstance(found, str):
             raise InvalidRequest(f"there can be no place for it: {found}")
 
-    def has_room(self, asks: Sequence[Ask]) -> bool:
+    def has_room(self, asks: Sequence[PlaceRequest]) -> bool:
         """Whether all that these runs ask for could be given now."""
         needs = {need.key: need for ask in asks for need in self._room.open(ask)}
         return not isinstance(self._room.choose([*needs.values()], asks[-1]), str)
 
-    async def take(self, ask: Ask) -> Place:
+    async def take(self, ask: PlaceRequest) -> Place:
         """As `take_all`; return the place of the asking worker."""
         await self.take_all(ask)
         return self._room.places[ask.key]
 
-    async def take_all(self, ask: Ask) -> None:
+    async def take_all(self, ask: PlaceRequest) -> None:
         """Wait until all that is asked for is there. Whoever has a place keeps it. A cancelled ask
         leaves nothing behind."""
         try:
@@ -148,14 +148,14 @@ class Places:
                 self._undo(ask)
             raise
 
-    def _undo(self, ask: Ask) -> None:
+    def _undo(self, ask: PlaceRequest) -> None:
         """Give back what engines were given that have not begun to start."""
         for place in ask.turn.result() if ask.turn.done() else ():
             self.drop(place.key)
 
     async def take_for_engine(self, engine: Engine, asks: Asks) -> EngineSlot:
         """Return the engine's slot once it may start."""
-        await self.take(Ask.of_engine(engine, asks))
+        await self.take(PlaceRequest.of_engine(engine, asks))
         return self.queue.slots[engine.key]
 
     def adopt(self, engine: Engine) -> EngineSlot | None:
@@ -220,7 +220,9 @@ class Places:
 
     # --- Scaling ------------------------------------------------------------------------------
 
-    async def scale(self, sampler: str, replicas: int, ask: Ask | None, *, wait: float) -> None:
+    async def scale(
+        self, sampler: str, replicas: int, ask: PlaceRequest | None, *, wait: float
+    ) -> None:
         """Let a sampler have so many engines from now on, after a restart, too. What new ones `ask`
         for they get within `wait` seconds, all or nothing; places of those that are too many stay
         theirs until `drop`. Raises `NoRoom` and `StorageFailed`; then nothing has changed."""
@@ -241,7 +243,7 @@ class Places:
             raise
         self.scaled[sampler] = replicas
 
-    def _why_not(self, sampler: str, ask: Ask) -> str:
+    def _why_not(self, sampler: str, ask: PlaceRequest) -> str:
         needs, has = self._room.open(ask), len(self._room.engines_of(sampler))
         room, fit = self._room.copy(), 0
         while fit < len(needs) and not isinstance(found := room.choose([needs[fit]], ask), str):

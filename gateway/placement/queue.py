@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from gateway.placement.room import Ask, Engine, Place, Room
+from gateway.placement.room import Engine, Place, PlaceRequest, Room
 
 _POLL_SECONDS = 0.5
 _RETIREMENT = 30.0
@@ -42,11 +42,11 @@ class PlaceQueue:
     slots: dict[str, EngineSlot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._asks: dict[str, Ask] = {}
+        self._asks: dict[str, PlaceRequest] = {}
         self._numbers = count()
         self._polling: asyncio.TimerHandle | None = None
 
-    async def granted(self, ask: Ask, *, within: float | None = None) -> None:
+    async def granted(self, ask: PlaceRequest, *, within: float | None = None) -> None:
         """Return once it has what it asks for, or `within` so many seconds without that; but if
         engines that have nothing to do end for it, their end is waited for."""
         ask.number, self._asks[ask.key] = next(self._numbers), ask
@@ -61,7 +61,7 @@ class PlaceQueue:
                 self.assign()
 
     @property
-    def waiting(self) -> list[Ask]:
+    def waiting(self) -> list[PlaceRequest]:
         """Those who wait, the next one first."""
         return self._in_turn(self.room)
 
@@ -83,11 +83,11 @@ class PlaceQueue:
         position = _ordinal(rivals.index(ask) + 1)
         return f"{position} in the queue for {where or 'its start'}: {ask.why}"
 
-    def _in_turn(self, room: Room) -> list[Ask]:
+    def _in_turn(self, room: Room) -> list[PlaceRequest]:
         places = Counter(place.owner for place in room.places.values())
         engines = Counter(room.places[key].owner for key in room.engines)
 
-        def rank(ask: Ask) -> tuple[int, int, int, int]:
+        def rank(ask: PlaceRequest) -> tuple[int, int, int, int]:
             if ask.due:
                 return (0, 0, 0, ask.number)
             has = places if ask.engine is None else engines
@@ -117,7 +117,7 @@ class PlaceQueue:
 
     def _grant(self) -> bool:
         """Serve the next of those who wait whose needs are free, if there is one."""
-        before: list[Ask] = []  # those that are due, and must not be overtaken any more
+        before: list[PlaceRequest] = []  # those that are due, and must not be overtaken any more
         for ask in self._in_turn(self.room):
             found = self._fit(self.room, ask)
             if not isinstance(found, str) and any(self._blocks(each, ask) for each in before):
@@ -149,7 +149,7 @@ class PlaceQueue:
                 not slot.starting and slot.engine.idle and self.clock() - slot.since >= self.quantum
             ):
                 idle.append(slot)
-        before: list[Ask] = []
+        before: list[PlaceRequest] = []
         for ask in self._in_turn(room) if idle else ():
             if any(self._blocks(each, ask) for each in before):
                 continue
@@ -177,7 +177,7 @@ class PlaceQueue:
     def _retire(self, slot: EngineSlot) -> None:
         slot.retiring = asyncio.create_task(slot.engine.retire(), name="engine-retires")
 
-    def _would_help(self, slot: EngineSlot, ask: Ask) -> bool:
+    def _would_help(self, slot: EngineSlot, ask: PlaceRequest) -> bool:
         place = slot.place
         if ask.engine is not None and not place.group.leased:
             return True
@@ -188,12 +188,12 @@ class PlaceQueue:
             for need in needs
         )
 
-    def _compete(self, one: Ask, other: Ask) -> bool:
+    def _compete(self, one: PlaceRequest, other: PlaceRequest) -> bool:
         """Whether what one gets may be what the other one waits for."""
         engines = one.engine is not None and other.engine is not None
         return engines or self._blocks(one, other)
 
-    def _blocks(self, one: Ask, other: Ask) -> bool:
+    def _blocks(self, one: PlaceRequest, other: PlaceRequest) -> bool:
         """Whether a place of the one may be what keeps the other one from its own."""
         return any(
             (self.room.host_memory and a.host_memory and b.host_memory)
@@ -209,7 +209,7 @@ class PlaceQueue:
             if leaves and slot.retiring is None and not slot.starting and slot.engine.idle:
                 self._retire(slot)
 
-    def _fit(self, room: Room, ask: Ask) -> tuple[Place, ...] | str:
+    def _fit(self, room: Room, ask: PlaceRequest) -> tuple[Place, ...] | str:
         """Return the places that it can have now, besides those that it has, or why it cannot."""
         needs = []
         if ask.engine is not None:

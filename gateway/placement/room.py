@@ -96,8 +96,8 @@ class Need:
 
 
 @dataclass(eq=False, kw_only=True)
-class Ask:
-    """Somebody who needs all of this at once, and a slot for its `engine`, if it has one."""
+class PlaceRequest:
+    """Asks for the places of all `needs` at once, and for a slot of its `engine`, if it has one."""
 
     key: str
     owner: str
@@ -115,7 +115,9 @@ class Ask:
         return self.overtaken >= _MOST_OVERTAKEN
 
     @classmethod
-    def of_run(cls, key: str, *, owner: str, session_id: str, asks: Asks, sampler: str) -> Ask:
+    def of_run(
+        cls, key: str, *, owner: str, session_id: str, asks: Asks, sampler: str
+    ) -> PlaceRequest:
         """Return that of a run; `key` is that of its trainer, `sampler` that of its sampler."""
         keeps = sampler if asks.sampler else ""
         trainer = Need(
@@ -139,7 +141,7 @@ class Ask:
     @classmethod
     def of_engines(
         cls, key: str, *, owner: str, session_id: str, engines: Mapping[str, Asks]
-    ) -> Ask:
+    ) -> PlaceRequest:
         """Return that of several engines of a sampler together, for their places alone. `engines`
         has what each asks for, by the key of its place."""
         return cls(
@@ -151,7 +153,7 @@ class Ask:
         )
 
     @classmethod
-    def of_engine(cls, engine: Engine, asks: Asks) -> Ask:
+    def of_engine(cls, engine: Engine, asks: Asks) -> PlaceRequest:
         return cls(
             key=engine.key,
             owner=engine.owner,
@@ -218,11 +220,11 @@ class Room:
 
     # --- What fits ----------------------------------------------------------------------------
 
-    def open(self, ask: Ask) -> list[Need]:
+    def open(self, ask: PlaceRequest) -> list[Need]:
         """Return what it needs and does not have."""
         return [need for need in ask.needs if need.key not in self.places]
 
-    def choose(self, needs: Sequence[Need], ask: Ask) -> tuple[Place, ...] | str:
+    def choose(self, needs: Sequence[Need], ask: PlaceRequest) -> tuple[Place, ...] | str:
         """Return a place for each of the needs, on the groups with the fewest workers; or why
         there is none."""
         taken: dict[str, list[Place]] = {group.name: [] for group in self.groups}
@@ -236,7 +238,7 @@ class Room:
     def _choose(
         self,
         needs: Sequence[Need],
-        ask: Ask,
+        ask: PlaceRequest,
         taken: dict[str, list[Place]],
         last: Need | None = None,
     ) -> tuple[Place, ...] | str:

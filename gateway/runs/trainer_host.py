@@ -20,7 +20,7 @@ from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan
 from gateway.placement.places import Places
-from gateway.placement.room import Ask, Place
+from gateway.placement.room import Place, PlaceRequest
 from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
@@ -119,7 +119,7 @@ class TrainerHost:
 
     # --- Its place ----------------------------------------------------------------------------
 
-    async def take_place(self, ask: Ask) -> None:
+    async def take_place(self, ask: PlaceRequest) -> None:
         """Wait for its place, unless it has that."""
         async with self._placing:
             if self.place is None:

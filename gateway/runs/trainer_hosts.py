@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
-from gateway.placement.room import Ask
+from gateway.placement.room import PlaceRequest
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
@@ -77,18 +77,18 @@ class TrainerHosts:
             self._hosts.pop(host.key, None)
         await host.leave(run_id, reason)
 
-    def ask_of(self, run: TrainingRun) -> Ask:
+    def ask_of(self, run: TrainingRun) -> PlaceRequest:
         """Return what a run needs before it starts: the place of its trainer, and that of the
         sampler which will serve its weights."""
         assert run.trainer is not None
         return self._ask(run, key=run.trainer.host.key, sampler=run.sampler)
 
-    def _ask(self, run: TrainingRun, *, key: str, sampler: str) -> Ask:
+    def _ask(self, run: TrainingRun, *, key: str, sampler: str) -> PlaceRequest:
         """Return what a run asks for; of a sampler that was scaled, what it was scaled to."""
         asks = run.asks
         if replicas := self.places.scaled.get(sampler):
             asks = asks.model_copy(update={"replicas": replicas})
-        return Ask.of_run(
+        return PlaceRequest.of_run(
             key, owner=run.owner, session_id=run.session_id, asks=asks, sampler=sampler
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from gateway.placement.room import Ask, engine_key
+from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
 from tandem.errors import TandemError, WorkerStartFailed
@@ -53,7 +53,7 @@ class Replicas:
         self._leaving: dict[int, _Leaving] = {}
         self._preparing: dict[SamplerEngine, asyncio.Task[None]] = {}
         self._asks = count()
-        self._ask: Ask | None = None
+        self._ask: PlaceRequest | None = None
         self._placing: asyncio.Task[None] | None = None
         self.first.on_change = partial(self._on_change, self.first)
         self._log = get_log(session_id=self.first.session_id)
@@ -155,7 +155,7 @@ class Replicas:
     async def _place(self, engines: Sequence[SamplerEngine]) -> None:
         """Take the places of engines that have none, and start them."""
         first, patience = self.first, self.first.settings.operation_timeout
-        ask = self._ask = Ask.of_engines(
+        ask = self._ask = PlaceRequest.of_engines(
             f"{first.key}#all-{next(self._asks)}",
             owner=first.owner,
             session_id=first.session_id,

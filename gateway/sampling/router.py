@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import Asks, settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
-from gateway.placement.room import Ask, engine_key
+from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.sessions.registry import SessionRegistry
@@ -317,9 +317,9 @@ class SamplerRouter:
         sampler.replicas.resize(replicas)
         return sampler
 
-    def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> Ask:
+    def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> PlaceRequest:
         """Return what so many engines of a sampler need together."""
-        return Ask.of_engines(
+        return PlaceRequest.of_engines(
             f"{key}#scaled-{next(self._numbers)}",
             owner=owner,
             session_id=key.session_id,

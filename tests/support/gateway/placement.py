@@ -12,7 +12,7 @@ from sqlalchemy import insert
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup, groups_of
 from gateway.placement.places import Places
-from gateway.placement.room import Ask
+from gateway.placement.room import PlaceRequest
 from gateway.storage.tables import drained_groups, scaled_samplers
 from tandem.devices import parse_device
 from tandem.errors import StorageFull
@@ -145,8 +145,8 @@ class Run(Asking):
         self.places, self.owner, self.key, self.asks = world.places, owner, run_id, asks
         self.sampler = f"sampler-of-{run_id}"
 
-    def as_ask(self) -> Ask:
-        return Ask.of_run(
+    def as_ask(self) -> PlaceRequest:
+        return PlaceRequest.of_run(
             self.key, owner=self.owner, session_id="s", asks=self.asks, sampler=self.sampler
         )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
-from gateway.placement.room import Ask
+from gateway.placement.room import PlaceRequest
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
 from tests.support.gateway.placement import SAMPLE, TRAIN, WHOLE, Engine, Run, World, group, quiet
@@ -267,7 +267,7 @@ def test_no_budget_is_exceeded_nothing_is_half_taken_and_everybody_gets_a_turn(
                     one = world.engine(
                         value["owner"], asks=Asks(**(asks | {"sampler_group": asks["group"]}))
                     )
-                    ask = Ask.of_engine(one, one.asks)
+                    ask = PlaceRequest.of_engine(one, one.asks)
                 try:
                     world.places.check(ask)
                 except InvalidRequest:

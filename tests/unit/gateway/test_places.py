@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.placement.groups import DeviceGroup, Role
-from gateway.placement.room import Ask, Place, engine_key
+from gateway.placement.room import Place, PlaceRequest, engine_key
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, NoRoom, StorageFull
 from tests.support.gateway.placement import SAMPLE, TRAIN, WHOLE, Engine, Run, World, group, quiet
@@ -90,7 +90,7 @@ async def test_engines_of_one_sampler_never_take_turns_on_one_group():
 
 def scaled(run: Run, replicas: int):
     engines = {engine_key(run.sampler, number): run.asks for number in range(replicas)}
-    ask = Ask.of_engines("scaled", owner=run.owner, session_id="s", engines=engines)
+    ask = PlaceRequest.of_engines("scaled", owner=run.owner, session_id="s", engines=engines)
     return run.places.scale(run.sampler, replicas, ask, wait=0)
 
 

@@ -15,7 +15,7 @@ import pytest
 from gateway.placement.asks import Asks, asks_of
 from gateway.placement.groups import groups_of, host_memory_budget
 from gateway.placement.places import Places
-from gateway.placement.room import Ask, Place, Room
+from gateway.placement.room import Place, PlaceRequest, Room
 from gateway.workers.launchers.kubernetes.objects import Home, render_worker
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
@@ -134,7 +134,9 @@ def room(*pools: dict[str, object]) -> Room:
 def placed(there: Room, number: int, **asks: object) -> tuple[Place, ...] | str:
     """Place a run with its sampler."""
     key = f"run-{number}"
-    ask = Ask.of_run(key, owner="ann", session_id="s", asks=Asks(**asks), sampler=f"of-{key}")
+    ask = PlaceRequest.of_run(
+        key, owner="ann", session_id="s", asks=Asks(**asks), sampler=f"of-{key}"
+    )
     found = there.choose(ask.needs, ask)
     if not isinstance(found, str):
         there.add(*found)
@@ -250,7 +252,7 @@ class Experiment:
 
     async def run(self) -> None:
         sampler = f"of-{self.key}"
-        ask = Ask.of_run(
+        ask = PlaceRequest.of_run(
             self.key, owner="ann", session_id=self.key, asks=self.asks, sampler=sampler
         )
         trainer = await self.places.take(ask)
