@@ -125,7 +125,7 @@ class Evictions:
             return
         lease.granted_at = self._loop.time()
         if lease.present:
-            await self._switches.awake(lease)
-        if why_not := await self._switches.asleep(lease, ways):
+            await self._switches.wake(lease)
+        if why_not := await self._switches.put_to_sleep(lease, ways):
             await self._switches.end(lease, f"it could not sleep again: {why_not}")
         self._accounts.note_free(lease)

@@ -153,7 +153,7 @@ class Lease:
         self.stopping = False
         self.in_step.clear()
         self.residence.ended()
-        self.group.look()
+        self.group.reschedule()
 
     def close(self) -> None:
         """Give it up for good. Nothing of the worker may be left."""

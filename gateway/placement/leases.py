@@ -141,7 +141,7 @@ class GroupLeases:
         self.drained = drained
         policy = "eager" if drained else self._configured.policy
         self._settings = self._configured.model_copy(update={"policy": policy})
-        self.look()
+        self.reschedule()
 
     def explain(self, lease: Lease) -> str:
         if not lease.waiting:
@@ -209,7 +209,7 @@ class GroupLeases:
 
     async def enter(self, lease: Lease) -> None:
         """Return when the worker has the devices, with one more use counted."""
-        self.look()
+        self.reschedule()
         if lease.state == "held" and not lease.left:
             self._begin_use(lease)
             return
@@ -219,7 +219,7 @@ class GroupLeases:
             self.accounts.note_waiting(lease)
         turn: asyncio.Future[None] = self._loop.create_future()
         lease.waiting.append(turn)
-        self.look()
+        self.reschedule()
         try:
             await turn
         except asyncio.CancelledError:
@@ -228,7 +228,7 @@ class GroupLeases:
             elif not turn.cancelled():  # it was admitted in this very moment
                 self.leave(lease)
             self._note_given_up(lease)
-            self.look()
+            self.reschedule()
             raise
 
     def _begin_use(self, lease: Lease) -> None:
@@ -241,7 +241,7 @@ class GroupLeases:
         if not lease.uses:
             lease.idle_since = self._loop.time()
             self.accounts.note_used(lease, lease.idle_since - lease.busy_since)
-        self.look()
+        self.reschedule()
 
     def close(self, lease: Lease) -> None:
         lease.closed = True
@@ -251,7 +251,7 @@ class GroupLeases:
         lease.waiting.clear()
         if lease in self.leases and lease.state not in ("waking", "sleeping"):
             self._remove(lease)
-        self.look()
+        self.reschedule()
 
     def _remove(self, lease: Lease) -> None:
         self.accounts.remove(lease)
@@ -267,8 +267,8 @@ class GroupLeases:
 
     # --- Decisions ----------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Decide what is to be done now, begin it, and look again when that may have changed."""
+    def reschedule(self) -> None:
+        """Decide what is to be done now, begin it, and do so again when that may have changed."""
         if not self.awake or self._closed:
             return
         self._stop_timer()
@@ -279,16 +279,16 @@ class GroupLeases:
             lease.state = "waking"
             self._begin(lease, self._wake(lease))
         queue = queue[max(0, free) :]
-        look_at = self._ask_to_give_way(queue, now)
+        again_at = self._ask_to_give_way(queue, now)
         for lease in self.leases:
             if lease.state == "giving_way" and not lease.uses:
                 lease.state = "sleeping"
                 self._begin(lease, self._sleep(lease))
         if queue:
             self._end_silent()
-            look_at = min(look_at, now + PAUSE)
-        if look_at < math.inf:
-            self._timer = self._loop.call_at(look_at, self.look)
+            again_at = min(again_at, now + PAUSE)
+        if again_at < math.inf:
+            self._timer = self._loop.call_at(again_at, self.reschedule)
 
     def _ask_to_give_way(self, queue: list[Lease], now: float) -> float:
         """Ask as many holders as others wait; return when the next is to be asked."""
@@ -358,7 +358,7 @@ class GroupLeases:
             self.accounts.note_free(lease)
         if lease.closed:
             self._remove(lease)
-        self.look()
+        self.reschedule()
 
     async def _wake(self, lease: Lease) -> None:
         began = self._loop.time()
@@ -369,7 +369,7 @@ class GroupLeases:
             return
         left, lease.left, lease.why_not, lease.stays_until = lease.left, False, "", 0.0
         if lease.present:
-            await self.switches.awake(lease)
+            await self.switches.wake(lease)
             if left and not lease.present:  # for its next process, room must be made
                 self.accounts.note_free(lease)
                 return
@@ -383,7 +383,7 @@ class GroupLeases:
     async def _sleep(self, lease: Lease) -> None:
         began = self._loop.time()
         following = next((each.residence for each in self.queue()), None)
-        why_not = await self.switches.asleep(
+        why_not = await self.switches.put_to_sleep(
             lease,
             lease.residence.ways,
             following=following,

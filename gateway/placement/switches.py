@@ -54,13 +54,13 @@ class Switches:
         self._loop = asyncio.get_running_loop()
         self._log = get_log(group=group)
 
-    async def awake(self, lease: Lease) -> None:
+    async def wake(self, lease: Lease) -> None:
         """Wake a worker. Where it fails, nothing is left of it."""
         switched = await self._switch(lease, "wake", lambda: lease.tenant.wake(lease.token))
         if switched is not None and lease.present:
             lease.residence.woke(switched)
 
-    async def asleep(
+    async def put_to_sleep(
         self,
         lease: Lease,
         ways: Sequence[Way],

@@ -130,7 +130,7 @@ class Balancer(Generic[Engine]):
         there until `end`. Raises what `fail` is called with."""
         turn: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(work.version, deque()).append((next(self._numbers), work, turn))
-        self.look()
+        self.assign_waiting()
         try:
             return await turn
         except asyncio.CancelledError:
@@ -155,7 +155,7 @@ class Balancer(Generic[Engine]):
             del self._loads[engine]
             if idle := self._awaited.pop(engine, None):
                 idle.set()
-        self.look()
+        self.assign_waiting()
 
     async def until_idle(self, engine: Engine) -> None:
         """Return when nothing is under way at an engine."""
@@ -171,7 +171,7 @@ class Balancer(Generic[Engine]):
         finally:
             self.end(engine, work)
 
-    def look(self) -> None:
+    def assign_waiting(self) -> None:
         """Assign what waits, as far as there is room: something has ended, or an engine serves."""
         firsts = [(queue[0][0], version) for version, queue in self._waiting.items()]
         heapify(firsts)

@@ -93,7 +93,7 @@ class Replicas:
             self._placing.cancel()
             self._placing = None
             self.start()
-        self.balancer.look()
+        self.balancer.assign_waiting()
 
     async def settled(self) -> int:
         """Return when no engine is being stopped, how many there can be without a new one: those
@@ -183,7 +183,7 @@ class Replicas:
         if any(each.serves for each in self.engines if each is not engine):
             task = asyncio.create_task(self._prepare(engine), name="engine-prepared")
             self._preparing[engine] = task
-        self.balancer.look()
+        self.balancer.assign_waiting()
 
     def _note_failed(self, error: TandemError) -> None:
         still = all(engine.state in ("idle", "failed", "stopped") for engine in self.engines)
@@ -196,7 +196,7 @@ class Replicas:
         finally:
             del self._preparing[engine]
         self.spread()
-        self.balancer.look()
+        self.balancer.assign_waiting()
 
     # --- Ends ---------------------------------------------------------------------------------
 

@@ -456,7 +456,7 @@ class Sampler:
                 await engine.await_end_of(worker)
             finally:
                 del self._doubts[engine]
-            self.balancer.look()
+            self.balancer.assign_waiting()
 
         if engine not in self._doubts:
             self._doubts[engine] = asyncio.create_task(find_out(), name="engine-doubted")

@@ -167,7 +167,7 @@ async def test_an_engine_that_begins_to_serve_gets_what_waits():
     waiting = asyncio.create_task(world.give(work()))
     await asyncio.sleep(0)
     world.engines.append(Engine("late"))
-    world.balancer.look()
+    world.balancer.assign_waiting()
     assert (await asyncio.wait_for(waiting, 60)).process == "late"
 
 
