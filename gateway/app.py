@@ -50,7 +50,7 @@ from gateway.metrics import Metrics
 from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import Lease
+from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
@@ -193,7 +193,7 @@ async def _serving_with_lease(
 ) -> AsyncIterator[None]:
     """Let the gateway serve when it has the lease: at once, if that is free, or later, while the
     application answers as a standby."""
-    async with Lease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
+    async with GatewayLease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
         async with AsyncExitStack() as stack:
 
             async def follow() -> None:

@@ -47,7 +47,7 @@ from gateway.metrics import Metrics
 from gateway.storage.data_directory import locked_data_directory, write_private
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import Lease
+from gateway.storage.lease import GatewayLease
 from gateway.storage.migrations import newest_revision
 from gateway.storage.tables import (
     checkpoints,
@@ -139,7 +139,9 @@ async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
         stack.enter_context(locked_data_directory(data_dir))
         epoch, replaced = 0, ""
         if folder is None:
-            lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
+            lease = await stack.enter_async_context(
+                GatewayLease.open(url=url, ttl=settings.lease_ttl)
+            )
             if not await lease.take_unless_used():
                 raise InvalidRequest("a gateway uses the database; stop it first")
             epoch = lease.epoch

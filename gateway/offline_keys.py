@@ -24,7 +24,7 @@ from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import Lease
+from gateway.storage.lease import GatewayLease
 from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import GatewaySettings
 from tandem.telemetry import configure_logging
@@ -43,7 +43,9 @@ async def answer(request: Request, settings: GatewaySettings) -> dict[str, objec
         stack.enter_context(locked_data_directory(settings.data_dir))
         epoch = 0
         if is_postgresql(url):
-            lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
+            lease = await stack.enter_async_context(
+                GatewayLease.open(url=url, ttl=settings.lease_ttl)
+            )
             if not await lease.take_unless_used():
                 raise InvalidRequest(
                     "a gateway uses the database; ask that one (it is another data directory's, or "

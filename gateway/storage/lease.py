@@ -45,12 +45,13 @@ _ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
 Result = TypeVar("Result")
 
 
-class Lease:
-    """`Lease.open` makes one. `epoch` is set once it is taken, `holder` says who else has it."""
+class GatewayLease:
+    """The right of one gateway to write the database; `open` makes one. `epoch` is set once it is
+    taken, `holder` says who else has it."""
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, *, url: str, ttl: float) -> AsyncIterator[Lease]:
+    async def open(cls, *, url: str, ttl: float) -> AsyncIterator[GatewayLease]:
         """Connect; at the end of the block, give the lease back if it is still held."""
         lease = cls(url=url, ttl=ttl)
         try:

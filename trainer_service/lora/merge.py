@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterFiles:
     """`modules` are the adapted ones; `scale` is alpha / r."""
 
     directory: Path
@@ -120,7 +120,7 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
     return size
 
 
-def _open_adapter(directory: Path) -> Adapter:
+def _open_adapter(directory: Path) -> AdapterFiles:
     if not (directory / CONFIG_NAME).is_file() or not (directory / WEIGHTS_NAME).is_file():
         raise InvalidRequest(
             f"{directory.name} is not an adapter: it lacks {CONFIG_NAME} or {WEIGHTS_NAME}"
@@ -129,11 +129,11 @@ def _open_adapter(directory: Path) -> Adapter:
         open_version(directory)
     with safe_open(str(directory / WEIGHTS_NAME), framework="pt") as file:
         modules = modules_of(list(file.keys()), where=directory.name)
-    return Adapter(directory=directory, modules=modules, scale=read_scale(directory))
+    return AdapterFiles(directory=directory, modules=modules, scale=read_scale(directory))
 
 
 def _plan(
-    adapter: Adapter, base_dir: Path, files: Mapping[str, Mapping[str, StoredTensor]]
+    adapter: AdapterFiles, base_dir: Path, files: Mapping[str, Mapping[str, StoredTensor]]
 ) -> tuple[dict[str, dict[str, _Step]], bool]:
     """The steps of each file, and whether the output head gets a weight of its own.
 
@@ -169,7 +169,7 @@ def _tied_weights(model: nn.Module) -> tuple[str, str]:
     return first, second
 
 
-def _write(path: Path, steps: Mapping[str, _Step], adapter: Adapter) -> None:
+def _write(path: Path, steps: Mapping[str, _Step], adapter: AdapterFiles) -> None:
     """Writes one file with the adapter merged in, and fsyncs it."""
     writer = TensorWriter({tensor: step.source for tensor, step in steps.items()})
     with path.open("wb") as file:
@@ -184,7 +184,7 @@ def _write(path: Path, steps: Mapping[str, _Step], adapter: Adapter) -> None:
         os.fsync(file.fileno())
 
 
-def _write_merged(file: BinaryIO, step: _Step, adapter: Adapter) -> None:
+def _write_merged(file: BinaryIO, step: _Step, adapter: AdapterFiles) -> None:
     with safe_open(str(step.source.file), framework="pt") as source:
         weight = source.get_tensor(step.source.name)
     if not weight.is_floating_point():

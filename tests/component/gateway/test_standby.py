@@ -16,7 +16,7 @@ from sqlalchemy import insert, select, update
 
 from gateway.app import create_app
 from gateway.storage.database import Database
-from gateway.storage.lease import Lease
+from gateway.storage.lease import GatewayLease
 from gateway.storage.tables import audit, gateway_lease, keys
 from gateway.workers.epoch import epoch_without_lease
 from tandem.errors import InvalidRequest, StorageFailed
@@ -43,17 +43,17 @@ async def lease_of(tmp_path):
     """Makes leases of one database, each of a gateway of its own."""
     async with AsyncExitStack() as stack:
 
-        async def open_(ttl: float = NEVER) -> Lease:
-            lease = Lease.open(url=url_for(tmp_path), ttl=ttl)
+        async def open_(ttl: float = NEVER) -> GatewayLease:
+            lease = GatewayLease.open(url=url_for(tmp_path), ttl=ttl)
             return await stack.enter_async_context(lease)
 
         yield open_
 
 
 async def test_one_of_many_gets_the_lease_and_the_next_one_when_it_is_given_back(tmp_path):
-    async with Lease.open(url=url_for(tmp_path), ttl=NEVER) as last:
+    async with GatewayLease.open(url=url_for(tmp_path), ttl=NEVER) as last:
         async with AsyncExitStack() as stack:
-            opened = [Lease.open(url=url_for(tmp_path), ttl=NEVER) for _ in range(4)]
+            opened = [GatewayLease.open(url=url_for(tmp_path), ttl=NEVER) for _ in range(4)]
             leases = [await stack.enter_async_context(lease) for lease in opened]
             taken = await asyncio.gather(*(lease.take() for lease in leases))
             assert taken.count(True) == 1
@@ -111,9 +111,9 @@ async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, 
     """Also before its parent has heard of its end."""
     hold = (
         "import asyncio, sys, time\n"
-        "from gateway.storage.lease import Lease\n"
+        "from gateway.storage.lease import GatewayLease\n"
         "async def hold():\n"
-        "    async with Lease.open(url=sys.argv[1], ttl=1e6) as lease:\n"
+        "    async with GatewayLease.open(url=sys.argv[1], ttl=1e6) as lease:\n"
         "        print(await lease.take(), flush=True)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(hold())\n"
