@@ -284,6 +284,26 @@ def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
         assert stack.worker("sampler", session_id=session_of(run))["pid"] == engine
 
 
+def test_an_engine_that_is_killed_beside_its_sampler_costs_no_sample(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"sampler_engine_process": "on"}
+    with running(tmp_path, models=models, settings=settings) as stack, stack.service() as service:
+        run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
+        sampler = run.save_weights_and_get_sampling_client().result(timeout=240)
+        expected = tokens_of(drawn(sampler, tokens=MAX_LENGTH - 4))
+        worker = stack.worker("sampler", session_id=session_of(run))
+        engine, *_ = [each for each in stack.processes_of(worker) if each.pid != worker["pid"]]
+        under_way = drawn(sampler, tokens=MAX_LENGTH - 4)
+        os.kill(engine.pid, signal.SIGKILL)
+        assert tokens_of(under_way) == expected
+        assert stack.worker("sampler", session_id=session_of(run))["pid"] != worker["pid"]
+        train(run, seed=210)
+        tokens = sequences(2, seed=211)
+        newer = run.save_weights_and_get_sampling_client().result(timeout=240)
+        assert largest_difference(logprobs(run, tokens), prompt_logprobs(newer, tokens)) < 1e-4
+
+
 def test_a_killed_agent_takes_its_workers_along_and_the_run_is_restored(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
