@@ -88,10 +88,12 @@ def output_of(
     return wire.ForwardBackwardOutput.FromString(encoded)
 
 
-def batch_of(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batch:
+def batch_of(
+    trainer: RankTrainer, message: wire.ForwardBackwardRequest, *, definition: bytes = b""
+) -> Batch:
     facts = trainer.backend.facts
     limits = BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-    return validate(parse(message.SerializeToString()), limits=limits)
+    return validate(parse(message.SerializeToString()), limits=limits, definition=definition)
 
 
 def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from tests.support.local_trainer import batch_of, gradients, make_rank, spec_of
-from tests.support.losses.batches import REQUESTS, mixed_request
+from tests.support.losses.batches import DEFINITIONS, REQUESTS, mixed_request
 from tests.support.losses.cases import REQUESTS as LOSS_REQUESTS
 from tests.support.losses.cases import Data, gradient, random_data, request_id, settings_of
 from tests.support.tiny_model import ARCHITECTURES, VOCABULARY
@@ -31,13 +32,21 @@ IN_CHUNKS = {"logits_bytes": 4 * VOCABULARY * ROWS, "micro_batch_tokens": 256}
 hundreds of chunks when it plans its memory."""
 
 
+EVERY = (*REQUESTS, *DEFINITIONS)
+
+
+def mixed_batch(trainer, request):
+    definition = DEFINITIONS.get(request, b"")
+    return batch_of(trainer, mixed_request(request), definition=definition)
+
+
 def compute(trainer, request):
-    batch = batch_of(trainer, mixed_request(request))
-    computed = trainer.forward_backward(batch)
+    trainer.drop_gradients()
+    computed = trainer.forward_backward(mixed_batch(trainer, request))
     return computed, gradients(trainer)
 
 
-@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("request_name", EVERY)
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_chunks_change_neither_logprobs_nor_gradients_of_any_loss(model, request_name, packing):
     whole = compute(make_rank(model, packing=packing), request_name)
@@ -82,6 +91,59 @@ def test_checkpointed_blocks_give_the_same_bits(models, architecture, adapted):
     assert again.logprobs.tobytes() == plain.logprobs.tobytes()
     for name, each in plain_gradients.items():
         assert torch.equal(again_gradients[name], each), name
+
+
+@pytest.fixture(scope="module")
+def kept_and_made_again(model):
+    """Trainers of blocks that keep all they need for their gradients, and of checkpointed ones."""
+    return make_rank(model), make_rank(model, checkpointing="on")
+
+
+@pytest.mark.parametrize("request_name", EVERY)
+def test_checkpointed_blocks_give_the_same_bits_of_any_loss(kept_and_made_again, request_name):
+    (plain, expected), (again, found) = (
+        compute(trainer, request_name) for trainer in kept_and_made_again
+    )
+    assert again.metrics == plain.metrics
+    assert again.logprobs.tobytes() == plain.logprobs.tobytes()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.fixture(scope="module")
+def in_float64(models):
+    """A plain trainer, and those that spare memory. Of GPT-NeoX, whose layers compute in the type
+    of the model: norms of the others are in float32, whatever that is."""
+    ways = ({}, IN_CHUNKS, {"checkpointing": "on"}, {**IN_CHUNKS, "checkpointing": "on"})
+    trainers = [make_rank(models["gpt_neox"], packing="off", **way) for way in ways]
+    for trainer in trainers:
+        trainer.backend._model.double()
+    return trainers
+
+
+def compute_exactly(trainer, request):
+    """As `compute`, by the backend alone: what a trainer answers is in float32."""
+    trainer.drop_gradients()
+    batch = mixed_batch(trainer, request)
+    whole = tuple(range(len(batch.lengths)))
+    computed = trainer.backend.forward_backward(batch, (whole,), done=lambda tokens: None)
+    return computed, gradients(trainer)
+
+
+@pytest.mark.parametrize("request_name", EVERY)
+def test_in_float64_chunks_and_checkpointed_blocks_are_exact_for_any_loss(in_float64, request_name):
+    plain, *sparing = in_float64
+    computed, expected = compute_exactly(plain, request_name)
+    largest = max(float(each.abs().max()) for each in expected.values())
+    assert largest > 0
+    for trainer in sparing:
+        again, found = compute_exactly(trainer, request_name)
+        np.testing.assert_allclose(again.sums, computed.sums, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(again.logprobs, computed.logprobs, rtol=1e-12)
+        assert found.keys() == expected.keys()
+        for name, each in expected.items():
+            assert found[name].dtype == torch.float64
+            torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-12 * largest)
 
 
 class LargestOf(TorchDispatchMode):
