@@ -86,7 +86,7 @@ def test_a_fault_of_ours_while_a_run_starts_is_told(gate, monkeypatch):
 
 
 def test_a_fault_of_ours_while_a_sampler_starts_is_told(gate, monkeypatch):
-    def odd(*_parts):
+    def odd(*_parts, **_about):
         raise RuntimeError("odd")
 
     monkeypatch.setattr("gateway.workers.fleet.Worker.of", odd)
