@@ -59,8 +59,7 @@ class BaseModelEntry:
 class BaseModels:
     """The base models that there are. One that was registered has a row, with its path, which is
     relative if it lies in the data directory. One of the models directory has none: its record
-    says that it is there
-    (`tandem/model_store.py`)."""
+    says that it is there (`tandem/model_store.py`)."""
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
         self._database = database
