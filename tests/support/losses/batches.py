@@ -16,7 +16,7 @@ from trainer_service.losses import LOSSES
 REQUESTS: dict[str, tuple[str, dict[str, float | str]]] = {
     **{name: (name, {}) for name in LOSSES},
     "cross_entropy, mean": ("cross_entropy", {"aggregation": "token_mean"}),
-    "importance_sampling": (
+    "importance_sampling, geometric": (
         "importance_sampling",
         {"correction": "geometric", "geometric_low": 0.45, "geometric_high": 1.4},
     ),
@@ -25,7 +25,7 @@ REQUESTS: dict[str, tuple[str, dict[str, float | str]]] = {
         "ppo",
         {"aggregation": "seq_mean_token_mean", "correction": "seq_tis+off_policy_mask"},
     ),
-    "cispo": ("cispo", {"aggregation": "constant", "max_length": 20.0}),
+    "cispo, constant": ("cispo", {"aggregation": "constant", "max_length": 20.0}),
     "dpo, mean": ("dpo", {"aggregation": "mean"}),
 }
 """What is computed on real parts: every loss, and what depends on the request as a whole."""
