@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
-import torch
 
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.support.custom_losses import request_body, traced
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from trainer_service.losses import LOSSES
@@ -29,28 +25,6 @@ REQUESTS: dict[str, tuple[str, dict[str, float | str]]] = {
     "dpo, mean": ("dpo", {"aggregation": "mean"}),
 }
 """What is computed on real parts: every loss, and what depends on the request as a whole."""
-
-
-def _by_entry(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    ratio = (logprobs - old_logprobs).exp()
-    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return -gain.sum(), {"custom/ratio:mean": ratio.mean()}
-
-
-def _by_sequence(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    ratio = (logprobs - old_logprobs).mean().exp()
-    return -ratio * advantages.mean(), {"custom/ratio:mean": ratio}
-
-
-DEFINITIONS: dict[str, bytes] = {
-    f"custom, {name}": request_body(traced(fn, logprobs=1, old_logprobs=1, advantages=1))
-    for name, fn in {"by entry": _by_entry, "by sequence": _by_sequence}.items()
-}
-"""Of losses that a client defines, by the names of their requests."""
 
 
 def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[wire.Datum]:
@@ -79,8 +53,9 @@ def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[w
 
 
 def mixed_request(name: str, data: list[wire.Datum] | None = None) -> wire.ForwardBackwardRequest:
-    """The request of `REQUESTS` or `DEFINITIONS` for these datums, or for the usual ones."""
-    loss, settings = ("custom", {}) if name in DEFINITIONS else REQUESTS[name]
+    """The request of `REQUESTS` for these datums, or for the usual ones; of another name, that of a
+    loss which a client defines."""
+    loss, settings = REQUESTS.get(name, ("custom", {}))
     message = request(data or mixed_data(spans=loss == "stable_reinforce"), loss)
     for key, value in settings.items():
         if isinstance(value, str):

@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from tests.support.local_trainer import batch_of, gradients, make_rank, spec_of
-from tests.support.losses.batches import DEFINITIONS, REQUESTS, mixed_request
+from tests.support.losses.batches import REQUESTS, mixed_request
 from tests.support.losses.cases import REQUESTS as LOSS_REQUESTS
 from tests.support.losses.cases import Data, gradient, random_data, request_id, settings_of
+from tests.support.losses.definitions import DEFINITIONS
 from tests.support.tiny_model import ARCHITECTURES, VOCABULARY
 from trainer_service.losses import LOSSES
 from trainer_service.models.huggingface import load_model
