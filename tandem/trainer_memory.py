@@ -43,10 +43,11 @@ def lasting_bytes(
     width: int,
     threads: int = 1,
     unreduced: int = 0,
+    streamed: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of one rank by what they are for. What is sharded is divided by `shards`;
-    `width` are the bytes of a number in the type of the computation. `moments` and `snapshot` may
-    be on the host."""
+    `width` are the bytes of a number in the type of the computation. `parts_on_host` says which of
+    them a rank with a GPU has elsewhere."""
     states, frozen = training.state_bytes, 0
     if training.lora is not None:  # adapters are float32 and lie whole on every rank
         frozen, shards = width * _shard(elements.parameters, shards), 1
@@ -56,11 +57,12 @@ def lasting_bytes(
     if training.layout.replicas > 1 and training.lora is None and not unreduced:
         unreduced = 4 * trained  # a replica's, until the last micro-batch of a call
     parts = {
-        "weights": frozen + states.weight * trained,
+        "frozen weights": frozen,
+        "weights": states.weight * trained,
         # Each of several threads adds up gradients of its own.
         "gradients": states.gradient * trained * (1 + (threads if threads > 1 else 0)),
         "copies": width * elements.copied,
-        "gathered": width * elements.gathered,
+        "gathered": width * elements.gathered + streamed,
         "unreduced gradients": unreduced,
         "moments": moments,
         "snapshot": states.weight * trained + moments,
@@ -68,18 +70,33 @@ def lasting_bytes(
     return {name: size for name, size in parts.items() if size}
 
 
+def parts_on_host(training: TrainingSpec) -> set[str]:
+    """Return what a rank with a GPU has in its host's memory, by the names of `lasting_bytes`."""
+    parts = {"snapshot"}
+    if training.moments_on_host:
+        parts.add("moments")
+    if training.weights_on_host:
+        parts |= {"weights", "gradients"} if training.lora is None else {"frozen weights"}
+    return parts
+
+
 def weights_copied(training: TrainingSpec, *, ranks: int, width: int) -> bool:
     """Whether a rank computes with copies, of `width` bytes a number, of the float32 weights that
     it trains, which are made after each step. A rank alone does, if there is memory for them."""
     kept = training.state_bytes.weight
-    return ranks == 1 and training.lora is None and kept == 4 and width < kept
+    alone = ranks == 1 and training.lora is None and not training.weights_on_host
+    return alone and kept == 4 and width < kept
 
 
 def weights_sharded(training: TrainingSpec, *, ranks: int, width: int, copied: bool) -> bool:
     """Whether FSDP holds the weights, and gathers them in the type of the computation: those of
-    several ranks; and of one that keeps them in another type, and has no copies of them."""
-    kept = width if training.lora is not None else training.state_bytes.weight
-    return ranks > 1 or (kept != width and not copied)
+    several ranks; and of one that keeps them in another type, and has no copies of them, or keeps
+    them on its host."""
+    return (
+        ranks > 1
+        or training.weights_on_host
+        or (_kept_width(training, width) != width and not copied)
+    )
 
 
 def gathered(groups: Sequence[int], *, root: int) -> int:
@@ -87,6 +104,19 @@ def gathered(groups: Sequence[int], *, root: int) -> int:
     embeddings and the head, and of two of FSDP's other `groups`, one of which comes while the other
     is computed."""
     return root + sum(sorted(groups)[-2:])
+
+
+def streamed_bytes(
+    groups: Sequence[int], *, root: int, shards: int, width: int, training: TrainingSpec
+) -> int:
+    """Return the bytes that a rank has on its GPU besides what it has `gathered`, at most, while
+    its part of a group comes from the host: as it is kept there, and in the type of the
+    computation. The root comes before the others."""
+    kept = _kept_width(training, width)
+    each = kept + (width if width != kept else 0)
+    others = sum(sorted(groups)[-2:])
+    of_root = each * _shard(root, shards) - width * others
+    return max(of_root, each * _shard(max(groups, default=0), shards))
 
 
 def unreduced_gradients(
@@ -101,6 +131,11 @@ def unreduced_gradients(
     several = ranks > 1 and training.lora is None  # adapters are reduced once for a step
     size = 4 * parameters
     return size if several and size <= (limit or _UNREDUCED_BYTES[device]) else 0
+
+
+def _kept_width(training: TrainingSpec, width: int) -> int:
+    """Return the bytes of a number of the weights that are sharded."""
+    return width if training.lora is not None else training.state_bytes.weight
 
 
 def _shard(elements: int, shards: int) -> int:

@@ -125,8 +125,11 @@ class Layout(BaseModel):
 class TrainingSpec(BaseModel):
     """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None).
 
-    `states` is the type of weights, gradients and moments, and `moments` says where these are.
-    Adapters and dimuon have them in float32 on the device. `layout` says which ranks hold what.
+    `states` is the type of weights, gradients and moments; adapters and dimuon have them in
+    float32. `offload` says what is in the host's memory while the run computes on a GPU: its
+    moments; or its weights, with their gradients and moments, of which a few blocks at a time are
+    on the device. Of a run with adapters these are the frozen weights. `layout` says which ranks
+    hold what.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -134,13 +137,21 @@ class TrainingSpec(BaseModel):
     lora: LoraSpec | None = None
     optimizer: Literal["adamw", "dimuon"] = "adamw"
     states: Literal["float32", "bfloat16"] = "float32"
-    moments: Literal["device", "host"] = "device"
+    offload: Literal["none", "moments", "weights"] = "none"
     layout: Layout = Layout()
 
     @property
     def rank(self) -> int:
         """The rank of its adapters; 0 when it trains all parameters."""
         return self.lora.rank if self.lora is not None else 0
+
+    @property
+    def weights_on_host(self) -> bool:
+        return self.offload == "weights"
+
+    @property
+    def moments_on_host(self) -> bool:
+        return self.offload != "none" and self.lora is None
 
     @property
     def state_bytes(self) -> StateBytes:

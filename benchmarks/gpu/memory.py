@@ -29,11 +29,13 @@ _ALL = {
     "checkpointed": (TrainingSpec(), "on"),
     "LoRA": (TrainingSpec(lora=LoraSpec()), "off"),
     "bfloat16 states": (TrainingSpec(states="bfloat16"), "off"),
-    "moments on the host": (TrainingSpec(moments="host"), "off"),
+    "moments on the host": (TrainingSpec(offload="moments"), "off"),
+    "weights on the host": (TrainingSpec(offload="weights"), "off"),
 }
 _ADAPTERS = {
     "LoRA": (TrainingSpec(lora=LoraSpec()), "off"),
     "LoRA, checkpointed": (TrainingSpec(lora=LoraSpec()), "on"),
+    "LoRA, weights on the host": (TrainingSpec(lora=LoraSpec(), offload="weights"), "on"),
 }
 """What is trained, and whether blocks are checkpointed."""
 

@@ -32,7 +32,7 @@ _ALLOWED: Mapping[str, str] = {
     "tensor_parallel": "a whole number from 1 to 64",
     "dtype": "auto, float32 or bfloat16",
     "states": "float32 or bfloat16",
-    "moments": "device or host",
+    "offload": "none, moments or weights",
     "compile": "auto, on or off",
     "delta": "auto, on or off",
     "backend": "the name of a trainer backend",
@@ -51,8 +51,6 @@ _ALLOWED: Mapping[str, str] = {
 }
 _OF_RUNS_ALONE = ("recovery",)
 """Names that are read elsewhere."""
-_OF_ALL_PARAMETERS = ("states", "moments")
-"""Names for runs that train all parameters by AdamW."""
 
 
 def _sampler(value: object) -> object:
@@ -77,7 +75,7 @@ class Asks(BaseModel):
     tensor_parallel: int = Field(1, ge=1, le=64)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     states: Literal["float32", "bfloat16"] = "float32"
-    moments: Literal["device", "host"] = "device"
+    offload: Literal["none", "moments", "weights"] = "none"
     compile: Literal["auto", "on", "off"] = "off"
     delta: Literal["auto", "on", "off"] = "auto"
     backend: Annotated[str, Field(min_length=1, max_length=100)] = "fsdp2"
@@ -115,7 +113,7 @@ class Asks(BaseModel):
         return training.model_copy(
             update={
                 "states": self.states,
-                "moments": self.moments,
+                "offload": self.offload,
                 "layout": Layout(
                     replicas=self.ranks // (self.shards or self.ranks),
                     tensor_parallel=self.tensor_parallel,
@@ -246,9 +244,10 @@ def _with_what_applies(
     asks: Asks, training: TrainingSpec, run: Mapping[str, object] | None
 ) -> Asks:
     """Return what is asked for, without what does not apply to what the run trains: states of
-    adapters or of dimuon are those that these have, and adapters are published whole. What a
-    session or the defaults of a model say of this does not concern such a run. Raises
-    `InvalidRequest` if it says so itself."""
+    adapters or of dimuon are those that these have, and on the device, though the frozen weights
+    under adapters need not be; and adapters are published whole. What a session or the defaults of
+    a model say of this does not concern such a run. Raises `InvalidRequest` if it says so
+    itself."""
     if training.lora is not None:
         if _asked(run).get("delta") == "on":
             raise InvalidRequest(
@@ -258,15 +257,17 @@ def _with_what_applies(
         asks = asks.model_copy(update={"delta": "off"})
     if training.lora is None and training.optimizer == "adamw":
         return asks
-    plain = asks.model_copy(
-        update={name: Asks.model_fields[name].default for name in _OF_ALL_PARAMETERS}
-    )
-    for name in _OF_ALL_PARAMETERS:
-        if name in _asked(run) and asks != plain:
+    names = ["states", "offload"]
+    if training.lora is not None and asks.offload == "weights":
+        names.remove("offload")
+    plain = asks.model_copy(update={name: Asks.model_fields[name].default for name in names})
+    for name in names:
+        value = getattr(asks, name)
+        if name in _asked(run) and value != getattr(plain, name):
             trained = "adapters" if training.lora is not None else "by dimuon"
             raise InvalidRequest(
-                f"{_PREFIX}{name} is for runs that train all parameters by AdamW, and this one "
-                f"trains {trained}: its states are in float32 on the device"
+                f"{_PREFIX}{name} is {value}, which is for runs that train all parameters by "
+                f"AdamW, and this one trains {trained}: its states are in float32 on the device"
             )
     return plain
 

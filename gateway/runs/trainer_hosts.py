@@ -144,5 +144,5 @@ class TrainerHosts:
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:
     asks = run.asks
     computed = (asks.backend, asks.dtype, asks.compile, asks.priority)
-    layout = (asks.ranks, asks.shards, asks.tensor_parallel)
-    return (*computed, *layout, asks.sampler_group, asks.replicas, asks.sampler_ranks)
+    held = (asks.ranks, asks.shards, asks.tensor_parallel, asks.offload)
+    return (*computed, *held, asks.sampler_group, asks.replicas, asks.sampler_ranks)

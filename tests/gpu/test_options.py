@@ -20,7 +20,8 @@ OPTIONS: dict[str, tuple[TrainingSpec, dict[str, Any]]] = {
     "by default": (TrainingSpec(), {}),
     "compiled": (TrainingSpec(), {"compile": "on"}),
     "states in bfloat16": (TrainingSpec(states="bfloat16"), {}),
-    "moments on the host": (TrainingSpec(moments="host"), {}),
+    "moments on the host": (TrainingSpec(offload="moments"), {}),
+    "weights on the host": (TrainingSpec(offload="weights"), {}),
 }
 CASES = [
     pytest.param(device, option, marks=GPU if device == "cuda" else ())

@@ -40,6 +40,7 @@ def make_rank(
     *,
     optimizer: str = "adamw",
     states: str = "float32",
+    offload: str = "none",
     parallel: int = 0,
     least_tokens: int = 1,
     name: str = "tiny",
@@ -55,7 +56,7 @@ def make_rank(
         model_path=path,
         settings=chosen,
         world=World(rank=0, size=1, device="cpu"),
-        training=TrainingSpec(lora=lora, optimizer=optimizer, states=states),
+        training=TrainingSpec(lora=lora, optimizer=optimizer, states=states, offload=offload),
     )
     return RankTrainer(
         backend=backend,

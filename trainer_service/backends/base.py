@@ -61,6 +61,8 @@ class Capability(enum.StrEnum):
     the start."""
     TENSOR_PARALLEL = "divide matrices among ranks that compute the same datums"
     """`training.layout.tensor_parallel` of them, alike."""
+    OFFLOAD = "keep weights in the host's memory while it computes on a GPU"
+    """`training.weights_on_host`; without it, a run that wants it is refused before the start."""
 
 
 @dataclass(frozen=True)

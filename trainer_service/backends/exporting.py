@@ -94,7 +94,7 @@ class WholeWeights:
         sharded = all(
             isinstance(each, DTensor)
             and each.placements == (Shard(0),)
-            and each.device.type == "cpu"
+            and each.device_mesh.device_type == "cpu"
             for each in parameters
         )
         if self._adapters or not sharded:

@@ -81,6 +81,7 @@ from trainer_service.models.tensor_parallel import (
     divide_stand_in,
 )
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
+from trainer_service.optimizers.staged import pin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +104,7 @@ class Fsdp2Backend(TrainerBackend):
     2 to 5 % faster than a group of one rank. What it computes with in bfloat16 are copies of its
     float32 weights, made after each step, unless they do not fit into its memory: then FSDP casts a
     group at a time, to the same bits, as it does for states in bfloat16 that are computed with in
-    float32.
+    float32. It also holds the weights that a single rank keeps on its host.
     """
 
     capabilities = frozenset(Capability)
@@ -123,7 +124,7 @@ class Fsdp2Backend(TrainerBackend):
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
         # Several threads would add up gradients in bfloat16.
-        if world.size > 1 or world.device != "cpu" or self._casts:
+        if world.size > 1 or world.device != "cpu" or self._casts or self.training.weights_on_host:
             self.capabilities -= {Capability.THREADS}
         self._copied = weights_copied(
             self.training, ranks=world.size, width=torch_dtype(self.dtype).itemsize
@@ -155,10 +156,11 @@ class Fsdp2Backend(TrainerBackend):
             )
             if self._mesh is not None:
                 compute = torch_dtype(self.dtype) if self._casts else None
-                self._groups.shard(self._mesh.data, dtype=compute)
+                on_host = self.training.weights_on_host
+                self._groups.shard(self._mesh.data, dtype=compute, on_host=on_host)
 
         load_model(model_path, prepare=prepare)
-        self._model.to(self._device)  # buffers, and what is not sharded
+        self._to_device()
         self._reduces_once = (
             unreduced_gradients(self._model, settings=settings, world=world, training=training) > 0
         )
@@ -205,6 +207,7 @@ class Fsdp2Backend(TrainerBackend):
             training,
             self._trainable,
             outer=self._outer,
+            device=self.device,
             sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
         )
         self._whole_weights = WholeWeights(
@@ -236,6 +239,11 @@ class Fsdp2Backend(TrainerBackend):
             raise InvalidRequest(
                 "this trainer's model is trained by one run, and another one cannot share it: only "
                 "LoRA runs share a model"
+            )
+        if training.offload != self.training.offload:
+            raise InvalidRequest(
+                f"this trainer keeps its model by the offload {self.training.offload!r}, and the "
+                f"run is for {training.offload!r}: runs that share a model have it in one place"
             )
         if training.layout != self.training.layout:
             raise InvalidRequest(
@@ -277,6 +285,16 @@ class Fsdp2Backend(TrainerBackend):
             divide(model)
         if checkpointed:
             checkpoint_blocks(find_blocks(model))
+
+    def _to_device(self) -> None:
+        """All that is not kept on the host."""
+        if not self.training.weights_on_host:
+            self._model.to(self._device)
+            return
+        for parameter in self._model.parameters() if self.device != "cpu" else ():
+            pin(local(parameter.detach()))
+        for buffer in self._model.buffers():
+            buffer.data = buffer.to(self._device)
 
     def _stand_in(
         self, path: Path, settings: TrainerSettings, *, checkpointed: bool, packs: bool
@@ -331,7 +349,7 @@ class Fsdp2Backend(TrainerBackend):
     def _try_out(self, path: Path, settings: TrainerSettings) -> None:
         """Finds out whether the model is causal, whether it packs, and whether it can end at its
         hidden states. Where ranks share it, or it is not in float32, a small one is tried out."""
-        small = small_model(path) if self._world.size > 1 or self._casts else None
+        small = small_model(path) if self._sharded or self._casts else None
         model = self._model if small is None else small
         check_causal(model)
         tried = model
@@ -388,7 +406,9 @@ class Fsdp2Backend(TrainerBackend):
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         if self._mesh is not None and self._world.size > 1:
-            self._mesh.sum_over_replica(value)
+            total = value.to(self._device)  # where their collectives are
+            self._mesh.sum_over_replica(total)
+            value.copy_(total)
 
     # --- Computing -------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ group by group; what it gathers is arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,7 +23,14 @@ from tandem import trainer_memory
 from tandem.errors import TandemError
 from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
-from tandem.trainer_memory import SPARE, Elements, gathered, lasting_bytes
+from tandem.trainer_memory import (
+    SPARE,
+    Elements,
+    gathered,
+    lasting_bytes,
+    parts_on_host,
+    streamed_bytes,
+)
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import Capability, TrainerBackend, World
@@ -169,21 +177,42 @@ def lasting(
         gathered=gathered(groups[:-1], root=groups[-1]) if groups else 0,
         copied=parameters if stand_in.copied else 0,
     )
+    shards = training.layout.shards(world.size) if groups else 1
+    streamed = 0
+    if training.weights_on_host and world.device != "cpu":
+        streamed = streamed_bytes(
+            groups[:-1],
+            root=groups[-1],
+            shards=shards,
+            width=stand_in.dtype.itemsize,
+            training=training,
+        )
     parts = lasting_bytes(
         elements,
         training=training,
-        shards=training.layout.shards(world.size) if groups else 1,
+        shards=shards,
         width=stand_in.dtype.itemsize,
         threads=at_once,
         unreduced=unreduced,
+        streamed=streamed,
     )
     if world.device == "cpu":
         return Needs(parts)
-    on_host = {"snapshot"} if training.moments == "device" else {"snapshot", "moments"}
+    on_host = parts_on_host(training)
+    if "gradients" in on_host:
+        parts["gradients"] = _pinned_gradients(stand_in, training, shards=shards)
     return Needs(
         {name: size for name, size in parts.items() if name not in on_host},
         {name: parts[name] for name in parts if name in on_host},
     )
+
+
+def _pinned_gradients(stand_in: StandIn, training: TrainingSpec, *, shards: int) -> int:
+    """The bytes of gradients on the host. FSDP has torch pin the memory of each, which rounds it up
+    to a power of two."""
+    width = training.state_bytes.gradient
+    sizes = (width * math.ceil(each.numel() / shards) for each in stand_in.trainable.values())
+    return sum(1 << (size - 1).bit_length() for size in sizes)
 
 
 def _moments(stand_in: StandIn, training: TrainingSpec) -> int:
@@ -322,8 +351,11 @@ def _what_helps(
     if training.lora is None and training.optimizer == "adamw":
         if training.states == "float32":
             helps.append("states in bfloat16 (tandem.states)")
-        if training.moments == "device" and world.device == "cuda":
-            helps.append("moments on the host (tandem.moments)")
+        if training.offload == "none" and world.device == "cuda":
+            helps.append("moments on the host (tandem.offload=moments)")
+    offloads = training.optimizer == "adamw" or training.lora is not None
+    if offloads and not training.weights_on_host and world.device == "cuda":
+        helps.append("weights on the host, too (tandem.offload=weights)")
     if stand_in.dtype == torch.float32:
         helps.append("bfloat16 (TANDEM_TRAINER_DTYPE)")
     if settings.checkpointing == "off":

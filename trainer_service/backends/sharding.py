@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from tandem.worker import Layout
 from trainer_service.backends.base import World
@@ -117,14 +124,19 @@ class ShardGroups:
     def parameters(self) -> Sequence[Sequence[nn.Parameter]]:
         return [[self._model.get_parameter(name) for name in group] for group in self.names]
 
-    def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
+    def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None, on_host: bool) -> None:
         """Shards the parameters over the ranks of a mesh. They are gathered in `dtype` (None: as
-        they are kept), and their gradients are added up in float32."""
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        they are kept), and their gradients are added up in float32. `on_host`: both are kept in the
+        host's memory, pinned beside a GPU, and come to the device by group."""
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        offload = OffloadPolicy()
+        if on_host:
+            offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
         for group in self._blocks:
-            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            shard(group, reshard_after_forward=True)
         # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
-        fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(self._model, reshard_after_forward=False)
         self._sharded = True
         direct = mesh.device_type == "cpu" and dist.get_backend(mesh.get_group("shards")) == "gloo"
         for module in self._modules():

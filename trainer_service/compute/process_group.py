@@ -153,7 +153,7 @@ def bring_up(
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
     """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep, and
-    `UnsupportedByBackend` if it is to train adapters, or to keep several replicas, and cannot."""
+    `UnsupportedByBackend` if a run asks for what it cannot do."""
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
         raise backend.cannot(Capability.ADAPTERS)
@@ -162,6 +162,8 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
     divides = training.layout.tensor_parallel > 1
     if divides and Capability.TENSOR_PARALLEL not in backend.capabilities:
         raise backend.cannot(Capability.TENSOR_PARALLEL)
+    if training.weights_on_host and Capability.OFFLOAD not in backend.capabilities:
+        raise backend.cannot(Capability.OFFLOAD)
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "
@@ -183,7 +185,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
     types = (settings.dtype, assignment.training.states)
-    if size > 1 or device == "cuda" or "bfloat16" in types:
+    if size > 1 or device == "cuda" or "bfloat16" in types or assignment.training.weights_on_host:
         # Where all ranks are on this machine, their traffic stays on its loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)

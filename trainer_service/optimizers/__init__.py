@@ -35,15 +35,18 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     *,
     outer: Collection[str],
+    device: str,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Optimizer:
     """`parameters` are those to train, by name; `outer` names those of embeddings and head (see
-    `outer_parameters`). `sum_over_ranks` adds up a scalar tensor in place over all ranks."""
+    `outer_parameters`). `device` is the backend's, "cpu" or "cuda". `sum_over_ranks` adds up a
+    scalar tensor in place over all ranks."""
     if training.optimizer == "adamw":
         return AdamW(
             parameters,
             sum_over_ranks=sum_over_ranks,
-            moments_on_host=training.moments == "host",
+            device=device,
+            moments_on_host=training.moments_on_host,
         )
     return DiMuon(parameters, outer=outer, sum_over_ranks=sum_over_ranks)
 

@@ -20,8 +20,8 @@ class AdamW:
     """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters, which may be
     sharded. Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`.
 
-    States have the type of the parameters. `moments_on_host` keeps the moments off a GPU; on a CPU
-    they are on the host anyway.
+    States have the type of the parameters. `device` is where it computes: on a GPU, the parameters
+    may be on the host all the same, and `moments_on_host` keeps the moments there.
     """
 
     def __init__(
@@ -29,12 +29,14 @@ class AdamW:
         parameters: Mapping[str, nn.Parameter],
         *,
         sum_over_ranks: Callable[[Tensor], None],
+        device: str = "cpu",
         moments_on_host: bool = False,
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
         self._moments: Moments | StagedMoments
-        if any(_is_staged(each, moments_on_host) for each in parameters.values()):
-            self._moments = StagedMoments(parameters, on_host=moments_on_host)
+        elsewhere = moments_on_host and device != "cpu"
+        if elsewhere or any(each.dtype != torch.float32 for each in parameters.values()):
+            self._moments = StagedMoments(parameters, device=device, on_host=moments_on_host)
         else:
             self._moments = Moments(parameters)
 
@@ -63,10 +65,6 @@ class AdamW:
     def reset(self) -> None:
         self.drop_gradients()
         self._moments.reset()
-
-
-def _is_staged(parameter: nn.Parameter, moments_on_host: bool) -> bool:
-    return parameter.dtype != torch.float32 or (moments_on_host and not parameter.is_cpu)
 
 
 class Moments:

@@ -2,7 +2,8 @@
 
 torch's fused AdamW needs weights, gradients and moments in float32 on one device. What is kept
 otherwise is copied there, stepped, and put back, so that beside the states there is never more than
-one piece. What is put back into bfloat16 is rounded stochastically: up or down, with the
+one piece. A GPU steps what is on the host, too: it computes the same wherever states are kept, and
+needs no core for it. What is put back into bfloat16 is rounded stochastically: up or down, with the
 probabilities that make the mean right. Rounded to nearest, a weight would stay where it is under
 every update below 2^-9 of it, and the second moment under every decay.
 
@@ -82,13 +83,19 @@ class _Slice:
 
 
 class StagedMoments:
-    """Does what `Moments` does. Moments have the type of their parameter; `on_host`: they are in
-    pinned memory of the host, and not on a GPU."""
+    """Does what `Moments` does, on the `device`, wherever the parameters are. Moments have the type
+    of their parameter; `on_host`: they are in pinned memory of the host, and not on a GPU."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, on_host: bool, piece: int = PIECE
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        device: str = "cpu",
+        on_host: bool,
+        piece: int = PIECE,
     ) -> None:
         self.parameters = dict(parameters)
+        self._device = torch.device(device)
         self._on_host = on_host
         self._piece = piece
         self._kept: dict[str, _Kept] = {}
@@ -100,7 +107,7 @@ class StagedMoments:
         stepped = [each for each in self._kept.values() if each.parameter.grad is not None]
         number = int(max((each.step for each in self._kept.values()), default=torch.zeros(())))
         for piece in _pieces(stepped, self._piece):
-            _step(piece, settings, number=number)
+            _step(piece, settings, device=self._device, number=number)
         for each in stepped:
             each.step += 1
         if self._on_host and torch.cuda.is_available():
@@ -144,11 +151,10 @@ class StagedMoments:
 
     def _zeros(self, parameter: nn.Parameter) -> Tensor:
         mine = local(parameter.detach())
-        zeros = torch.zeros(
-            mine.shape, dtype=mine.dtype, device="cpu" if self._on_host else mine.device
-        )
-        if zeros.device != mine.device:
-            _pin(zeros)
+        device = torch.device("cpu") if self._on_host else self._device
+        zeros = torch.zeros(mine.shape, dtype=mine.dtype, device=device)
+        if device != self._device:
+            pin(zeros)
         return zeros
 
 
@@ -158,11 +164,11 @@ def staging_bytes(elements: int, training: TrainingSpec, *, device: str) -> int:
     if training.lora is not None or training.optimizer != "adamw":
         return 0
     piece = min(PIECE, elements)
+    staged = 0 if device == "cpu" else 4 if training.weights_on_host else 2
     if training.states == "bfloat16":
         divided = training.layout.tensor_parallel > 1
         return piece * (4 * 4 + (_OF_THOSE_IN_COLUMNS if divided else _OF_RANDOM_BITS))
-    on_host = training.moments == "host" and device != "cpu"
-    return piece * 2 * 4 if on_host else 0
+    return piece * 4 * staged if training.moments_on_host else 0
 
 
 def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
@@ -183,9 +189,10 @@ def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
         yield piece
 
 
-def _step(piece: Sequence[_Slice], settings: AdamWSettings, *, number: int) -> None:
+def _step(
+    piece: Sequence[_Slice], settings: AdamWSettings, *, device: torch.device, number: int
+) -> None:
     """`number`: of optimizer steps before this one."""
-    device = piece[0].kept.parameter.device
     weights = [each.of(each.kept.parameter) for each in piece]
     gradients = [each.of(_gradient(each.kept.parameter)) for each in piece]
     averages = [each.of(each.kept.exp_avg) for each in piece]
@@ -224,7 +231,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors in float32 on the device: themselves, if that is what they are."""
-    if tensors[0].dtype == torch.float32 and tensors[0].device == device:
+    if tensors[0].dtype == torch.float32 and tensors[0].device.type == device.type:
         return tensors
     sizes = [len(each) for each in tensors]
     copies = list(torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes))
@@ -293,7 +300,7 @@ def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
     return DTensor(part, parameter._spec, requires_grad=False)
 
 
-def _pin(tensor: Tensor) -> None:
+def pin(tensor: Tensor) -> None:
     """Pins memory of the host where it is. Torch's own pinned memory would be rounded up to a
     power of two."""
     if not tensor.numel():
@@ -302,5 +309,5 @@ def _pin(tensor: Tensor) -> None:
     failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if failed:
         raise OutOfMemory(
-            f"{size} bytes of host memory for the moments cannot be pinned (CUDA error {failed})"
+            f"{size} bytes of host memory for states cannot be pinned (CUDA error {failed})"
         )

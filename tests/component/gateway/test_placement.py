@@ -214,13 +214,13 @@ def test_a_session_asks_for_all_its_runs_and_is_refused_where_it_cannot(start):
 
 def test_the_states_and_the_layout_that_a_run_asks_for_are_part_of_what_it_trains(start):
     with start() as gate, gate.http() as client:
-        asks = {"states": "bfloat16", "moments": "host", "ranks": "2", "shards": "1"}
+        asks = {"states": "bfloat16", "offload": "moments", "ranks": "2", "shards": "1"}
         request = create(client, gate.session_id(), **asks).json()["request_id"]
         assert gate.retrieve(request).status_code == 200
         (spec,) = [spec for spec in gate.launcher.specs if spec.kind == "trainer"]
         (run,) = gate.gateway.runs.all()
         for training in (spec.training, run.training):
-            assert (training.states, training.moments) == ("bfloat16", "host")
+            assert (training.states, training.offload) == ("bfloat16", "moments")
             assert training.layout == Layout(replicas=2)
         about = client.get(f"/api/tandem/v1/runs/{run.id}/steps").json()["run"]
         assert (about["ranks"], about["replicas"], about["tensor_parallel"]) == (2, 2, 1)

@@ -71,6 +71,14 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
 @pytest.mark.parametrize(
     ("ranks", "layout", "lora", "less_memory"),
     [
+        (2, Layout(), None, {"offload": "weights"}),
+        pytest.param(
+            4,
+            Layout(replicas=2, tensor_parallel=2),
+            LoraSpec(rank=4, seed=5),
+            {"offload": "weights"},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(2, Layout(replicas=2), None, {}, marks=pytest.mark.nightly),
         (4, Layout(replicas=2), None, {"unreduced_gradients_bytes": 1}),
         pytest.param(
@@ -116,6 +124,8 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
         ),
     ],
     ids=[
+        "shards on the host",
+        "adapters on copies of divided matrices on the host",
         "copies that are whole on a rank",
         "copies in two shards, gradients reduced at once",
         "divided matrices, logits in chunks",
@@ -132,7 +142,8 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
     logprobs, expected = alone(lora)
     files = ranks if lora is None else 1
     snapshot = tmp_path / "snapshots" / "s2"
-    training = TrainingSpec(layout=layout, lora=lora)
+    less_memory = dict(less_memory)
+    training = TrainingSpec(layout=layout, lora=lora, offload=less_memory.pop("offload", "none"))
     settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training, "wait": False}
     with trainer_process(model, tmp_path, lease=1, **settings) as client:
         client.wait_until_serving(COMPILE_SECONDS)

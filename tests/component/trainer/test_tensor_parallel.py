@@ -67,7 +67,11 @@ RUNS: dict[str, list[TrainingSpec]] = {
         TrainingSpec(lora=LoraSpec(rank=4, seed=5)),
         TrainingSpec(lora=LoraSpec(rank=3, seed=6, alpha=8, attention=False)),
     ],
-    "states in bfloat16": [TrainingSpec(states="bfloat16", moments="host")],
+    "states in bfloat16": [TrainingSpec(states="bfloat16", offload="moments")],
+    "weights on the host": [TrainingSpec(offload="weights")],
+    "adapters, weights on the host": [
+        TrainingSpec(lora=LoraSpec(rank=4, seed=5), offload="weights")
+    ],
     "compiled blocks": [TrainingSpec()],
     "dimuon": [TrainingSpec(optimizer="dimuon")],
     "adapters by dimuon": [TrainingSpec(optimizer="dimuon", lora=LoraSpec(rank=4, seed=5))],
@@ -77,6 +81,8 @@ CASES = [
     *((name, "adapters") for name in ("llama", "gemma3_text", "gpt_neox", "phi3", DENSE)),
     ("gemma2", "states in bfloat16"),
     ("qwen3_moe", "states in bfloat16"),
+    ("llama", "weights on the host"),
+    ("llama", "adapters, weights on the host"),
     ("llama", "compiled blocks"),
     *((name, "dimuon") for name in ("llama", "gpt_neox", "phi3", "qwen3_moe")),
     ("llama", "adapters by dimuon"),

@@ -52,6 +52,7 @@ class PlainBackend(TrainerBackend):
             self.training,
             self.parameters(),
             outer=outer_parameters(self.model),
+            device=self.device,
             sum_over_ranks=lambda value: None,  # every rank has all gradients
         )
         get_log().info("plain_model_loaded", rank=world.rank)

@@ -56,7 +56,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.tensor_parallel": "2",
             "tandem.dtype": "bfloat16",
             "tandem.states": "bfloat16",
-            "tandem.moments": "host",
+            "tandem.offload": "moments",
             "tandem.compile": "on",
             "tandem.delta": "off",
             "tandem.backend": "fsdp2",
@@ -82,7 +82,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert asks.trainer_start_timeout == 1200.0, "with the time to compile"
     assert (asks.share, asks.delta) == ("always", "off")
     training = asks.training(TrainingSpec())
-    assert (training.states, training.moments) == ("bfloat16", "host")
+    assert (training.states, training.offload) == ("bfloat16", "moments")
     assert training.layout == Layout(replicas=1, tensor_parallel=2)
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
@@ -96,7 +96,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
         ("shards", "0", "a whole number from 1 to 1024"),
         ("dtype", "float64", "auto, float32 or bfloat16"),
         ("states", "float16", "float32 or bfloat16"),
-        ("moments", "disk", "device or host"),
+        ("offload", "disk", "none, moments or weights"),
         ("sampler", "off", "none, for a run that only trains"),
         ("share", "yes", "when_full, always or never"),
         ("sampler", "true", "none, for a run that only trains"),
@@ -175,7 +175,7 @@ def test_a_wrong_default_of_a_model_is_a_fault_of_the_settings():
         check_defaults(GatewaySettings(model_defaults={"m": {"ranks": 0}}))
 
 
-SMALL_STATES = {"tandem.states": "bfloat16", "tandem.moments": "host"}
+SMALL_STATES = {"tandem.states": "bfloat16", "tandem.offload": "moments"}
 
 
 def settled(run, session, training: TrainingSpec):
@@ -197,13 +197,25 @@ OTHERS = {"adapters": TrainingSpec(lora=LoraSpec()), "by dimuon": TrainingSpec(o
 @pytest.mark.parametrize("kind", OTHERS)
 def test_states_are_of_runs_that_train_all_parameters_by_adamw(kind):
     all_parameters = settled(None, SMALL_STATES, TrainingSpec())
-    assert (all_parameters.states, all_parameters.moments) == ("bfloat16", "host")
+    assert (all_parameters.states, all_parameters.offload) == ("bfloat16", "moments")
     other = settled(None, SMALL_STATES, OTHERS[kind])
-    assert (other.states, other.moments) == ("float32", "device")
+    assert (other.states, other.offload) == ("float32", "none")
     settled({"tandem.states": "float32"}, None, OTHERS[kind])
     for name, value in SMALL_STATES.items():
-        with pytest.raises(InvalidRequest, match=f"{name} is for runs .* trains {kind}"):
+        with pytest.raises(
+            InvalidRequest, match=f"{name} is {value}, which is for .* trains {kind}"
+        ):
             settled({name: value}, None, OTHERS[kind])
+
+
+def test_frozen_weights_under_adapters_can_be_on_the_host_and_those_of_dimuon_cannot():
+    asked = {"tandem.offload": "weights"}
+    asks = settled(asked, None, OTHERS["adapters"])
+    training = asks.training(OTHERS["adapters"])
+    assert training.weights_on_host and not training.moments_on_host
+    assert settled(None, asked, OTHERS["by dimuon"]).offload == "none"
+    with pytest.raises(InvalidRequest, match=r"offload is weights, .* trains by dimuon"):
+        settled(asked, None, OTHERS["by dimuon"])
 
 
 def test_adapters_are_published_whole_and_a_run_that_asks_for_deltas_of_them_is_refused():

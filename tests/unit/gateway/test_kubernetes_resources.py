@@ -76,11 +76,15 @@ def test_states_in_bfloat16_need_half_and_moments_on_the_host_are_there_awake_to
     awake = {"pool": a_pool(awake=0), "settings": settings}
     whole, half = requested().memory, requested(training=TrainingSpec(states="bfloat16")).memory
     assert whole - half >= 3 * LARGE.parameters * 4
-    on_host = requested(training=TrainingSpec(moments="host"), **awake).memory
+    on_host = requested(training=TrainingSpec(offload="moments"), **awake).memory
     assert on_host >= requested(**awake).memory + LARGE.parameters * 4
     assert on_host >= 2 * LARGE.parameters * 4
-    small = requested(training=TrainingSpec(states="bfloat16", moments="host"), **awake).memory
+    small = requested(training=TrainingSpec(states="bfloat16", offload="moments"), **awake).memory
     assert on_host - small >= LARGE.parameters * 4
+    weights = requested(training=TrainingSpec(offload="weights"), **awake).memory
+    assert weights >= on_host + 3 * LARGE.parameters * 4, "with gradients, rounded up"
+    frozen = requested(training=LORA.model_copy(update={"offload": "weights"}), **awake).memory
+    assert frozen >= requested(training=LORA, **awake).memory + LARGE.parameters
 
 
 def test_the_host_of_a_trainer_that_is_always_awake_never_has_the_model():

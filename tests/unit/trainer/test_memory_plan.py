@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from itertools import accumulate
 
 import pytest
@@ -172,9 +173,24 @@ def test_several_ranks_hold_the_gradients_of_the_whole_model_if_these_may_wait()
 def test_a_snapshot_of_a_gpu_is_on_its_host_and_moments_where_the_run_wants_them():
     parts = {"weights": 1600, "gradients": 1600, "gathered": 2 * (500 + 200 + 100)}
     assert needs(ranks=2, device="cuda") == Needs({**parts, "moments": 3200}, {"snapshot": 4800})
-    assert needs(ranks=2, device="cuda", moments="host") == Needs(
+    assert needs(ranks=2, device="cuda", offload="moments") == Needs(
         parts, {"moments": 3200, "snapshot": 4800}
     )
+
+
+def test_weights_on_the_host_have_gradients_in_pinned_memory_and_come_by_group():
+    """Of the root, a GPU has its part in both types before any other group comes; of the largest of
+    these, while three are gathered."""
+    found = needs(ranks=2, device="cuda", offload="weights")
+    assert found.device == {"gathered": 2 * (500 + 200 + 100) + 6 * 500 // 2 - 2 * 300}
+    sizes = [math.ceil(size / 2) for size in (500, 100, 100, 100)]
+    pinned = sum(2 ** math.ceil(math.log2(4 * size)) for size in sizes)
+    states = {"weights": 1600, "gradients": pinned, "moments": 3200, "snapshot": 4800}
+    assert found.host == states
+    adapters = needs(ranks=2, device="cuda", offload="weights", lora=LoraSpec())
+    assert adapters.host == {"frozen weights": 800, "snapshot": 12 * 40}
+    assert adapters.device["weights"] == adapters.device["gradients"] == 4 * 40
+    assert needs(offload="weights", device="cpu").host == {}
 
 
 def test_states_in_bfloat16_take_half_and_dimuon_has_one_moment_of_a_matrix():
@@ -184,7 +200,7 @@ def test_states_in_bfloat16_take_half_and_dimuon_has_one_moment_of_a_matrix():
 
 def test_adapters_lie_whole_on_every_rank_beside_frozen_weights():
     parts = needs(ranks=4, lora=LoraSpec())
-    assert parts.device["weights"] == 800 + 4 * 40
+    assert (parts.device["frozen weights"], parts.device["weights"]) == (800, 4 * 40)
     assert (parts.device["moments"], parts.device["snapshot"]) == (8 * 40, 12 * 40)
 
 

@@ -214,6 +214,7 @@ def made(kind: Literal["adamw", "dimuon"], model: Tiny) -> Optimizer:
         TrainingSpec(optimizer=kind),
         dict(model.named_parameters()),
         outer=outer_parameters(model),
+        device="cpu",
         sum_over_ranks=alone,
     )
 

@@ -34,7 +34,7 @@ from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations
 
-WAYS = ("plain", "parallel", "copied", "sharded")
+WAYS = ("plain", "parallel", "copied", "sharded", "on the host")
 PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
 
 
@@ -50,7 +50,10 @@ def make(
             shard_group_parameters=1,
         ),
         world=World(rank=0, size=1, device="cpu"),
-        training=TrainingSpec(states="bfloat16" if way == "sharded" else "float32"),
+        training=TrainingSpec(
+            states="bfloat16" if way == "sharded" else "float32",
+            offload="weights" if way == "on the host" else "none",
+        ),
         most=most,
         where=where,
     )
@@ -112,7 +115,7 @@ def test_gradients_of_earlier_batches_stay_as_they_were(model, group, way, where
 
 
 @pytest.mark.parametrize("where", ["backward", "block"])
-@pytest.mark.parametrize("way", ["plain", "copied", "sharded"])
+@pytest.mark.parametrize("way", ["plain", "copied", "sharded", "on the host"])
 def test_a_rank_ends_that_has_added_to_gradients_of_earlier_batches(model, group, way, where):
     small = make(model, way, most=20, where=where)
     compute(small, request(sequences(4, 5)))

@@ -7,7 +7,7 @@ files tell, by what the trainer and the engine do with them:
     trainer   each rank reads its part of one tensor after the other; then there is what lasts, by
               the arithmetic that the trainer itself plans with (`tandem/trainer_memory.py`): on a
               CPU all of it, with the activations; on a GPU the copy from which a snapshot is
-              written, moments that are kept on the host, and all states while the trainer sleeps
+              written, what the run keeps on the host, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
               while the engine samples; on a CPU the weights, their packed copies, in whose place
               the next version is read, and a KV cache for each of its ranks
@@ -40,6 +40,7 @@ from tandem.trainer_memory import (
     Elements,
     gathered,
     lasting_bytes,
+    parts_on_host,
     unreduced_gradients,
     weights_copied,
     weights_sharded,
@@ -176,12 +177,17 @@ class TrainerPod:
 
     @property
     def _of_gpu_rank(self) -> int:
-        on_host = {"snapshot"} if self.snapshots else set()
-        if self.training.moments == "host":
-            on_host.add("moments")
+        on_host = parts_on_host(self.training)
+        pinned = 2 if "gradients" in on_host else 1  # up to a power of two, by torch
+        if not self.snapshots:
+            on_host -= {"snapshot"}
         if self.sleeps:
-            on_host |= {"weights", "copies", "gradients", "moments"}
-        return sum(size for name, size in self.lasting.items() if name in on_host)
+            on_host |= {"frozen weights", "weights", "copies", "gradients", "moments"}
+        return sum(
+            size * (pinned if name == "gradients" else 1)
+            for name, size in self.lasting.items()
+            if name in on_host
+        )
 
     @property
     def _of_cpu_rank(self) -> int:
@@ -253,7 +259,7 @@ class TrainerPod:
     def _at_once(self) -> int:
         """How many micro-batches: a CPU rank alone computes several."""
         wide = (self._number, self.training.states) == (4, "float32")
-        several = self._size == 1 and wide and not self.gpu
+        several = self._size == 1 and wide and not self.gpu and not self.training.weights_on_host
         return self.trainer.parallel_micro_batches or 2 if several else 1
 
     @property

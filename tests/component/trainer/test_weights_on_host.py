@@ -1,0 +1,104 @@
+"""Where weights, gradients and moments are beside a GPU, of a run that keeps them on its host.
+
+There is no GPU: torch follows the types, shapes and devices of tensors without values, and a device
+that is only a name takes its place. Whatever mixed two devices up would raise.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from trainer_service.backends.sharding import ShardGroups
+from trainer_service.optimizers import AdamWSettings, local, staged
+
+STEP = AdamWSettings(
+    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0
+)
+Place = tuple[str, torch.dtype]
+
+
+class Block(nn.Module):
+    """Notes where its weight is, and in which type, whenever it computes."""
+
+    def __init__(self, seen: list[Place], states: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=states)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(place_of(self.linear.weight))
+        out: torch.Tensor = self.linear(x).relu()
+        return out
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    return tensor.device.type, tensor.dtype
+
+
+def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
+    """Two micro-batches and a step of the first of two ranks. Sends where its weights were during
+    the computation; where weights, gradients and moments are after it; and where pieces were
+    stepped."""
+    _setup_privateuseone_for_python_backend("gpu")
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        module._get_device_handle = lambda kind: torch.cpu  # streams that do nothing
+    torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("shards",))
+    seen: list[Place] = []
+    stepped: list[Place] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("meta"):
+            model = nn.Sequential(
+                Block(seen, states), Block(seen, states), nn.Linear(16, 4, dtype=states)
+            )
+        groups = ShardGroups(model, [[model[0]], [model[1]]])
+        groups.shard(mesh, dtype=torch.bfloat16, on_host=True)
+        model.to_empty(device="cpu")
+        for _ in range(2):
+            model(torch.empty(3, 16, device="gpu", dtype=torch.bfloat16)).sum().backward()
+
+        def note(*states: list[torch.Tensor], **settings: object) -> None:
+            """In the place of a kernel that real devices alone have."""
+            stepped.extend(place_of(each) for kind in states[:4] for each in kind)
+
+        staged.adamw = note
+        staged.pin = lambda tensor: None
+        staged._positions = lambda parameter, first: staged.Positions(first)  # it needs values
+        moments = staged.StagedMoments(
+            dict(model.named_parameters()), device="gpu", on_host=True, piece=100
+        )
+        with torch.no_grad():
+            moments._create()
+            for piece in staged._pieces(list(moments._kept.values()), 100):
+                staged._step(piece, STEP, device=moments._device, number=0)
+        kept = [place_of(local(each)) for each in model.parameters()]
+        kept += [place_of(local(each.grad)) for each in model.parameters()]
+        for each in moments._kept.values():
+            kept += [place_of(each.exp_avg), place_of(each.exp_avg_sq)]
+    sent.put((set(seen), set(kept), set(stepped)))
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_computes_and_steps_what_the_host_keeps(states) -> None:
+    context = multiprocessing.get_context("spawn")
+    sent = context.Queue()
+    rank = context.Process(target=train_beside_a_gpu, args=(states, sent))
+    rank.start()
+    rank.join(timeout=120)
+    assert rank.exitcode == 0
+    computed, kept, stepped = sent.get(timeout=10)
+    assert computed == {("gpu", torch.bfloat16)}
+    assert kept == {("cpu", states)}
+    assert stepped == {("gpu", torch.float32)}
