@@ -22,6 +22,7 @@ first-hour:      ## Does what README says in a fresh clone, and times each step.
 
 test: setup      ## Runs all the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
 	@scripts/cookbook.sh
+	@scripts/triton.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
@@ -89,6 +90,7 @@ chaos: setup     ## Kills, freezes, cuts and fills what experiments train on. AR
 
 nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, engines of all architectures and in processes of their own, 100,000 requests of the fuzzer.
 	@scripts/cookbook.sh
+	@scripts/triton.sh
 	@.venv/bin/python -m pytest -m nightly
 	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)

@@ -97,6 +97,11 @@ class SamplerSettings(BaseSettings):
         le=64,
         description="Devices of an engine, over which its weights are split (tensor parallel).",
     )
+    model_runner: Literal["auto", "v1", "v2"] = Field(
+        "auto",
+        description="Which of vLLM's two model runners computes. auto: the one that vLLM chooses; "
+        "on a CPU the first, since the second needs Triton.",
+    )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Whether the engine has a process of its own, which computes while the "

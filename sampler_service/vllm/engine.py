@@ -128,7 +128,7 @@ class VllmEngine:
             model_length=model_length(model) or about.max_model_len,
             dtype=str(about.dtype).removeprefix("torch."),
             device=choose_device(settings.device),
-            name=f"vllm {vllm.__version__}",
+            name=f"vllm {vllm.__version__}, model runner {1 + config.use_v2_model_runner}",
             end_tokens=end_tokens(model),
             max_lora_rank=settings.max_lora_rank,
             max_adapters=(args.max_cpu_loras or 0) if settings.max_lora_rank else 0,
@@ -226,7 +226,7 @@ class VllmEngine:
                 WeightsExtension.tandem_begin_scores,
                 request.id,
                 scoring,
-                length=len(request.prompt),
+                prompt=list(request.prompt),
             )
         if request.grammar is not None:
             pending.grammars[index] = self._grammars.next_is(

@@ -37,8 +37,6 @@ _ALWAYS = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
-    # `prompt_scoring.py` hooks into the first model runner.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 _CPU = {
     # More OpenMP threads than one spin against each other inside one engine process. With two, a
@@ -90,6 +88,16 @@ def is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def choose_model_runner(settings: SamplerSettings) -> None:
+    """Set the variable by which vLLM chooses, when an engine is made; on a GPU it is left to vLLM,
+    unless the settings say it."""
+    wanted = settings.model_runner
+    if wanted == "auto" and is_cpu_build():
+        wanted = "v1"  # without Triton vLLM has no other, and warns of it
+    if wanted != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if wanted == "v2" else "0"
 
 
 def in_own_process(settings: SamplerSettings) -> bool:

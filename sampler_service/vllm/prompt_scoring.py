@@ -11,13 +11,14 @@ A token is scored from the state one position before it, which the prefix cache 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
-from sampler_service.vllm.internals import head_of
+from sampler_service.vllm.internals import Computed, head_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -29,16 +30,16 @@ _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Literal use: `scorer.begin("7", scoring, length=12)`, step the engine with a request whose
-    extra arguments are `{"tandem_scores": "7"}` until it ends, then `scorer.take("7")`."""
+    """Literal use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, step the engine with a request
+    whose extra arguments are `{"tandem_scores": "7"}` until it ends, then `scorer.take("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._open: dict[str, _ScoreTable] = {}
         self._complete: dict[str, _ScoreTable] = {}
 
-    def begin(self, key: str, scoring: PromptScoring, *, length: int) -> None:
-        self._open[key] = _ScoreTable(scoring, length=length)
+    def begin(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
+        self._open[key] = _ScoreTable(scoring, prompt)
 
     def take(self, key: str) -> PromptScores:
         return self._complete.pop(key).scores()
@@ -47,41 +48,30 @@ class PromptScorer:
         self._open.pop(key, None)
         self._complete.pop(key, None)
 
-    def after_step(
-        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
-    ) -> dict[str, None]:
-        """Replace vLLM's `_get_prompt_logprobs_dict`. `hidden_states` [tokens, hidden] are those of
-        all requests in the step. Return what vLLM does without prompt logprobs."""
+    def after_step(self, hidden_states: torch.Tensor, requests: Iterable[Computed]) -> None:
+        """Score what a step computed of prompts, from the `hidden_states` [tokens, hidden] of all
+        its requests."""
         if self._open:
-            for request_id, tokens in num_scheduled_tokens.items():
-                self._score(request_id, hidden_states, tokens=tokens)
-        return {}
+            for request in requests:
+                self._score(request, hidden_states)
 
-    def _score(self, request_id: str, hidden_states: torch.Tensor, *, tokens: int) -> None:
-        runner = self._runner
-        request = runner.requests[request_id]
-        extra = request.sampling_params.extra_args if request.sampling_params else None
-        key = (extra or {}).get(SCORING_ARGUMENT, "")
-        table = self._open.get(key)
-        if table is None:
+    def _score(self, request: Computed, hidden_states: torch.Tensor) -> None:
+        key = str(request.arguments.get(SCORING_ARGUMENT, ""))
+        if (table := self._open.get(key)) is None:
             return
-        computed = request.num_computed_tokens
+        runner = self._runner
         # The state at one position scores the token at the next.
-        first = max(table.start, computed + 1)
-        end = min(table.length, computed + tokens + 1)
-        prompt = request.prompt_token_ids
-        assert prompt is not None
-        offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
+        first = max(table.start, request.before + 1)
+        end = min(table.length, request.before + request.tokens + 1)
         rows = max(1, _LOGIT_BYTES // (4 * runner.model_config.get_vocab_size()))
         if hasattr(runner, "lora_manager"):  # its tables have this many rows at the head
             rows = min(rows, runner.max_num_reqs)
-        adapter = request.lora_request.lora_int_id if request.lora_request else 0
         for begin in range(first, end, rows):
             stop = min(begin + rows, end)
-            at = offset + begin - 1 - computed
-            with head_of(runner, adapter, rows=stop - begin):
+            at = request.row + begin - 1 - request.before
+            with head_of(runner, request.adapter, rows=stop - begin):
                 logits = runner.model.compute_logits(hidden_states[at : at + stop - begin])
-            table.fill(logits.float(), prompt[begin:stop], begin=begin)
+            table.fill(logits.float(), begin=begin)
         if end == table.length:
             self._complete[key] = self._open.pop(key)
 
@@ -89,9 +79,10 @@ class PromptScorer:
 class _ScoreTable:
     """The scores of one prompt, filled in as its prefill proceeds."""
 
-    def __init__(self, scoring: PromptScoring, *, length: int) -> None:
+    def __init__(self, scoring: PromptScoring, prompt: list[int]) -> None:
         assert scoring.start is not None
-        self.length = length
+        self._prompt = prompt
+        self.length = length = len(prompt)
         self.start = scoring.start
         self._scoring = scoring
         own = scoring.first is not None
@@ -113,14 +104,15 @@ class _ScoreTable:
             draws=self._draws,
         )
 
-    def fill(self, logits: torch.Tensor, tokens: list[int], *, begin: int) -> None:
-        """Fill in from the logits [rows, vocabulary] of `tokens` [rows] at `begin` and after."""
-        end = begin + len(tokens)
+    def fill(self, logits: torch.Tensor, *, begin: int) -> None:
+        """Fill in from the logits [rows, vocabulary] of the tokens at `begin` and after."""
+        end = begin + len(logits)
         logprobs = logits.log_softmax(-1)
         first = self._scoring.first
         if self._logprobs is not None and first is not None and end > first:
             skip = max(first - begin, 0)
-            picked = torch.tensor(tokens[skip:], device=logits.device).unsqueeze(1)
+            own = self._prompt[begin + skip : end]
+            picked = torch.tensor(own, device=logits.device).unsqueeze(1)
             self._logprobs[begin + skip : end] = _numpy(logprobs[skip:].gather(1, picked))[:, 0]
             if self._topk is not None:
                 best = logprobs[skip:].topk(self._scoring.topk, dim=-1)

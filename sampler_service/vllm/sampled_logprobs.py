@@ -10,7 +10,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from sampler_service.engine import Float32Array, Int32Array, TopK
+from sampler_service.engine import Float32Array, Int32Array, Int64Array, TopK
 from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 
 
@@ -24,11 +24,12 @@ class SampledLogprobs:
         self._ids = bytearray()
         self._values = bytearray()
 
-    def append(self, ids: Int32Array, values: Float32Array) -> None:
+    def append(self, ids: Int32Array | Int64Array, values: Float32Array) -> None:
         """Add rows [n, columns]. A batch has as many columns as any of its requests needs."""
         self._own += values[:, 0].tobytes()
         if self._topk:
-            self._ids += ids[:, 1 : self._topk + 1].tobytes()
+            # The second model runner has them in 64 bits.
+            self._ids += ids[:, 1 : self._topk + 1].astype(np.int32).tobytes()
             self._values += values[:, 1 : self._topk + 1].tobytes()
 
     def own(self, start: int) -> Float32Array:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sampler_service.vllm.internals import check_version
+from sampler_service.vllm.environment import choose_model_runner
+from sampler_service.vllm.internals import check_triton, check_version
 from sampler_service.vllm.libraries import import_libraries
 from tandem.errors import WorkerStartFailed
 from tandem.telemetry import get_log
@@ -26,8 +27,10 @@ def start_engine(
     if not (model / "config.json").is_file():
         raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
     check_version()
+    choose_model_runner(settings)
     started = time.monotonic()
     import_libraries()
+    check_triton(settings)
     from sampler_service.vllm.engine import VllmEngine
 
     imported = time.monotonic()

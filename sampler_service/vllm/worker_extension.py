@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
@@ -67,6 +68,7 @@ class WeightsExtension:
         if self._tandem_workers > 1:  # this is a process of vLLM's
             configure_logging(service="sampler")
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # the second model runner draws them by NumPy
         pad_linears(self.model_runner.get_model())
         for wrapper in adapters_of(self.model_runner):
             from sampler_service.vllm.grouped_adapters import GroupedAdapters
@@ -75,8 +77,8 @@ class WeightsExtension:
         self._tandem_scorer = PromptScorer(self.model_runner)
         use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
 
-    def tandem_begin_scores(self, key: str, scoring: PromptScoring, *, length: int) -> None:
-        self._tandem_scorer.begin(key, scoring, length=length)
+    def tandem_begin_scores(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
+        self._tandem_scorer.begin(key, scoring, prompt=prompt)
 
     def tandem_take_scores(self, key: str) -> PromptScores:
         return self._tandem_scorer.take(key)

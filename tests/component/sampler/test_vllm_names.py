@@ -23,7 +23,8 @@ def test_a_name_is_there(name):
     found = getattr(importlib.import_module(module), owner)
     # What is set in a constructor, and no more, is found in the source alone.
     sources = (inspect.getsource(each) for each in found.__mro__ if each is not object)
-    assert hasattr(found, attribute) or any(f"self.{attribute}" in each for each in sources)
+    declared = hasattr(found, attribute) or attribute in inspect.get_annotations(found)
+    assert declared or any(f"self.{attribute}" in each for each in sources)
 
 
 def test_the_version_is_checked_before_anything_slow_is_imported():
