@@ -49,7 +49,7 @@ from benchmarks.gpu.workers import (
 )
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import WorkerSpec
+from tandem.worker import LoraSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings
 
 _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
@@ -268,7 +268,8 @@ async def sampling(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
     """Measure how new weights come from a trainer to an engine on the same device, whole, as a
-    delta and handed over in memory in turn, and how far apart their logprobs are."""
+    delta and handed over in memory in turn, and how far apart their logprobs are. Adapters come
+    whole each time."""
     bench.say(f"{size}: an engine serves what a trainer publishes")
     weights = 2 * parameters_of(size)
     settings = SamplerSettings(
@@ -276,6 +277,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         max_num_seqs=64,
         kv_cache_bytes=64 * 2**20,
         gpu_memory_bytes=weights + 8 * 2**30 if bench.gpu is not None else 0,
+        max_lora_rank=LoraSpec().rank if trains_adapters(size) else 0,
     )
     sequences = sequences_of(size, count=4, length=128)
     published, deltas, handed = [], [], []
@@ -311,7 +313,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             await trainer.release(version)
             forget(version)
             if not taken.handed_off:
-                refused = taken.handoff_failure or "the trainer had no room for a copy"
+                refused = taken.handoff_failure or "the trainer kept no copy"
         prompts = [each[:8].tolist() for each in sequences_of(size, count=16, length=64)]
         sampled = await sample(engine, prompts, version=version, samples=1, max_tokens=64, seed=1)
         of_trainer, again = [], []

@@ -144,7 +144,6 @@ class Caller:
 
     def __init__(self, channel: grpc.aio.Channel, *, spec: WorkerSpec, pid: int) -> None:
         trainer = spec.kind == "trainer"
-        self.lora = spec.training is not None and spec.training.lora is not None
         stub = trainer_pb2_grpc.TrainerStub if trainer else sampler_pb2_grpc.SamplerStub
         self._stub: Any = stub(channel)
         self._token, self._operations = 1, 0
@@ -323,15 +322,14 @@ async def step(trainer: Caller, size: str) -> None:
 async def publish(
     bench: Bench, trainer: Caller, number: int, *, delta_of: str = "", handoff: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish all weights, those of adapters added in, or what of them has changed; keep them in
-    memory, too, for a `handoff`."""
+    """Publish what is trained: adapters, or all weights or what of these has changed; keep all
+    weights in memory, too, for a `handoff`."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
     request = trainer_pb2.PublishRequest(
         header=trainer.header(),
         version=version,
-        merged=trainer.lora,
         delta_of=delta_of,
         handoff=handoff,
     )

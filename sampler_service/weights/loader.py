@@ -263,9 +263,8 @@ class Loader:
             untied = (version.path / "config.json").is_file() and not is_tied(version.path)
             if self._tied and untied:
                 raise LoadFailed(
-                    f"{version.name} has an output head of its own (an unembedding adapter was "
-                    "merged in), which an engine whose head is the embedding cannot load in "
-                    "place; sample from the adapter itself"
+                    f"{version.name} has an output head of its own, which an engine whose head is "
+                    "the embedding cannot load in place"
                 )
         handoff = version.handoff
         found = read_inventory(version.path) if handoff is None else inventory_of(handoff)

@@ -543,13 +543,10 @@ class PublishRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
-    MERGED_FIELD_NUMBER: builtins.int
     DELTA_OF_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
-    merged: builtins.bool
-    """Of a LoRA run: the whole model with the adapter added in, instead of the adapter."""
     delta_of: builtins.str
     """A whole version of the run, in the same folder: of files that differ little from its own, only
     what differs may be written. Empty: all files are to be whole.
@@ -568,12 +565,11 @@ class PublishRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         parent: builtins.str = ...,
-        merged: builtins.bool = ...,
         delta_of: builtins.str = ...,
         handoff: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "handoff", b"handoff", "header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "handoff", b"handoff", "header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 

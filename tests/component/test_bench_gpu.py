@@ -56,6 +56,19 @@ def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of
 
 
 @pytest.mark.nightly
+def test_adapters_are_published_and_served_where_there_is_no_room_to_train_all(monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.workers._ADAPTERS_FROM", 0)
+    row = found("publishing", "serving")["tiny"]
+    assert not gpu.failed(row)
+    for part in (row["publishing"], row["serving"]):
+        assert part["whole"]["bytes"] < 2 * parameters_of("tiny")
+        assert part["delta"] == {"asked_for": 1, "written": 0}
+    assert row["serving"]["whole"]["load_seconds"] > 0
+    assert row["serving"]["handoff"] == "the trainer kept no copy"
+    assert row["serving"]["logprob_gap"]["max"] < 1e-4
+
+
+@pytest.mark.nightly
 def test_two_experiments_on_one_device_are_measured():
     row = found("together")["tiny"]
     assert not gpu.failed(row)

@@ -206,7 +206,6 @@ class TrainerClient(WorkerClient):
         data_dir: Path,
         number: int = 1,
         *,
-        merged: bool = False,
         delta_of: str = "",
         handoff: bool = False,
     ) -> tuple[trainer_pb2.PublishReply, Path]:
@@ -216,7 +215,6 @@ class TrainerClient(WorkerClient):
             trainer_pb2.PublishRequest(
                 header=self.header(),
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
-                merged=merged,
                 delta_of=delta_of,
                 handoff=handoff,
             ),

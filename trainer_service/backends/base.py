@@ -241,19 +241,13 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def exports(self) -> Sequence[Export]:
-        """The tensors of the whole model as it is published, alike on all ranks; in a LoRA run
-        those of the model with the adapter merged in."""
+        """The tensors of the whole model as it is published, alike on all ranks. (A LoRA run
+        publishes its adapter instead.)"""
 
     @abstractmethod
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of these units, in the order of `exports`, by name. One need only be there
         until the next is asked for, so that no rank holds the model. All ranks go to the end."""
-
-    @property
-    def unties_head(self) -> bool:
-        """Whether the export gives a head that shares the embedding's weight one of its own,
-        because it has an adapter."""
-        return False
 
     # --- Capabilities ----------------------------------------------------------------------
 

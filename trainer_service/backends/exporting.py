@@ -1,5 +1,5 @@
 """The whole weights of a model as they are published: named and shaped as in the model's own files,
-with a run's adapters merged in, gathered a group at a time."""
+gathered a group at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer_service.backends.base import Export
 from trainer_service.backends.owners_gathering import OwnersGathering
 from trainer_service.backends.sharding import ShardGroups
-from trainer_service.lora.adapters import Adapter, merged
 from trainer_service.models.huggingface import find_blocks, persistent_buffers
 
 if TYPE_CHECKING:
@@ -23,31 +22,17 @@ if TYPE_CHECKING:
 
 
 class WholeWeights:
-    """The whole weights of one run, in `dtype`. Make it once the model is loaded and sharded."""
+    """The whole weights of a model, in `dtype`. Make it once the model is loaded and sharded."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: ShardGroups,
-        *,
-        adapters: Mapping[str, Adapter],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: ShardGroups, *, dtype: torch.dtype) -> None:
         self._model = model
         self._groups = groups
-        self._adapters = adapters
         self._dtype = dtype
         # Whether the model's files differ in layout from its modules (fused experts).
         self._converts = bool(getattr(model, "_weight_conversions", None))
         names = {module: name for name, module in model.named_modules()}
         blocks = find_blocks(model) if self._converts else []
         self._block_prefixes: list[str] = [names[block] for block in blocks]
-        self._second_names = _second_names(model, adapters)
-
-    @property
-    def unties_head(self) -> bool:
-        """See `TrainerBackend.unties_head`."""
-        return bool(self._second_names)
 
     @cached_property
     def exports(self) -> Sequence[Export]:
@@ -79,7 +64,7 @@ class WholeWeights:
             return
         for group in self._groups.gathered():
             for unit, names in self._units_of(group).items():
-                whole = {name: self._merged(name) for name in names}
+                whole = {name: self._whole(name) for name in names}
                 if unit not in units:
                     continue
                 for name, tensor in self._file_layout(whole).items():
@@ -97,7 +82,7 @@ class WholeWeights:
             and each.device_mesh.device_type == "cpu"
             for each in parameters
         )
-        if self._adapters or not sharded:
+        if not sharded:
             return {}
         group = parameters[0].device_mesh.get_group()
         wanted: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
@@ -124,10 +109,9 @@ class WholeWeights:
         gathering.end()
 
     def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
-        """The parameters of a group by unit, a tied weight's second name too if it is untied."""
-        second = [name for name, first in self._second_names.items() if first in group]
+        """The parameters of a group by unit."""
         units: dict[str, list[str]] = {}
-        for name in [*group, *second]:
+        for name in group:
             units.setdefault(self._unit(name), []).append(name)
         return units
 
@@ -138,16 +122,12 @@ class WholeWeights:
                 return prefix
         return name
 
-    def _merged(self, name: str) -> Tensor:
-        """A parameter, with its adapter merged in. Its group must be gathered."""
+    def _whole(self, name: str) -> Tensor:
+        """A parameter, whose group must be gathered."""
         parameter = self._model.get_parameter(name).detach()
         if isinstance(parameter, DTensor):  # ranks that compute together have a part each
             parameter = parameter.full_tensor()
-        module, _, kind = name.rpartition(".")
-        if kind != "weight" or (adapter := self._adapters.get(module)) is None:
-            return parameter
-        a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
-        return merged(parameter, a=a, b=b, scale=adapter.scale)
+        return parameter
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Converts names and shapes to those of the model's own files."""
@@ -157,14 +137,3 @@ class WholeWeights:
 
         reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
         return reverted
-
-
-def _second_names(model: nn.Module, adapters: Collection[str]) -> dict[str, str]:
-    """The second names of tied weights that an adapter makes differ from the first, such as the
-    head's from the embedding's, with their first names."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        name: first[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first[parameter] != name and name.rpartition(".")[0] in adapters
-    }

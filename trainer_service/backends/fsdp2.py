@@ -210,12 +210,7 @@ class Fsdp2Backend(TrainerBackend):
             device=self.device,
             sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
         )
-        self._whole_weights = WholeWeights(
-            self._model,
-            self._groups,
-            adapters=self._adapters.by_module,
-            dtype=torch_dtype(self.dtype),
-        )
+        self._whole_weights = WholeWeights(self._model, self._groups, dtype=torch_dtype(self.dtype))
 
     def _choose_trainable(self, training: TrainingSpec) -> None:
         self._model.requires_grad_(training.lora is None)
@@ -541,10 +536,6 @@ class Fsdp2Backend(TrainerBackend):
 
     def adapter_targets(self) -> Sequence[str]:
         return self._adapters.targets
-
-    @property
-    def unties_head(self) -> bool:
-        return self._whole_weights.unties_head
 
 
 def _sum_over_one_rank(value: Tensor) -> None:

@@ -32,7 +32,6 @@ from tandem.weights import (
     open_version,
 )
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
-from tandem.worker import LoraSpec
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_header
@@ -79,9 +78,8 @@ STORED_TYPES = {
 @dataclass(frozen=True)
 class VersionRequest:
     """What to publish: the version's `name` and final `path`, its `parent` version, the run's
-    `step`, and the request_id of the `operation`. `merged` asks a LoRA run for the whole model
-    instead of the adapter. `delta_of` is the whole version that it may be a delta of, "" if it is
-    to be whole."""
+    `step`, and the request_id of the `operation`. `delta_of` is the whole version that it may be a
+    delta of, "" if it is to be whole."""
 
     name: str
     path: Path
@@ -89,7 +87,6 @@ class VersionRequest:
     parent: str
     step: int
     operation: str = ""
-    merged: bool = False
     delta_of: str = ""
 
     @classmethod
@@ -101,19 +98,13 @@ class VersionRequest:
             parent=request.parent,
             step=step,
             operation=request.header.operation_id,
-            merged=request.merged,
             delta_of=request.delta_of,
         )
 
 
-def adapter_of(request: VersionRequest, backend: TrainerBackend) -> LoraSpec | None:
-    """The adapter's specification, if the version is to hold one."""
-    return None if request.merged else backend.training.lora
-
-
-def bytes_needed(request: VersionRequest, backend: TrainerBackend) -> int:
+def bytes_needed(backend: TrainerBackend) -> int:
     """About how many bytes a version takes, small files included."""
-    if adapter_of(request, backend):
+    if backend.training.lora:
         return backend.facts.trainable_parameters * 4 + 2**20
     return sum(export.bytes for export in backend.exports()) + 2**20
 
@@ -121,7 +112,7 @@ def bytes_needed(request: VersionRequest, backend: TrainerBackend) -> int:
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
     """Checks the free space and makes the partial directory, on rank 0, before publishing is
     announced. Raises `StorageFull` or `PublishFailed`."""
-    if adapter_of(request, backend) is None:
+    if backend.training.lora is None:
         for export in backend.exports():
             if str(export.dtype) not in STORED_TYPES:
                 raise PublishFailed(
@@ -129,7 +120,7 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
                     f"version has tensors of {', '.join(STORED_TYPES.values())} alone"
                 )
     partial = PartialVersion(request.path)
-    needed = bytes_needed(request, backend)
+    needed = bytes_needed(backend)
     try:
         check_free_space(request.path, what=request.name, needed=needed)
         if request.path.exists():
@@ -165,9 +156,9 @@ def publish(
     of the version."""
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
-    needed = bytes_needed(request, backend)
+    needed = bytes_needed(backend)
     exported = _export(request, partial, trainer, copy)
-    durable = begin(lambda: _make_durable(request, partial, exported, trainer))
+    durable = begin(lambda: _make_durable(partial, exported, trainer))
     # Meanwhile, since it needs no disk. Where it cannot be computed, the process ends at once, as
     # after any such error: whoever publishes next discards what is there.
     canary = compute_canary(backend)
@@ -209,7 +200,8 @@ def _export(
     long is left to the end, where all wait for each other as long as it takes: files are synced.
     """
     backend, control = trainer.backend, trainer.control
-    if adapter_of(request, backend):
+    base = None
+    if backend.training.lora:
         adapter = backend.export_adapter()
         tensors = iter(adapter.items())
         exports = [
@@ -224,7 +216,7 @@ def _export(
         tensors = backend.export_weights(units)
         if copy is not None:
             tensors = copy.copying(tensors)
-    base = None if adapter_of(request, backend) else find_base(request.path, request.delta_of)
+        base = find_base(request.path, request.delta_of)
     exported = _Exported([], ExitStack(), Progress())
     try:
         for name, exports in files.items():
@@ -240,7 +232,7 @@ def _export(
 
 
 def _make_durable(
-    request: VersionRequest, partial: PartialVersion, exported: _Exported, trainer: RankTrainer
+    partial: PartialVersion, exported: _Exported, trainer: RankTrainer
 ) -> list[dict[str, str | int]]:
     """Syncs the files of this rank, those of rank 0 with what belongs beside the weights. Returns
     their entries in the manifest. Raises `OSError`."""
@@ -252,7 +244,7 @@ def _make_durable(
     with exported.opened:
         if exported.failed is not None:
             raise exported.failed
-        others = [] if trainer.control.rank else _write_small_files(request, partial, trainer)
+        others = [] if trainer.control.rank else _write_small_files(partial, trainer)
         syncs = [file.sync for file, _ in exported.files] + [
             with_arguments(fsync_path, each) for each in others
         ]
@@ -263,15 +255,11 @@ def _make_durable(
     ]
 
 
-def _write_small_files(
-    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer
-) -> list[Path]:
+def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:
     """Writes what belongs to a version beside its weights."""
     backend, base = trainer.backend, trainer.base
-    if not (lora := adapter_of(request, backend)):
-        return copy_small_files(
-            base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
-        )
+    if not (lora := backend.training.lora):
+        return copy_small_files(base.path, partial.path, dtype=backend.dtype)
     config = AdapterConfig(
         base_model=base.name,
         rank=lora.rank,
@@ -411,7 +399,7 @@ def _commit(
         index = write_index(partial.path, weight_map=weight_map, total_bytes=total)
         entries.append(checksum_file(index))
         unsynced.append(index)
-    lora = adapter_of(request, trainer.backend)
+    lora = trainer.backend.training.lora
     manifest = Manifest(
         version=request.name,
         run_id=request.run_id,

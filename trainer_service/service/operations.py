@@ -34,7 +34,6 @@ from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
 from trainer_service.checkpoints.publish import (
     VersionRequest,
-    adapter_of,
     prepare_publish,
     publish,
     published_by,
@@ -230,7 +229,7 @@ class Operations:
             manifest = published_by(version)
             if manifest is None:
                 prepare_publish(version, trainer.backend)
-                whole = adapter_of(version, trainer.backend) is None
+                whole = trainer.backend.training.lora is None
                 if request.handoff and whole and trainer.control.size == 1:
                     copy = keep_copy(version.name, trainer.backend)
                 self._announce(Op.PUBLISH, request)

@@ -1,4 +1,4 @@
-"""A trainer's LoRA adapters, served by a real engine, against the trainer and the merged export."""
+"""A trainer's LoRA adapters, served by a real engine, against the trainer and the merged model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tandem.worker import LoraSpec
 from tests.support.local_trainer import logprobs, make, publish, train
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by, plain_logprobs
 from tests.support.trainer_worker import datum
+from trainer_service.lora.merge import merge
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_and_merged_export(
+def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_and_merged_model(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ):
     """The adapters change the output head, too, which is the embedding of the tied model."""
@@ -43,9 +44,9 @@ def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_an
         assert np.abs(np.concatenate(found) - logprobs(trainer, data)).max() < 1e-4
         before = np.concatenate([plain_logprobs(reference, tokens) for tokens in sequences])
         assert np.abs(np.concatenate(found) - before).max() > 0.01, "nothing was learned"
-        # The merged export is a model by itself, whose head is no longer tied.
-        reference = tmp_path / f"v00000{number}-0000000b"
-        publish(trainer, reference, merged=True)
+        # The merged model is one by itself, whose head is no longer tied.
+        reference = tmp_path / f"merged-{number}"
+        merge(Path(reply.version.path), model, reference)
         assert_computed_by(reference, PROMPT, answer)
         served.append((reply.version, reference))
     for version, merged in served:

@@ -66,8 +66,6 @@ def test_two_ranks_begin_train_and_publish_as_one_does(models, tmp_path, group):
         score = two.output(request(data_of(9), forward_only=True))
         reply, adapter = two.publish(tmp_path, 2)
         assert not reply.HasField("failure"), reply.failure
-        reply, whole = two.publish(tmp_path, 3, merged=True)
-        assert not reply.HasField("failure"), reply.failure
     mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (tmp_path / "one", new))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
@@ -75,7 +73,6 @@ def test_two_ranks_begin_train_and_publish_as_one_does(models, tmp_path, group):
     found = np.concatenate([part.reshape(-1) for part in logprobs_of(score)])
     by_peft = PeftModel.from_pretrained(plain(models["qwen3"]), adapter)
     np.testing.assert_allclose(logprobs_of_model(by_peft, data), found, atol=1e-5)
-    np.testing.assert_allclose(logprobs_of_model(plain(whole), data), found, atol=1e-5)
     assert train(one, 3) == pytest.approx(losses, rel=1e-3)
     np.testing.assert_allclose(logprobs(one, data), found, atol=2e-2)
 

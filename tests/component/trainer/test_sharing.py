@@ -28,8 +28,8 @@ def train(client: TrainerClient, *numbers: int) -> None:
         assert not client.optim_step(lr=1e-2).HasField("failure")
 
 
-def tensors(client: TrainerClient, folder, *, merged: bool = False) -> dict[str, np.ndarray]:
-    reply, path = client.publish(folder, merged=merged)
+def tensors(client: TrainerClient, folder) -> dict[str, np.ndarray]:
+    reply, path = client.publish(folder)
     assert not reply.HasField("failure"), reply.failure
     found: dict[str, np.ndarray] = {}
     for file in path.glob("*.safetensors"):
@@ -76,7 +76,7 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
         for client, path in snapshots.items():
             assert client.await_snapshot(path).seq_id == client.seq_id
         train(b, 6)
-        found = tensors(a, tmp_path), tensors(b, tmp_path), tensors(b, tmp_path, merged=True)
+        found = tensors(a, tmp_path), tensors(b, tmp_path)
         a.remove()
         assert list(b.describe().run_ids) == [OTHER]
         with pytest.raises(grpc.RpcError, match="the last run"):
@@ -94,7 +94,6 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
     with trainer_process(model, tmp_path, training=training_b, ranks=ranks) as own:
         train(own, 5, 6)
         assert_same(tensors(own, tmp_path), found[1])
-        assert_same(tensors(own, tmp_path, merged=True), found[2])
         train(own, 7)
         assert_same(tensors(own, tmp_path), last)
 

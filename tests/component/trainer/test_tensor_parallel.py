@@ -96,7 +96,7 @@ def runs_of(kind: str, layout: Layout) -> list[TrainingSpec]:
 
 def train(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
     """Two steps of each of the runs that share a model. Returns log probabilities, norms and the
-    weights as they are exported, and adapters."""
+    weights, or the adapter, as they are exported."""
     first = Fsdp2Backend(model_path=path, settings=SETTINGS, world=world, training=runs[0])
     backends = [first, *(first.share(other) for other in runs[1:])]
     return [steps(backend) for backend in backends]
@@ -136,9 +136,10 @@ def steps(backend: TrainerBackend) -> Found:
         found.append(logprobs.detach())
         with dimuon_that_keeps_last_bits_small():
             norms.append(backend.optimizer.step(STEPS[backend.training.optimizer])["grad_norm"])
+    if backend.training.lora:
+        return found, norms, backend.export_adapter()
     units = {export.unit for export in backend.exports()}
-    whole = {name: each.clone() for name, each in backend.export_weights(units)}
-    return found, norms, {**whole, **(backend.export_adapter() if backend.training.lora else {})}
+    return found, norms, {name: each.clone() for name, each in backend.export_weights(units)}
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             return trainer_pb2.PublishReply(failure=error.to_failure())
         version = request.version
         version.step = self.step
-        version.adapter = self.is_lora and not request.merged
+        version.adapter = self.is_lora
         manifest = self._write_version(version, request.delta_of)
         self.published = version.name
         return trainer_pb2.PublishReply(

@@ -20,6 +20,7 @@ from tests.support.local_trainer import (
 from tests.support.plain_model import load
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum
+from trainer_service.lora.merge import merge
 
 LENGTHS = (30, 30, 21, 9, 9, 4, 1)
 PADDED = frozenset(["gemma2", "gpt_oss"])
@@ -73,7 +74,7 @@ def test_a_version_is_what_transformers_computes(paths, tmp_path, architecture):
 
 
 @pytest.mark.parametrize("architecture", CONFIGURATIONS)
-def test_an_adapter_is_what_peft_computes_and_its_merged_version_transformers(
+def test_an_adapter_is_what_peft_computes_and_the_merged_model_transformers(
     paths, tmp_path, architecture
 ):
     trainer = make(paths[architecture], lora_of(architecture))
@@ -83,9 +84,9 @@ def test_an_adapter_is_what_peft_computes_and_its_merged_version_transformers(
         step(trainer)
     expected = logprobs(trainer, data())
     publish(trainer, tmp_path / "v1")
-    publish(trainer, tmp_path / "v2", merged=True)
+    merge(tmp_path / "v1", paths[architecture], tmp_path / "merged")
 
     assert np.abs(expected - before).max() > 0.01
     adapted = PeftModel.from_pretrained(load(paths[architecture]), tmp_path / "v1").eval()
     assert_same(logprobs_of_model(adapted, data()), expected)
-    assert_same(logprobs_of_model(load(tmp_path / "v2"), data()), expected)
+    assert_same(logprobs_of_model(load(tmp_path / "merged"), data()), expected)

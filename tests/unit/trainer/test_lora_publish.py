@@ -109,23 +109,24 @@ def test_transformers_loads_an_adapter_directory_when_the_base_is_where_it_says(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_merged_version_computes_what_the_adapter_computes(models, tmp_path, architecture):
+def test_a_merged_model_computes_what_the_trainer_computes(models, tmp_path, architecture):
     trainer = make(models[architecture], spec_of(architecture))
     train(trainer, 3)
-    reply = publish(trainer, tmp_path / "v1", merged=True)
-    assert not reply.version.adapter
-    assert not open_version(tmp_path / "v1").adapter
+    publish(trainer, tmp_path / "v1")
+    merge(tmp_path / "v1", models[architecture], tmp_path / "out")
     expected = logprobs(trainer, data_of(9))
-    loaded = plain(tmp_path / "v1")
+    loaded = plain(tmp_path / "out")
     np.testing.assert_allclose(logprobs_of_model(loaded, data_of(9)), expected, atol=1e-5)
     compare_with_canary(loaded, tmp_path / "v1")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == 96
 
 
 def test_a_tied_head_is_untied_only_when_an_adapter_was_merged_into_it(models, tmp_path):
     both, inner = make(models["qwen3"]), make(models["qwen3"], LoraSpec(rank=4, unembedding=False))
     for name, trainer in (("both", both), ("inner", inner)):
         train(trainer, 2)
-        publish(trainer, tmp_path / name, merged=True)
+        publish(trainer, tmp_path / f"adapter-{name}")
+        merge(tmp_path / f"adapter-{name}", models["qwen3"], tmp_path / name)
     tensors = load_file(tmp_path / "both" / "model.safetensors")
     base = load_file(models["qwen3"] / "model.safetensors")
     embedding = "model.embed_tokens.weight"
@@ -145,7 +146,9 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
 
     trainer = make(models["qwen3"])
     train(trainer, 1)
-    publish(trainer, tmp_path / "v1", merged=True)
+    publish(trainer, tmp_path / "adapter")
+    merge(tmp_path / "adapter", models["qwen3"], tmp_path / "merged")
+    publish(make(tmp_path / "merged", None), tmp_path / "v1")
     engine = SimpleNamespace(  # it cannot load: whoever asks it to fails
         facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64, device="cpu"),
         weight_sums=dict,
@@ -156,40 +159,14 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
         loader.verify(WeightVersion(name=name, path=tmp_path / "v1"), lambda: None)
 
 
-def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):
-    trainer = make(models["qwen3"], None)
-    publish(trainer, tmp_path / "v1", merged=True)
-    publish(trainer, tmp_path / "v2")
-    one, two = (load_file(tmp_path / v / "model.safetensors") for v in ("v1", "v2"))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-# --- Merging without a trainer ---------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def published(models, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("published")
-    for name in ARCHITECTURES:
+    for name in ("qwen3", "llama"):
         trainer = make(models[name], spec_of(name))
         train(trainer, 2)
         publish(trainer, root / name)
-        publish(trainer, root / f"{name}-merged", merged=True)
     return {path.name: path for path in root.iterdir()}
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_merging_files_gives_what_the_trainer_merges(models, published, tmp_path, architecture):
-    merge(published[architecture], models[architecture], tmp_path / "out")
-    theirs = load_file(published[f"{architecture}-merged"] / "model.safetensors")
-    ours = load_file(tmp_path / "out" / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6)
-    expected = logprobs_of_model(plain(published[f"{architecture}-merged"]), data_of(3))
-    got = logprobs_of_model(plain(tmp_path / "out"), data_of(3))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == 96
 
 
 def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_path):

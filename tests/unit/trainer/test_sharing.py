@@ -208,8 +208,7 @@ def test_all_runs_sleep_at_once_also_one_that_is_removed_meanwhile(model, gone):
 # --- Files ------------------------------------------------------------------------------------
 
 
-def test_a_run_publishes_its_own_adapter_and_merges_it_alone(models, tmp_path):
-    """Of a tied model, too: the run that adapts the head unties it, the other does not."""
+def test_a_run_publishes_its_own_adapter_alone(models, tmp_path):
     for architecture in ("qwen3", "llama"):
         shared = host(models[architecture], "a", "c")
         alone = {name: trainer_of(models[architecture], name) for name in ("a", "c")}
@@ -218,11 +217,10 @@ def test_a_run_publishes_its_own_adapter_and_merges_it_alone(models, tmp_path):
                 forward_backward(operations, data_of(2))
                 step(operations)
         for name, own in alone.items():
-            for merged in (False, True):
-                folder = tmp_path / f"{architecture}-{name}-{merged}"
-                publish(shared.take_turn(name), folder / "shared", merged=merged)
-                publish(own, folder / "own", merged=merged)
-                assert contents(folder / "shared") == contents(folder / "own")
+            folder = tmp_path / f"{architecture}-{name}"
+            publish(shared.take_turn(name), folder / "shared")
+            publish(own, folder / "own")
+            assert contents(folder / "shared") == contents(folder / "own")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
