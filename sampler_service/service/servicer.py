@@ -90,11 +90,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         return sampler_pb2.DescribeSamplerReply(
             state=_STATES[status.state],
             version=_version_message(status.version),
-            vocabulary=facts.vocabulary,
             max_length=facts.max_length,
-            dtype=facts.dtype,
-            device=facts.device,
-            engine=facts.name,
             running=status.running,
             waiting=status.waiting,
             max_lora_rank=facts.max_lora_rank,

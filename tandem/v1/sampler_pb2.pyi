@@ -62,21 +62,13 @@ class DescribeSamplerReply(google.protobuf.message.Message):
     ADAPTERS_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    VOCABULARY_FIELD_NUMBER: builtins.int
     MAX_LENGTH_FIELD_NUMBER: builtins.int
-    DTYPE_FIELD_NUMBER: builtins.int
-    DEVICE_FIELD_NUMBER: builtins.int
-    ENGINE_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     max_lora_rank: builtins.int
     """The largest rank of adapters that it serves; 0: none."""
     state: Global___SamplerState.ValueType
-    vocabulary: builtins.int
     max_length: builtins.int
-    dtype: builtins.str
-    device: builtins.str
-    engine: builtins.str
     running: builtins.int
     waiting: builtins.int
     @property
@@ -92,16 +84,12 @@ class DescribeSamplerReply(google.protobuf.message.Message):
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
         state: Global___SamplerState.ValueType = ...,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
-        vocabulary: builtins.int = ...,
         max_length: builtins.int = ...,
-        dtype: builtins.str = ...,
-        device: builtins.str = ...,
-        engine: builtins.str = ...,
         running: builtins.int = ...,
         waiting: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device", b"device", "dtype", b"dtype", "engine", b"engine", "max_length", b"max_length", "max_lora_rank", b"max_lora_rank", "running", b"running", "state", b"state", "version", b"version", "vocabulary", b"vocabulary", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "max_length", b"max_length", "max_lora_rank", b"max_lora_rank", "running", b"running", "state", b"state", "version", b"version", "waiting", b"waiting"]) -> None: ...
 
 Global___DescribeSamplerReply: typing_extensions.TypeAlias = DescribeSamplerReply
 

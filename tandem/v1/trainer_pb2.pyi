@@ -108,8 +108,6 @@ class DescribeTrainerReply(google.protobuf.message.Message):
 
     ARCHITECTURE_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
-    VOCABULARY_FIELD_NUMBER: builtins.int
-    MAX_LENGTH_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
@@ -126,8 +124,6 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     PEAK_RESERVED_BYTES_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
-    vocabulary: builtins.int
-    max_length: builtins.int
     ranks: builtins.int
     dtype: builtins.str
     device: builtins.str
@@ -162,8 +158,6 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         *,
         architecture: builtins.str = ...,
         parameters: builtins.int = ...,
-        vocabulary: builtins.int = ...,
-        max_length: builtins.int = ...,
         ranks: builtins.int = ...,
         dtype: builtins.str = ...,
         device: builtins.str = ...,
@@ -180,7 +174,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         peak_reserved_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "packs", b"packs", "parameters", b"parameters", "peak_allocated_bytes", b"peak_allocated_bytes", "peak_reserved_bytes", b"peak_reserved_bytes", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "packs", b"packs", "parameters", b"parameters", "peak_allocated_bytes", b"peak_allocated_bytes", "peak_reserved_bytes", b"peak_reserved_bytes", "ranks", b"ranks", "run_ids", b"run_ids", "shares", b"shares", "step", b"step", "trainable_parameters", b"trainable_parameters"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 

@@ -114,8 +114,6 @@ class Operations:
         return trainer_pb2.DescribeTrainerReply(
             architecture=facts.architecture,
             parameters=facts.parameters,
-            vocabulary=facts.vocabulary,
-            max_length=facts.max_length,
             ranks=trainer.control.size,
             dtype=trainer.backend.dtype,
             device=trainer.backend.device,
