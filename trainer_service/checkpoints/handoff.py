@@ -21,7 +21,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of
 from trainer_service.backends.base import TrainerBackend
-from trainer_service.checkpoints.publish import STORED_TYPES
+from trainer_service.models.files import STORED_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,6 +35,7 @@ from tandem.weights.store import fsync_path, sync_at_once, sync_name
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_header
+from trainer_service.checkpoints.handoff import KeptCopy
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
     HashedFile,
@@ -48,6 +49,7 @@ from trainer_service.checkpoints.storage import (
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
 from trainer_service.models.files import (
+    STORED_TYPES,
     StoredTensor,
     TensorWriter,
     copy_small_files,
@@ -57,22 +59,7 @@ from trainer_service.models.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer_service.checkpoints.handoff import KeptCopy
-
-
 CANARY_TOKENS = 16
-STORED_TYPES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,19 @@ def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: 
 _BLOCK_BYTES = 8 * 2**20
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
+STORED_TYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+"""What the format calls the types of tensors that a version may have, by torch's names."""
 
 
 @dataclass(frozen=True)
