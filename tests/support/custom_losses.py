@@ -8,7 +8,7 @@ import torch
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from trainer_service.losses.base import Layout, Totals
+from trainer_service.losses.base import DatumLayout, Totals
 
 CustomLossFn = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
@@ -31,11 +31,11 @@ def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-te
 
 def layout_of(
     logprobs: Sequence[torch.Tensor], arrays: Mapping[str, Sequence[torch.Tensor]]
-) -> Layout:
+) -> DatumLayout:
     """Of datums whose targets have the shapes of these logprobs."""
     sizes = tuple(each.numel() for each in logprobs)
     datum = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return Layout(
+    return DatumLayout(
         datum=datum,
         datums=len(sizes),
         totals=Totals(datums=len(sizes), entries=sum(sizes), active=sum(sizes)),

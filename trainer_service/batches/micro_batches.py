@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
 from trainer_service.batches.validation import Batch
-from trainer_service.losses.base import Layout
+from trainer_service.losses.base import DatumLayout
 from trainer_service.models.packing import bounds_of
 
 
@@ -231,7 +231,7 @@ def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
 
 def layout_of(
     batch: Batch, micro_batch: MicroBatch, datums: Sequence[int], *, device: torch.device
-) -> Layout:
+) -> DatumLayout:
     """The layout that a loss gets with the micro-batch of these datums, on `device`."""
     chosen = np.array(datums, np.int64)
     sizes = batch.sizes[chosen]
@@ -242,7 +242,7 @@ def layout_of(
         prompt = int(len(numbers) > 0 and numbers[0] < 0)  # prompt tokens stay -1
         sequence = torch.from_numpy(renumbered.astype(np.int64) - prompt).to(device)
         sequences = len(numbers) - prompt
-    return Layout(
+    return DatumLayout(
         datum=datum,
         datums=len(chosen),
         totals=batch.totals,

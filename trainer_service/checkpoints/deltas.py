@@ -24,7 +24,7 @@ from tandem.telemetry import get_log
 from tandem.weights import Checksum, FileEntry, open_base
 from tandem.weights.delta import PIECE_BYTES, Bytes, encode
 from tandem.weights.manifest import PATCH_SUFFIX
-from trainer_service.checkpoints.storage import HashedFile, Progress
+from trainer_service.checkpoints.storage import ByteCount, HashedFile
 
 
 def find_base(path: Path, delta_of: str) -> Path | None:
@@ -57,7 +57,7 @@ class PatchedFile:
     written. Its pieces are compared in `threads`, beside the one that hashes and writes. Raises
     `OSError`."""
 
-    def __init__(self, path: Path, *, base: Path, progress: Progress, threads: int) -> None:
+    def __init__(self, path: Path, *, base: Path, progress: ByteCount, threads: int) -> None:
         self.name = path.name
         self._base = base.open("rb", buffering=0)
         self._patch = HashedFile(path.with_name(path.name + PATCH_SUFFIX), progress=progress)

@@ -38,8 +38,8 @@ from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_heade
 from trainer_service.checkpoints.handoff import KeptCopy
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
+    ByteCount,
     HashedFile,
-    Progress,
     agree,
     begin,
     check_free_space,
@@ -174,7 +174,7 @@ class _Exported:
 
     files: list[tuple[HashedFile | PatchedFile, list[Export]]]
     opened: ExitStack
-    progress: Progress
+    progress: ByteCount
     failed: OSError | None = None
 
 
@@ -204,7 +204,7 @@ def _export(
         if copy is not None:
             tensors = copy.copying(tensors)
         base = find_base(request.path, request.delta_of)
-    exported = _Exported([], ExitStack(), Progress())
+    exported = _Exported([], ExitStack(), ByteCount())
     try:
         for name, exports in files.items():
             file = _new_file(partial.path / name, exports, base=base, progress=exported.progress)
@@ -257,7 +257,7 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
 
 
 def _new_file(
-    path: Path, exports: Sequence[Export], *, base: Path | None, progress: Progress
+    path: Path, exports: Sequence[Export], *, base: Path | None, progress: ByteCount
 ) -> HashedFile | PatchedFile:
     """A file for these tensors: patched, if the `base` has one with the same."""
     if base is not None and has_header(base / path.name, _writer(path.name, exports).header):

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from tandem.errors import CheckpointDamaged
 from tandem.weights.store import read_again
-from trainer_service.checkpoints.storage import Progress, together
+from trainer_service.checkpoints.storage import ByteCount, together
 
 LAYOUT_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -75,7 +75,7 @@ def _member(kind: object, name: str) -> Enum:
 class _CountedFile(io.BufferedReader):
     """A file that is read in pieces, so that a large tensor on a slow disk is no standstill."""
 
-    def __init__(self, path: Path, *, progress: Progress) -> None:
+    def __init__(self, path: Path, *, progress: ByteCount) -> None:
         super().__init__(io.FileIO(path))
         self._progress = progress
 
@@ -91,7 +91,7 @@ class _CountedFiles(FileSystem):  # type: ignore[misc]
     """The files that a rank reads."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress = ByteCount()
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[IO[bytes]]:

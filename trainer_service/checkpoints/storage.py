@@ -110,7 +110,7 @@ class Counted(Protocol):
     def bytes(self) -> int: ...
 
 
-class Progress:
+class ByteCount:
     """How many bytes this rank has written, or read, for those who wait."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Progress:
 class HashedFile:
     """A new file, hashed while it is written, so that nothing is read again for its checksum."""
 
-    def __init__(self, path: Path, *, progress: Progress) -> None:
+    def __init__(self, path: Path, *, progress: ByteCount) -> None:
         self.name = path.name
         self._file: BinaryIO = path.open("xb")
         self._checksum = Checksum()

@@ -50,8 +50,8 @@ from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
+    ByteCount,
     HashedFile,
-    Progress,
     agree,
     check_free_space,
     storage_error,
@@ -225,7 +225,7 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
 def verify(path: Path, trainer: RankTrainer) -> None:
     """Reads this rank's share of the files. Rank 0 raises `CheckpointDamaged` if a rank finds one
     that is not what was written."""
-    control, read = trainer.control, Progress()
+    control, read = trainer.control, ByteCount()
 
     def block_read() -> None:
         read.bytes += 1  # that there is progress counts, not how much
@@ -352,7 +352,7 @@ class _HashedFiles(FileSystem):  # type: ignore[misc]
     """The files that a rank writes, hashed meanwhile."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress = ByteCount()
         self._files: dict[str, FileEntry] = {}
 
     @contextmanager

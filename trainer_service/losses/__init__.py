@@ -19,9 +19,9 @@ from types import MappingProxyType
 
 from tandem.errors import UnknownLoss
 from trainer_service.losses.base import (
+    DatumLayout,
     DefinedLoss,
     Input,
-    Layout,
     Loss,
     LossResult,
     Setting,
@@ -58,9 +58,9 @@ def find_loss(name: str, *, definition: bytes = b"") -> Loss:
 __all__ = [
     "CORRECTIONS",
     "LOSSES",
+    "DatumLayout",
     "DefinedLoss",
     "Input",
-    "Layout",
     "Loss",
     "LossResult",
     "Setting",

@@ -1,6 +1,6 @@
 """What a loss is: its inputs, its settings and a pure function of tensors.
 
-A loss gets one micro-batch at a time. `Layout` tells it which entries belong together and the
+A loss gets one micro-batch at a time. `DatumLayout` tells it which entries belong together and the
 `Totals` of the whole request, and `aggregate` makes one number of its token losses.
 """
 
@@ -27,7 +27,7 @@ class Input:
     `shape`: "entry" is that of the targets ([N] or [N, K]); "datum" is one number per datum
     ([] or [1]); "either" is one of the two. A loss gets all of these as float [E], a datum's
     number repeated for its entries. "free" is any shape of `rank` dimensions, of floats or
-    integers, passed datum by datum in `Layout.arrays`.
+    integers, passed datum by datum in `DatumLayout.arrays`.
 
     Where `required` is false, or its `needed_with` (the name of a setting) is 0, datums may lack
     it. If all do, the loss gets no such input, unless `default` is a number; if some do, they
@@ -98,7 +98,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DatumLayout:
     """The E entries of a micro-batch of whole datums, datum after datum.
 
     `datum` int64 [E]: which datum (0 … `datums` - 1) each entry belongs to. A loss with a group
@@ -154,7 +154,7 @@ class LossResult:
     maxima: tuple[Tensor, ...] = ()
 
 
-Compute = Callable[["Tensor", Mapping[str, "Tensor"], Settings, Layout], LossResult]
+Compute = Callable[["Tensor", Mapping[str, "Tensor"], Settings, DatumLayout], LossResult]
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def check_aggregation(settings: Settings) -> None:
         )
 
 
-def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: Layout) -> Tensor:
+def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: DatumLayout) -> Tensor:
     """Makes one number of `values` [E]; those not `active` [E] (0 or 1) do not count.
 
     - `token_sum`: Σ, as the Tinker protocol has it. The default.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
+    DatumLayout,
     Input,
-    Layout,
     Loss,
     LossResult,
     Settings,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
     """-Σ w·p, where p is the log probability of the target token and w its weight.
 

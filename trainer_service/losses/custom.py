@@ -18,9 +18,9 @@ from tandem.custom_losses import read_custom_loss
 from tandem.custom_losses.interpreter import Interpreter, Limits, Result
 from tandem.errors import CustomLossFailed, UnknownLoss
 from trainer_service.losses.base import (
+    DatumLayout,
     DefinedLoss,
     Input,
-    Layout,
     Loss,
     LossResult,
     Setting,
@@ -81,7 +81,11 @@ class _Request:
         self._failure: CustomLossFailed | None = None
 
     def compute(
-        self, logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+        self,
+        logprobs: Tensor,
+        inputs: Mapping[str, Tensor],
+        settings: Settings,
+        layout: DatumLayout,
     ) -> LossResult:
         """Σ over datums of the client's function.
 
@@ -114,7 +118,7 @@ class _Request:
         }
 
     def _differentiate(
-        self, logprobs: Tensor, layout: Layout
+        self, logprobs: Tensor, layout: DatumLayout
     ) -> tuple[Tensor, Tensor, list[float]]:
         """Return the value, float64; its derivative by the logprobs [E]; the sums."""
         wanted, rank = logprobs.requires_grad, self._graph.inputs[0].rank

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
+    DatumLayout,
     Input,
-    Layout,
     Loss,
     LossResult,
     Setting,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def dro(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
     """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
 

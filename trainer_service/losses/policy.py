@@ -11,8 +11,8 @@ import torch
 from tandem.errors import UnknownLossSetting
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
+    DatumLayout,
     Input,
-    Layout,
     LossResult,
     Setting,
     Settings,
@@ -219,7 +219,7 @@ def clip_bounds(
 
 
 def correction_weight(
-    tokens: Tokens, settings: Settings, layout: Layout, *, ratio: Tensor
+    tokens: Tokens, settings: Settings, layout: DatumLayout, *, ratio: Tensor
 ) -> Tensor:
     """The product of the weights of the corrections named: [E], without gradient.
 
@@ -251,7 +251,7 @@ def finish(
     values: Tensor,
     inputs: Mapping[str, Tensor],
     settings: Settings,
-    layout: Layout,
+    layout: DatumLayout,
     *,
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,

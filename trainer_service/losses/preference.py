@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Input, Layout, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Input, LossResult, Setting, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,19 +25,21 @@ PREFERENCE_AGGREGATION = Setting(
 PAIR_SUMS = ("pairs", "correct", "margin", "chosen", "rejected")
 
 
-def gains(logprobs: Tensor, inputs: Mapping[str, Tensor], layout: Layout) -> Tensor:
+def gains(logprobs: Tensor, inputs: Mapping[str, Tensor], layout: DatumLayout) -> Tensor:
     """Σ w·(p - ref) of each datum: [datums]."""
     return layout.datum_sums(inputs["weights"] * (logprobs - inputs["ref_logprobs"]))
 
 
-def pairs(logprobs: Tensor, inputs: Mapping[str, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+def pairs(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], layout: DatumLayout
+) -> tuple[Tensor, Tensor]:
     """The gains of the chosen (even) and of the rejected (odd) datums: [pairs] each."""
     both = gains(logprobs, inputs, layout)
     return both[0::2], both[1::2]
 
 
 def pair_result(
-    values: Tensor, *, chosen: Tensor, rejected: Tensor, settings: Settings, layout: Layout
+    values: Tensor, *, chosen: Tensor, rejected: Tensor, settings: Settings, layout: DatumLayout
 ) -> LossResult:
     """The losses `values` [pairs] as one number, with statistics of β times the gains."""
     loss = values.sum()

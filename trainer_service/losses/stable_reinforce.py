@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
+    DatumLayout,
     Input,
-    Layout,
     Loss,
     LossResult,
     Setting,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def stable_reinforce(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
     """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
 

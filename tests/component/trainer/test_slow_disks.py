@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tandem.weights import checksum_file
 from tests.support.ranks import end_together
 from trainer_service.checkpoints import storage
-from trainer_service.checkpoints.storage import HashedFile, Progress, together
+from trainer_service.checkpoints.storage import ByteCount, HashedFile, together
 from trainer_service.checkpoints.training_state import write_shards
 
 TIMEOUT = timedelta(seconds=8)
@@ -55,7 +55,7 @@ def fail_to_write(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
 def hang(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
     wait = threading.Event().wait if rank == 1 else lambda: None
     try:
-        together(group, wait, progress=Progress(), stalled_after=4.0)
+        together(group, wait, progress=ByteCount(), stalled_after=4.0)
     except OSError as error:
         return error.strerror
     return None
@@ -102,12 +102,12 @@ def test_a_disk_that_hangs_is_given_up_by_all_ranks_alike(tmp_path):
 
 
 def test_a_single_rank_just_writes():
-    assert together(None, lambda: 17, progress=Progress()) == 17
+    assert together(None, lambda: 17, progress=ByteCount()) == 17
 
 
 def test_a_single_rank_gives_up_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(storage, "_BEAT", 0.001)
     never: Future[None] = Future()
     with pytest.raises(OSError, match="has stood still") as caught:
-        storage.end_together(None, never, progress=Progress(), stalled_after=0.01)
+        storage.end_together(None, never, progress=ByteCount(), stalled_after=0.01)
     assert caught.value.errno == errno.ETIMEDOUT

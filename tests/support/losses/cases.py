@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer_service.losses import Layout, Loss, LossResult, Settings, Totals
+from trainer_service.losses import DatumLayout, Loss, LossResult, Settings, Totals
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 EXPECTED = GOLDEN["expected"]
@@ -72,9 +72,9 @@ class Case:
     reference: Callable[[Data], float] | None = None
 
 
-def layout_for(sizes: Sequence[int], *, totals: Totals | None = None) -> Layout:
+def layout_for(sizes: Sequence[int], *, totals: Totals | None = None) -> DatumLayout:
     datum = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return Layout(
+    return DatumLayout(
         datum=datum,
         datums=len(sizes),
         totals=totals or Totals(datums=len(sizes), entries=sum(sizes), active=sum(sizes)),

@@ -207,7 +207,7 @@ def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_st
     monkeypatch.setattr(restricted_reader, "_PIECE", 4096)
     told: dict[str, list[int]] = {"verified": [], "loaded": []}
 
-    class Recorded(storage.Progress):
+    class Recorded(storage.ByteCount):
         def __init__(self, name: str) -> None:
             self.name = name
             super().__init__()
@@ -217,8 +217,8 @@ def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_st
                 told[self.name].append(value)
             super().__setattr__(attribute, value)
 
-    monkeypatch.setattr(training_state, "Progress", lambda: Recorded("verified"))
-    monkeypatch.setattr(restricted_reader, "Progress", lambda: Recorded("loaded"))
+    monkeypatch.setattr(training_state, "ByteCount", lambda: Recorded("verified"))
+    monkeypatch.setattr(restricted_reader, "ByteCount", lambda: Recorded("loaded"))
     size = sum(file.stat().st_size for file in tmp_path.glob("s1/*.distcp"))
     other = make(models["qwen3"], None)
     assert not restore(other, tmp_path / "s1").HasField("failure")

@@ -84,7 +84,7 @@ def small_files():
 
 
 def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path, small_files):
-    file = storage.HashedFile(tmp_path / "a.safetensors", progress=storage.Progress())
+    file = storage.HashedFile(tmp_path / "a.safetensors", progress=storage.ByteCount())
     with pytest.raises(OSError) as caught, closing(file):
         publish._write_tensors(
             file,
