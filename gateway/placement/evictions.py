@@ -64,13 +64,13 @@ class Evictions:
             if memory.reserve_to_wake(residence):
                 return True
             may_be_asked = overdue or other.stays_until <= self._loop.time()
-            if other.state == "free" and other.residence.can_leave and may_be_asked:
+            if other.state == "free" and other.residence.can_leave_host and may_be_asked:
                 other.state = "sleeping"
                 await self._carry_out(other, self._leave_host(other, overdue=overdue))
         if memory.reserve_to_wake(residence):
             return True
         lease.why_not = memory.shortage()
-        if not overdue or any(e.state == "free" and e.residence.can_leave for e in others):
+        if not overdue or any(e.state == "free" and e.residence.can_leave_host for e in others):
             return False
         # It is workers of other groups that have the memory, and they know nothing of this one.
         log = get_log(group=lease.group.name)
@@ -83,7 +83,7 @@ class Evictions:
             return False
         if not other.residence.measured:  # it did not say what an earlier gateway has left of it
             return not self._on_host and other.kind == "trainer"
-        if not other.residence.left_on_device:
+        if not other.residence.device_bytes_left:
             return False
         others = [each.residence for each in self._leases if each is not of]
         room = room_on_device(of.residence, others)
@@ -115,7 +115,7 @@ class Evictions:
             self._accounts.note_free(lease)
             return
         await self._sleep_again(lease, (deeper,) if overdue else (deeper, "host"))
-        if lease.residence.can_leave:  # it was found only when it was tried
+        if lease.residence.can_leave_host:  # it was found only when it was tried
             lease.stays_until = self._loop.time() + REFUSED_PAUSE
 
     async def _sleep_again(self, lease: Lease, ways: Sequence[Way]) -> None:

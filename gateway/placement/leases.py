@@ -118,9 +118,9 @@ class GroupLeases:
             residence=Residence(
                 kind=kind,
                 on_host=self._on_host,
-                device_memory=self._device_memory,
-                said=host_memory,
-                said_of_device=memory,
+                device_capacity=self._device_memory,
+                host_need=host_memory,
+                device_need=memory,
                 ranks=ranks,
                 present=present,
             ),
@@ -191,9 +191,9 @@ class GroupLeases:
         values = {
             "lease_holders": lambda: sum(lease.state != "free" for lease in leases),
             "lease_waiters": lambda: sum(_waits(lease) for lease in leases),
-            "resident_bytes": lambda: sum(lease.residence.device for lease in leases),
-            "sleeping_bytes": lambda: sum(lease.residence.host for lease in leases),
-            "sleeping_disk_bytes": lambda: sum(lease.residence.disk for lease in leases),
+            "resident_bytes": lambda: sum(lease.residence.device_bytes for lease in leases),
+            "sleeping_bytes": lambda: sum(lease.residence.host_bytes for lease in leases),
+            "sleeping_disk_bytes": lambda: sum(lease.residence.disk_bytes for lease in leases),
         }
         self._metrics.watch_group(self.name, values)
 

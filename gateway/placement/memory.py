@@ -64,83 +64,87 @@ class SleepPlan:
 class Residence:
     """Where the memory of one worker is, in bytes, as of its last switch.
 
-    `on_host`: its devices are cores, whose memory is the host's. `device_memory` is what else they
-    have, 0 if that is not known. `said` is what its session said
-    that it needs of the host at most, which counts until it was measured, and `said_of_device` what
-    of each of its devices; 0: nothing was said.
-    `awake` is what it had on its devices when it was awake last. `slept` is how it sleeps, None
-    while it is awake, and `freed_all` whether that left on its devices only what cannot leave them.
-    `reserved` and `reserved_on_disk` have what it may take
-    in a switch that is under way, or when it is started again.
+    `on_host`: its devices are cores, whose memory is the host's. Other devices have
+    `device_capacity` each, 0 if that is not known. `host_need` is what its session said that it
+    needs of the host at most, which counts until it was `measured`, and `device_need` what of each
+    device; 0: nothing was said.
+    `device_bytes`, `host_bytes` and `disk_bytes` are what it has now, and `awake_bytes` what it had
+    on its devices when it was awake last. `sleep_way` is how it sleeps, None while it is awake, and
+    `freed_all` whether that left on its devices only what cannot leave them.
+    `reserved_host_bytes` and `reserved_disk_bytes` are what it may take in a switch that is under
+    way, or when it is started again.
     """
 
     kind: str
     on_host: bool = False
-    device_memory: int = 0
-    said: int = 0
-    said_of_device: int = 0
+    device_capacity: int = 0
+    host_need: int = 0
+    device_need: int = 0
     ranks: int = 1
     present: bool = False
     measured: bool = False
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    awake: int = 0
-    slept: Way | None = None
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    awake_bytes: int = 0
+    sleep_way: Way | None = None
     freed_all: bool = False
-    reserved: int = 0
-    reserved_on_disk: int = 0
+    reserved_host_bytes: int = 0
+    reserved_disk_bytes: int = 0
 
     @property
-    def of_host(self) -> int:
-        """What it has of the host's memory."""
-        has = self.host + (self.device if self.on_host else 0) if self.measured else self.said
-        return max(has if self.present else 0, self.reserved)
+    def host_share(self) -> int:
+        """What it has of the host's memory, or may take."""
+        has = self.host_need
+        if self.measured:
+            has = self.host_bytes + (self.device_bytes if self.on_host else 0)
+        return max(has if self.present else 0, self.reserved_host_bytes)
 
     @property
-    def when_awake(self) -> int:
+    def host_share_awake(self) -> int:
         """What it will have of the host's memory when it is awake."""
         if not self.on_host:
-            return self.of_host
-        return max(self.awake or self.said, self.of_host)
+            return self.host_share
+        return max(self.awake_bytes or self.host_need, self.host_share)
 
     @property
-    def left_on_device(self) -> int:
+    def device_bytes_left(self) -> int:
         """What of its state is on its devices while it sleeps. (An engine's cannot be told from
         what others have there.)"""
-        if self.slept is None or self.on_host or self.kind == "sampler":
+        if self.sleep_way is None or self.on_host or self.kind == "sampler":
             return 0
-        return self.device
+        return self.device_bytes
 
     @property
     def ways(self) -> tuple[Way, Way]:
         return ("host", "drop" if self.kind == "sampler" else "disk")
 
     @property
-    def can_leave(self) -> bool:
+    def can_leave_host(self) -> bool:
         """Whether it sleeps in the host's memory, as far as is known."""
-        return self.of_host > 0 and self.slept not in ("drop", "disk")
+        return self.host_share > 0 and self.sleep_way not in ("drop", "disk")
 
     def started(self) -> None:
         self.present = True
         self.measured = not self.on_host  # it has nothing of the host's memory yet
 
     def fell_asleep(self, way: Way, switched: Switched, *, freed_all: bool = False) -> None:
-        kept = 0 if way != "host" or self.on_host else self.host  # pinned memory stays
-        self.measured, self.slept, self.freed_all = True, way, freed_all
-        self.device, self.disk = switched.device_bytes, switched.disk_bytes
-        self.host = max(kept, switched.host_bytes)
+        kept = 0 if way != "host" or self.on_host else self.host_bytes  # pinned memory stays
+        self.measured, self.sleep_way, self.freed_all = True, way, freed_all
+        self.device_bytes, self.disk_bytes = switched.device_bytes, switched.disk_bytes
+        self.host_bytes = max(kept, switched.host_bytes)
 
     def woke(self, switched: Switched) -> None:
-        self.measured, self.slept = True, None
-        self.device = self.awake = switched.device_bytes
-        self.host = switched.host_bytes if self.on_host else max(self.host, switched.host_bytes)
-        self.disk = 0
+        self.measured, self.sleep_way = True, None
+        self.device_bytes = self.awake_bytes = switched.device_bytes
+        kept = 0 if self.on_host else self.host_bytes  # pinned memory stays
+        self.host_bytes = max(kept, switched.host_bytes)
+        self.disk_bytes = 0
 
     def ended(self) -> None:
         self.present = self.measured = False
-        self.device = self.host = self.disk = 0
-        self.slept = None
+        self.device_bytes = self.host_bytes = self.disk_bytes = 0
+        self.sleep_way = None
 
 
 async def free_on_disk(folder: Path) -> int:
@@ -174,7 +178,7 @@ class HostMemory:
 
     @property
     def used(self) -> int:
-        return sum(each.of_host for each in self.residences)
+        return sum(each.host_share for each in self.residences)
 
     def add(self, residence: Residence) -> None:
         self.residences.append(residence)
@@ -196,26 +200,26 @@ class HostMemory:
             except OSError as error:  # `TimeoutError` is one
                 why = error.strerror or f"no answer within {_DISK_PATIENCE:g} s"
                 return f"the disk for its state cannot be asked: {why} (TANDEM_SPILL_DIR)"
-            free -= self._least_free + sum(each.reserved_on_disk for each in self.residences)
-            most = _grant(free, residence.device)
+            free -= self._least_free + sum(each.reserved_disk_bytes for each in self.residences)
+            most = _grant(free, residence.device_bytes)
             if most <= 0:
                 return f"the disk for its state has {_gib(max(0, free))} free (TANDEM_SPILL_DIR)"
-            residence.reserved_on_disk = most
+            residence.reserved_disk_bytes = most
             return SleepPlan(spill_folder=str(self._spill_folder), most_bytes=most)
         if not self.budget:
             return SleepPlan()
-        grows = following.when_awake - following.of_host if following is not None else 0
-        free = self.budget - (self.used - residence.of_host) - grows
+        grows = following.host_share_awake - following.host_share if following is not None else 0
+        free = self.budget - (self.used - residence.host_share) - grows
         if residence.on_host:
-            return SleepPlan() if residence.of_host <= free else self.shortage()
+            return SleepPlan() if residence.host_share <= free else self.shortage()
         if residence.kind == "trainer":
-            most = _grant(free, residence.device or residence.said)
+            most = _grant(free, residence.device_bytes or residence.host_need)
         else:  # it is not told a bound
-            expected = residence.host or residence.said or residence.device_memory
+            expected = residence.host_bytes or residence.host_need or residence.device_capacity
             most = expected if expected <= free else 0
         if most <= 0:
             return self.shortage()
-        residence.reserved = most
+        residence.reserved_host_bytes = most
         return SleepPlan(most_bytes=most)
 
     async def _ask_disk(self) -> int:
@@ -226,18 +230,18 @@ class HostMemory:
         return await asyncio.shield(self._asking)
 
     def release(self, residence: Residence) -> None:
-        residence.reserved = residence.reserved_on_disk = 0
+        residence.reserved_host_bytes = residence.reserved_disk_bytes = 0
 
     def reserve_to_wake(self, residence: Residence) -> bool:
         """Whether a worker that is to wake fits beside all that is there. What it needs is reserved
         until it sleeps."""
-        if not residence.on_host or not residence.when_awake:
+        if not residence.on_host or not residence.host_share_awake:
             return True
-        grows = residence.when_awake - residence.of_host
+        grows = residence.host_share_awake - residence.host_share
         known = residence.measured or not residence.present  # else it may have what it is to get
         if self.budget and (grows or not known) and self.used + grows > self.budget:
             return False
-        residence.reserved = residence.when_awake
+        residence.reserved_host_bytes = residence.host_share_awake
         return True
 
     def shortage(self) -> str:
@@ -261,19 +265,19 @@ def _grant(free: int, expected: int) -> int:
 def room_on_device(residence: Residence, others: Sequence[Residence]) -> int | None:
     """Return what of each device of a group is left beside a worker that is awake there and all
     others, which sleep; below 0, it does not fit. None: it is not known what it needs."""
-    if not residence.said_of_device or not residence.device_memory:
+    if not residence.device_need or not residence.device_capacity:
         return None
-    left = sum(_LEFT_ON_DEVICE + each.left_on_device // each.ranks for each in others)
-    return residence.device_memory - residence.said_of_device - _LEFT_ON_DEVICE - left
+    left = sum(_LEFT_ON_DEVICE + each.device_bytes_left // each.ranks for each in others)
+    return residence.device_capacity - residence.device_need - _LEFT_ON_DEVICE - left
 
 
 def enough_bytes(leaving: Residence, following: Residence, others: Sequence[Residence]) -> int:
     """Return how much a trainer needs to free for the next worker of its group, which is among the
     others; 0: all."""
     room = room_on_device(following, [leaving, *(each for each in others if each is not following)])
-    if leaving.kind != "trainer" or not leaving.device or room is None or room <= 0:
+    if leaving.kind != "trainer" or not leaving.device_bytes or room is None or room <= 0:
         return 0
-    return max(1, leaving.device // leaving.ranks - room) * leaving.ranks
+    return max(1, leaving.device_bytes // leaving.ranks - room) * leaving.ranks
 
 
 def _gib(size: int) -> str:
@@ -281,17 +285,17 @@ def _gib(size: int) -> str:
 
 
 def engine_settings(
-    settings: SamplerSettings, *, group: DeviceGroup, said: int, others: Sequence[Residence]
+    settings: SamplerSettings, *, group: DeviceGroup, device_need: int, others: Sequence[Residence]
 ) -> SamplerSettings:
-    """Return the settings of an engine on a group, with its share of the device in bytes: what its
-    session `said`, or, where workers take turns, what those that are asleep leave, also those that
+    """Return the settings of an engine on a group, with its share of the device in bytes: its
+    `device_need`, or, where workers take turns, what those that are asleep leave, also those that
     may still come. What an administrator has set counts before."""
     chosen = {"gpu_memory_bytes", "gpu_memory_utilization"} & settings.model_fields_set
     if not group.memory_bytes or not any(each.cuda for each in group.devices) or chosen:
         return settings
-    share = said
+    share = device_need
     if not share and group.leased:
-        left = sum(_LEFT_ON_DEVICE + each.left_on_device for each in others)
+        left = sum(_LEFT_ON_DEVICE + each.device_bytes_left for each in others)
         itself_and_more = _LEFT_ON_DEVICE * (group.workers - len(others))
         most_left = group.memory_bytes // _MOST_LEFT
         share = (

@@ -138,9 +138,9 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
         expected_seconds=expected,
         reason=lease.explain(),
         device_seconds=lease.seconds + lease.group.accounts.running(lease),
-        device_bytes=lease.residence.device,
-        host_bytes=lease.residence.host,
-        disk_bytes=lease.residence.disk,
+        device_bytes=lease.residence.device_bytes,
+        host_bytes=lease.residence.host_bytes,
+        disk_bytes=lease.residence.disk_bytes,
     )
 
 

@@ -349,7 +349,7 @@ class TrainerHost:
                 if plan.spill_folder:  # the host would keep it in memory, and there is none
                     raise
                 await self._fleet.suspend(worker, timeout=self._patience)
-                return Switched(host_bytes=self.lease.residence.said)  # nobody measures it
+                return Switched(host_bytes=self.lease.residence.host_need)  # nobody measures it
 
     async def wake(self, token: int) -> Switched:
         async with self._reached() as worker:

@@ -471,7 +471,7 @@ class SamplerEngine:
         return engine_settings(
             self.settings.model_copy(update=about),
             group=place.group,
-            said=self.asks.sampler_memory,
+            device_need=self.asks.sampler_memory,
             others=[lease.residence for lease in there],
         )
 

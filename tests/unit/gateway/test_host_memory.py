@@ -52,15 +52,15 @@ TO_HOST = [
 
 @pytest.mark.parametrize(("device", "own", "others", "most"), TO_HOST)
 def test_a_trainer_goes_to_host_memory_as_far_as_the_budget_goes(device, own, others, most):
-    one = residence(device=device, host=own)
-    host = memory(one, residence(host=others))
+    one = residence(device_bytes=device, host_bytes=own)
+    host = memory(one, residence(host_bytes=others))
     found = reserve(host, one, "host")
     if most is None:
         assert found == host.shortage()
-        assert one.reserved == 0
+        assert one.reserved_host_bytes == 0
     else:
         assert found == SleepPlan(most_bytes=most)
-        assert one.reserved == most
+        assert one.reserved_host_bytes == most
         host.release(one)
         assert host.used == own + others
 
@@ -79,8 +79,8 @@ ENGINES = [
 def test_an_engine_keeps_weights_that_certainly_fit_and_else_drops_them(
     slept, said, device, others, keeps
 ):
-    one = residence("sampler", host=slept, said=said, device_memory=device)
-    host = memory(one, residence(host=others))
+    one = residence("sampler", host_bytes=slept, host_need=said, device_capacity=device)
+    host = memory(one, residence(host_bytes=others))
     assert isinstance(reserve(host, one, "host"), SleepPlan) == keeps
     assert one.ways == ("host", "drop")
     assert reserve(host, one, "drop") == SleepPlan(drop=True)
@@ -88,7 +88,7 @@ def test_an_engine_keeps_weights_that_certainly_fit_and_else_drops_them(
 
 
 def test_two_that_sleep_at_once_are_not_given_the_same_memory():
-    one, two = residence(device=40), residence(device=40)
+    one, two = residence(device_bytes=40), residence(device_bytes=40)
     host = memory(one, two)
     assert reserve(host, one, "host") == SleepPlan(most_bytes=70)
     assert reserve(host, two, "host") == host.shortage()
@@ -101,19 +101,19 @@ def test_two_that_sleep_at_once_are_not_given_the_same_memory():
     ("free", "reserved", "most"), [(1000, 0, 515), (50, 0, 40), (49, 0, None), (100, 60, None)]
 )
 def test_a_file_is_written_where_the_disk_has_room_for_it_beside_others(free, reserved, most):
-    one = residence(device=40)
-    host = memory(one, residence(reserved_on_disk=reserved), disk=free)
+    one = residence(device_bytes=40)
+    host = memory(one, residence(reserved_disk_bytes=reserved), disk=free)
     found = reserve(host, one, "disk")
     if most is None:
         assert "TANDEM_SPILL_DIR" in str(found)
     else:
         assert found == SleepPlan(spill_folder=str(SPILL), most_bytes=most)
-        assert one.reserved_on_disk == most
+        assert one.reserved_disk_bytes == most
 
 
 def disk_that(answer) -> HostMemory:
     host = HostMemory(spill_folder=SPILL, least_free=0, free_on_disk=lambda _: answer())
-    host.add(residence(device=40))
+    host.add(residence(device_bytes=40))
     return host
 
 
@@ -161,16 +161,16 @@ def test_a_disk_that_does_not_answer_is_asked_once_until_it_does():
 def test_where_memory_is_the_hosts_bytes_count_once_and_the_next_worker_must_fit(
     kind, slept, grows, fits
 ):
-    one = residence(kind, on_host=True, device=30)
-    host = memory(one, residence(on_host=True, device=30))
-    following = Residence(kind="trainer", on_host=True, said=grows)
+    one = residence(kind, on_host=True, device_bytes=30)
+    host = memory(one, residence(on_host=True, device_bytes=30))
+    following = Residence(kind="trainer", on_host=True, host_need=grows)
     assert (reserve(host, one, slept, following) == SleepPlan()) == fits
     assert host.used == 60
 
 
 def test_what_is_to_wake_has_its_memory_reserved_while_nobody_has_heard_of_it():
-    one = Residence(kind="trainer", on_host=True, said=60)
-    two = Residence(kind="trainer", on_host=True, said=60)
+    one = Residence(kind="trainer", on_host=True, host_need=60)
+    two = Residence(kind="trainer", on_host=True, host_need=60)
     host = memory(one, two)
     assert host.reserve_to_wake(one)
     assert not host.reserve_to_wake(two)
@@ -182,24 +182,24 @@ def test_what_is_to_wake_has_its_memory_reserved_while_nobody_has_heard_of_it():
 
 
 def test_pinned_memory_is_kept_while_a_worker_is_awake_and_given_back_with_a_file():
-    one = residence(device=40)
+    one = residence(device_bytes=40)
     host = memory(one)
     one.fell_asleep("host", Switched(host_bytes=40))
     one.woke(Switched(device_bytes=40))
     assert host.used == 40
     one.fell_asleep("disk", Switched(disk_bytes=40))
-    assert (host.used, one.disk) == (0, 40)
+    assert (host.used, one.disk_bytes) == (0, 40)
     one.woke(Switched(device_bytes=40))
-    assert (host.used, one.disk) == (0, 0)
+    assert (host.used, one.disk_bytes) == (0, 0)
     one.ended()
-    assert one.device == 0
+    assert one.device_bytes == 0
 
 
 def test_without_a_budget_nothing_is_bounded():
-    one = residence(device=40)
-    host = memory(one, residence(host=10**15), budget=0)
+    one = residence(device_bytes=40)
+    host = memory(one, residence(host_bytes=10**15), budget=0)
     assert reserve(host, one, "host") == SleepPlan()
-    assert host.reserve_to_wake(Residence(kind="trainer", on_host=True, said=10**15))
+    assert host.reserve_to_wake(Residence(kind="trainer", on_host=True, host_need=10**15))
 
 
 def test_the_disk_is_asked_about_a_folder_that_is_not_there_yet(tmp_path):
@@ -220,28 +220,30 @@ def group(*, workers: int = 16, awake: int = 1, device: str = "cuda:0", memory: 
     )
 
 
-def share(group: DeviceGroup, *others: Residence, said: int = 0, **settings) -> float:
-    found = engine_settings(SamplerSettings(**settings), group=group, said=said, others=others)
+def share(group: DeviceGroup, *others: Residence, need: int = 0, **settings) -> float:
+    found = engine_settings(
+        SamplerSettings(**settings), group=group, device_need=need, others=others
+    )
     return found.gpu_memory_bytes / GIB
 
 
 def test_an_engine_that_takes_turns_has_the_device_but_for_what_others_leave_there():
-    asleep = residence(slept="host")
+    asleep = residence(sleep_way="host")
     assert share(group(workers=1)) == 79, "its own context is outside of its share"
     assert share(group(workers=2)) == 78, "the other one may still come"
     assert share(group(workers=2), asleep) == 78
     assert share(group(workers=16)) == 64
     assert share(group(workers=100)) == 60, "a quarter is left to those that may come, at most"
     assert share(group(workers=100), *[asleep] * 30) == 49
-    grown = residence(slept="host", device=5 * GIB)
+    grown = residence(sleep_way="host", device_bytes=5 * GIB)
     assert share(group(workers=2), grown) == 73, "it sleeps in part"
     assert share(group(workers=2, awake=2)) == 39
 
 
 def test_what_was_said_or_chosen_counts_before():
-    assert share(group(), said=16 * GIB) == 16
-    assert share(group(awake=0), said=16 * GIB) == 16
+    assert share(group(), need=16 * GIB) == 16
+    assert share(group(awake=0), need=16 * GIB) == 16
     assert share(group(awake=0)) == 0, "by gpu_memory_utilization"
-    assert share(group(), said=16 * GIB, gpu_memory_utilization=0.3) == 0
+    assert share(group(), need=16 * GIB, gpu_memory_utilization=0.3) == 0
     assert share(group(), gpu_memory_bytes=8 * GIB) == 8
     assert share(group(device="cpu:0")) == 0

@@ -67,7 +67,7 @@ async def test_a_disk_that_is_full_in_the_middle_of_a_sleep_costs_nobody_the_sta
     world = World(budget=5, disk=100, settings=SharingSettings(quantum=0.5, max_wait=60))
     a, b = (world.worker(key, size=6) for key in "ab")
     await a.compute(0.1)
-    a.lease.residence.said = 0  # it is larger than was thought
+    a.lease.residence.host_need = 0  # it is larger than was thought
     world.devices.disk = 1
     waiting = asyncio.create_task(b.compute(0.1))
     await asyncio.sleep(1)
@@ -174,7 +174,7 @@ async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
     await b.compute(0.1)
     await world.restart()
     await asyncio.sleep(1)
-    assert (a.lease.residence.host, a.lease.residence.measured) == (6, True)
+    assert (a.lease.residence.host_bytes, a.lease.residence.measured) == (6, True)
     assert a.lease.state == "free"
     await a.compute(0.1)
     assert (a.process.awake, b.process.disk) == (True, 6)

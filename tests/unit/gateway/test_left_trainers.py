@@ -103,9 +103,9 @@ async def test_a_trainer_that_nobody_adopted_ends_what_it_is_at_before_it_sleeps
 @with_freezing_agent
 async def test_a_trainer_that_its_host_suspends_counts_as_its_session_said(world):
     _, a = await left(world, ForeignTrainer)
-    a.lease.residence.said = 5
+    a.lease.residence.host_need = 5
     async with asyncio.timeout(60), world.trainer("b").lease.use():
-        assert a.lease.residence.slept == "host"
+        assert a.lease.residence.sleep_way == "host"
         assert world.leases.memory.used == 5
 
 
