@@ -161,6 +161,7 @@ class Fsdp2Backend(TrainerBackend):
 
         load_model(model_path, prepare=prepare)
         self._to_device()
+        self._whole_weights = WholeWeights(self._model, self._groups, dtype=torch_dtype(self.dtype))
         self._reduces_once = (
             unreduced_gradients(self._model, settings=settings, world=world, training=training) > 0
         )
@@ -210,7 +211,6 @@ class Fsdp2Backend(TrainerBackend):
             device=self.device,
             sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
         )
-        self._whole_weights = WholeWeights(self._model, self._groups, dtype=torch_dtype(self.dtype))
 
     def _choose_trainable(self, training: TrainingSpec) -> None:
         self._model.requires_grad_(training.lora is None)

@@ -250,9 +250,9 @@ async def test_each_of_many_is_told_how_many_are_before_it():
     serving = world.serve()
     await settle()
     assert "the trainer is at work on it" in world.dispatcher.describe(1).reason
-    at_work = "; forward_backward 1: the trainer is at work on it (0 s)"
-    assert world.dispatcher.describe(2).reason == f"1 operation before this one{at_work}"
-    assert world.dispatcher.describe(900).reason == f"899 operations before this one{at_work}"
+    at_work = "before this one; forward_backward 1: the trainer is at work on it ("
+    assert world.dispatcher.describe(2).reason.startswith(f"1 operation {at_work}")
+    assert world.dispatcher.describe(900).reason.startswith(f"899 operations {at_work}")
     assert calls_in(lambda: world.dispatcher.describe(900)) < 20, "it looks at none of the others"
     world.dispatcher.end(SessionFinished("over"))
     assert set(world.outcomes) == set(seq_ids)
