@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from sampler_service.vllm.environment import in_own_process
-from sampler_service.vllm.memory import memory_share
+from sampler_service.vllm.memory import memory_share, tables_bytes
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import has_experts, model_length
 from tandem.worker_settings import SamplerSettings
@@ -97,6 +97,13 @@ def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
     holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
     takes the model's length from other sources than we do."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if config.use_v2_model_runner and torch.cuda.is_available():
+        tables = tables_bytes(
+            sequences=config.scheduler_config.max_num_seqs,
+            vocabulary=config.model_config.get_vocab_size(),
+        )
+        total = torch.cuda.mem_get_info()[1]
+        config.cache_config.gpu_memory_utilization -= tables / total
     if fit:
         about = config.model_config
         about.original_max_model_len = -1

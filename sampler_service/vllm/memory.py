@@ -42,6 +42,13 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
     return wanted / total
 
 
+def tables_bytes(*, sequences: int, vocabulary: int) -> int:
+    """Return what vLLM's second model runner keeps on a GPU of so many sequences, which it does not
+    count: of each token, in 32 bits, how often it was put out; and whether it may be, three times
+    in one bit."""
+    return sequences * vocabulary * 4 + 3 * sequences * vocabulary // 8
+
+
 class Sleeper(Protocol):
     """The part of `Engine` that a device decides. The engine is idle, and holds no adapters when
     its weights are dropped."""

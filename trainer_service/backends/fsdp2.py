@@ -159,7 +159,7 @@ class Fsdp2Backend(TrainerBackend):
                 on_host = self.training.weights_on_host
                 self._groups.shard(self._mesh.data, dtype=compute, on_host=on_host)
 
-        load_model(model_path, prepare=prepare)
+        load_model(model_path, prepare=prepare, on_host=training.weights_on_host)
         self._to_device()
         self._whole_weights = WholeWeights(self._model, self._groups, dtype=torch_dtype(self.dtype))
         self._reduces_once = (
@@ -286,8 +286,8 @@ class Fsdp2Backend(TrainerBackend):
         if not self.training.weights_on_host:
             self._model.to(self._device)
             return
-        for parameter in self._model.parameters() if self.device != "cpu" else ():
-            pin(local(parameter.detach()))
+        if self.device != "cpu":
+            self._groups.pin(pin)
         for buffer in self._model.buffers():
             buffer.data = buffer.to(self._device)
 

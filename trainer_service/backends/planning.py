@@ -104,6 +104,11 @@ def plan_memory(
             on_cpu=world.device == "cpu",
             ranks=world.size,
             unreduced=unreduced > 0,
+            leaves_in=(
+                training.layout.shards(world.size)
+                if training.weights_on_host and world.device != "cpu"
+                else 0
+            ),
         )
 
         trained = sum(each.numel() for each in about.trainable.values())
@@ -239,9 +244,11 @@ def _of_micro_batch(
     on_cpu: bool = True,
     ranks: int = 1,
     unreduced: bool = False,
+    leaves_in: int = 0,
 ) -> int:
     """The most bytes that one micro-batch has on the device at once. `unreduced`: beside the
-    gradients of the whole model, which it adds to."""
+    gradients of the whole model, which it adds to. Gradients leave for the host in so many shards
+    (0: they stay)."""
     backend, trainable = stand_in.backend, list(stand_in.trainable.values())
     micro_batch = _micro_batch(backend, tokens)
     reduced = {id(each) for group in stand_in.groups for each in group if not unreduced}
@@ -260,7 +267,7 @@ def _of_micro_batch(
 
     held = [each.grad for each in trainable if each.grad is not None]
     buffers: list[torch.Tensor] = []
-    hooks = _reduce(stand_in.groups, buffers, in_copies=on_cpu and ranks > 1)
+    hooks = _reduce(stand_in.groups, buffers, in_copies=on_cpu and ranks > 1, leaves_in=leaves_in)
     try:
         trace = trace_of(
             compute,
@@ -290,11 +297,12 @@ def _micro_batch(backend: TrainerBackend, tokens: int) -> MicroBatch:
 
 
 def _reduce(
-    groups: Sequence[Group], buffers: list[torch.Tensor], *, in_copies: bool
+    groups: Sequence[Group], buffers: list[torch.Tensor], *, in_copies: bool, leaves_in: int
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Do to gradients what FSDP2 does: those of a group live until all are there, are copied into
     one buffer in float32 that is reduced, and this lives until the next one, or the backward pass
-    ends. gloo reduces in a copy of that (`in_copies`)."""
+    ends. gloo reduces in a copy of that (`in_copies`). What is reduced and leaves for the host
+    (`_of_micro_batch`) is there in float32, and once more in its own type."""
     hooks = []
     for group in groups:
         members = [each for each in group if each.requires_grad]
@@ -309,6 +317,9 @@ def _reduce(
                 buffers[:] = [torch.empty(size, dtype=torch.float32, device="meta")]
                 if in_copies:
                     buffers[0].clone()
+                if leaves_in:
+                    reduced = torch.empty(math.ceil(size / leaves_in), device="meta")
+                    buffers.extend((reduced, reduced.to(members[0].dtype)))  # float32: one
                 for each in members:
                     each.grad = None
                 waiting.update(id(each) for each in members)

@@ -3,7 +3,8 @@ together, and the calls that gather them and let them go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from tandem.worker import Layout
 from trainer_service.backends.base import World
@@ -142,9 +144,20 @@ class ShardGroups:
         for module in self._modules():
             if direct:
                 module.set_custom_all_gather(DirectAllGather())
-            # Losses are sums over all datums, so gradients are summed, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            if mesh.size() > 1:  # a rank alone would divide by one, in memory for the quotient
+                # Losses are sums over all datums, so gradients are summed, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def pin(self, pin: Callable[[Tensor], None]) -> None:
+        """Calls `pin` with this rank's parts, but for those of parameters that some ranks have less
+        of: FSDP puts these into larger memory, which it pins itself."""
+        for parameter in self._model.parameters():
+            assert isinstance(parameter, DTensor)
+            placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            by_rows = math.prod(ranks for ranks, each in placed if each.is_shard(0))
+            if parameter.shape[0] % by_rows == 0:
+                pin(parameter.to_local().detach())
 
     def _modules(self) -> list[FSDPModule]:
         """One for each group; none where nothing is sharded."""

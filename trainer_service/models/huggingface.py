@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,10 +54,13 @@ def check_trainable(path: Path) -> None:
 
 
 def load_model(
-    path: Path, *, prepare: Callable[[nn.Module], None] = lambda model: None
+    path: Path,
+    *,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    on_host: bool = False,
 ) -> nn.Module:
     """Loads any model that AutoModelForCausalLM accepts, in float32 on the CPU, trainable as a
-    whole; what `prepare` shards is then on the device of its shards.
+    whole; what `prepare` shards is then on the device of its shards, or stays `on_host`.
 
     `prepare` gets the model while its parameters have no memory yet, and may shard them or change
     their types: what is then read of each tensor is this rank's part, in its type. Raises
@@ -84,16 +88,17 @@ def load_model(
     hooked: type[PreTrainedModel] = type(plain.__name__, (plain,), hook)
     # Without a device, for which transformers would set aside the memory of the whole model.
     # A name that is not a local directory must not cause a download from the hub.
-    model, found = hooked.from_pretrained(
-        path,
-        dtype=torch.float32,
-        attn_implementation="eager" if capped else None,
-        local_files_only=True,
-        use_safetensors=True,  # never a pickled .bin
-        trust_remote_code=False,  # never code from the model's folder
-        ignore_mismatched_sizes=True,  # and refused below, by name
-        output_loading_info=True,
-    )
+    with _shards_on_host() if on_host else nullcontext():
+        model, found = hooked.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation="eager" if capped else None,
+            local_files_only=True,
+            use_safetensors=True,  # never a pickled .bin
+            trust_remote_code=False,  # never code from the model's folder
+            ignore_mismatched_sizes=True,  # and refused below, by name
+            output_loading_info=True,
+        )
     _check(found, path)
     if untied := {name for name, _ in model.named_parameters()} - names:
         raise WorkerStartFailed(
@@ -103,6 +108,29 @@ def load_model(
     _copy_shards(model)
     model.eval()
     return model
+
+
+@contextmanager
+def _shards_on_host() -> Iterator[None]:
+    """Let transformers leave each part where it has read it: torch moves what becomes the part of a
+    sharded tensor to the device of the ranks that share it."""
+    from transformers import core_model_loading, modeling_utils
+
+    modules = (core_model_loading, modeling_utils)
+    before = core_model_loading._dtensor_from_local_like
+    for module in modules:
+        module._dtensor_from_local_like = _part_of
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._dtensor_from_local_like = before
+
+
+def _part_of(part: Tensor, whole: DTensor) -> DTensor:
+    """A tensor that is sharded as `whole` is, of which this rank's part is this one, wherever it
+    lies."""
+    return DTensor(part.contiguous(), whole._spec, requires_grad=False)
 
 
 def _copy_shards(model: nn.Module) -> None:
@@ -118,14 +146,7 @@ def _copy_shards(model: nn.Module) -> None:
 
 
 def _with_own_memory(parameter: nn.Parameter) -> nn.Parameter:
-    whole = DTensor.from_local(
-        parameter.to_local().detach().clone(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    whole = _part_of(parameter.to_local().detach().clone(), parameter)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 

@@ -2,8 +2,8 @@
 
 torch's fused AdamW needs weights, gradients and moments in float32 on one device. What is kept
 otherwise is copied there, stepped, and put back, so that beside the states there is never more than
-one piece. A GPU steps what is on the host, too: it computes the same wherever states are kept, and
-needs no core for it. What is put back into bfloat16 is rounded stochastically: up or down, with the
+one piece. A GPU steps what is on the host, too, so that it computes the same wherever states are
+kept. What is put back into bfloat16 is rounded stochastically: up or down, with the
 probabilities that make the mean right. Rounded to nearest, a weight would stay where it is under
 every update below 2^-9 of it, and the second moment under every decay.
 

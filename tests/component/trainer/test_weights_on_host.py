@@ -7,6 +7,7 @@ that is only a name takes its place. Whatever mixed two devices up would raise.
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.support.tiny_model import write_tiny_model
 from trainer_service.backends.sharding import ShardGroups
+from trainer_service.models.huggingface import find_blocks, load_model
 from trainer_service.optimizers import AdamWSettings, local, staged
 
 STEP = AdamWSettings(
@@ -88,6 +91,51 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
         for each in moments._kept.values():
             kept += [place_of(each.exp_avg), place_of(each.exp_avg_sq)]
     sent.put((set(seen), set(kept), set(stepped)))
+
+
+def load_beside_a_gpu(model: Path, sent: Any) -> None:
+    """The second of two ranks loads its part of a model, of which some matrices have an odd number
+    of rows. Sends where its parts are, and which of them are not pinned before FSDP moves them."""
+    _setup_privateuseone_for_python_backend("gpu")
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        module._get_device_handle = lambda kind: torch.cpu
+    torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("shards",))
+    made: list[ShardGroups] = []
+    empty = torch.empty
+
+    def elsewhere(*shape: int, device: Any = None, **named: Any) -> torch.Tensor:
+        """For a buffer that FSDP begins with on its device."""
+        on_gpu = getattr(device, "type", "") == "gpu"
+        return empty(*shape, device="cpu" if on_gpu else device, **named)
+
+    def prepare(model: nn.Module) -> None:
+        made.append(ShardGroups(model, [[block] for block in find_blocks(model)]))
+        torch.empty = elsewhere
+        made[0].shard(mesh, dtype=torch.bfloat16, on_host=True)
+        torch.empty = empty
+
+    loaded = load_model(model, prepare=prepare, on_host=True)
+    pinned: list[torch.Tensor] = []
+    made[0].pin(pinned.append)
+    parts = {name: local(each.detach()) for name, each in loaded.named_parameters()}
+    held = {each.data_ptr() for each in pinned}
+    odd = {name for name, each in parts.items() if each.data_ptr() not in held}
+    sent.put(({each.device.type for each in parts.values()}, odd))
+
+
+def test_what_is_loaded_stays_on_the_host_and_what_fsdp_moves_is_not_pinned(tmp_path) -> None:
+    model = write_tiny_model(tmp_path / "odd", architecture="llama", intermediate=63)
+    context = multiprocessing.get_context("spawn")
+    sent = context.Queue()
+    rank = context.Process(target=load_beside_a_gpu, args=(model, sent))
+    rank.start()
+    rank.join(timeout=120)
+    assert rank.exitcode == 0
+    devices, odd = sent.get(timeout=10)
+    assert devices == {"cpu"}
+    assert {name.rpartition("mlp.")[2] for name in odd} == {"gate_proj.weight", "up_proj.weight"}
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)

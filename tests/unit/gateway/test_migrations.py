@@ -16,7 +16,7 @@ from gateway.identifiers import parse_checkpoint_path
 from gateway.storage import migrations
 from gateway.storage.database import Database
 from gateway.storage.pairing import check_pair
-from gateway.storage.tables import metadata, released_folders
+from gateway.storage.tables import metadata, released_folders, runs
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
 from tests.support.postgres import url_for
@@ -121,6 +121,29 @@ async def test_what_an_old_database_names_is_found_after_its_directory_was_moved
         assert models.get("in").path == str(new / "models" / "tiny")
     await store.collector.close()
     await store.database.close()
+
+
+@pytest.mark.parametrize(("moments", "offload"), [("host", "moments"), ("device", "none")])
+async def test_a_run_keeps_its_moments_where_it_kept_them(tmp_path, moments, offload):
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    await database.open()
+    said = {"states": "bfloat16", "moments": moments}
+    about = dict.fromkeys(("session_id", "base_model", "owner", "project_id", "state"), "x")
+    about |= {"error_type": "", "reason": "", "created_at": 1.0}
+    await database.write(
+        insert(runs),
+        {"id": "old", "training": said, "asks": said, **about},
+        {"id": "bare", "training": None, "asks": None, **about},
+    )
+    await database.close()
+    execute(tmp_path, "UPDATE alembic_version SET version_num = '0014'")
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    await database.open()
+    found = {row["id"]: row for row in await database.read(select(runs))}
+    await database.close()
+    assert found["old"]["training"] == found["old"]["asks"]
+    assert found["old"]["asks"] == {"states": "bfloat16", "offload": offload}
+    assert (found["bare"]["training"], found["bare"]["asks"]) == (None, None)
 
 
 async def test_a_data_directory_can_be_moved(tmp_path):

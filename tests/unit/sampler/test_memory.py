@@ -18,6 +18,7 @@ from sampler_service.vllm.memory import (
     memory_share,
     release_pages,
     resident_bytes,
+    tables_bytes,
 )
 from tandem.errors import WorkerStartFailed
 
@@ -35,6 +36,11 @@ def test_a_budget_in_bytes_is_what_vllm_takes_of_the_gpu(total: int, percent: in
 def test_a_budget_that_is_not_free_is_refused_with_the_numbers():
     with pytest.raises(WorkerStartFailed, match=r"40\.0 GiB of the GPU's 80\.0, of which 30\.0"):
         memory_share(40 * GIB, free=30 * GIB, total=80 * GIB)
+
+
+def test_tables_of_the_second_model_runner_are_counted():
+    """622 MB of numbers, and three masks."""
+    assert tables_bytes(sequences=1024, vocabulary=151936) == 622_329_856 + 58_343_424
 
 
 class RecordingEngine:
