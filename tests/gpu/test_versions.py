@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 
-def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
+@pytest.mark.parametrize("model_runner", ["v1", "v2"])
+def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path, model_runner):
     """Two versions, the second a delta of the first: in turn, in the middle of an answer, and after
     a sleep that dropped the weights. That the trainer's logprobs are those of the engine is the
     canary of each load."""
@@ -45,6 +46,7 @@ def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
         devices=("cuda:0",),
         gpu_memory_bytes=4 * 2**30,
         max_num_seqs=16,
+        model_runner=model_runner,
     ) as engine:
 
         def sampled(version):
