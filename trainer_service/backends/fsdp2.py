@@ -351,8 +351,10 @@ class Fsdp2Backend(TrainerBackend):
         if small is not None and self._world.device != "cpu":
             # A GPU's kernel takes neither every type nor every size of heads.
             tried = copy.deepcopy(small).to(self._world.device, torch_dtype(self.dtype))
-        self.packs = settings.packing == "on" and not (reason := why_not_packed(tried))
-        if settings.packing == "on" and not self.packs and self._world.rank == 0:
+        wanted = settings.packing == "on"
+        reason = why_not_packed(tried, device=self.device) if wanted else ""
+        self.packs = wanted and not reason
+        if reason and self._world.rank == 0:
             get_log().info("rows_padded", reason=reason, dtype=self.dtype, device=self.device)
         if self.packs and small is not None:
             pack(self._model)

@@ -61,9 +61,10 @@ def row_inputs(
     return inputs
 
 
-def why_not_packed(model: nn.Module) -> str:
+def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
     """Makes the model accept packed rows, if it computes the same on them, and returns "". Returns
-    the reason otherwise, and the model is unchanged.
+    the reason otherwise, and the model is unchanged. It computes on the `device`, wherever its
+    parameters are kept.
 
     Models differ in what they do between tokens (recurrent layers, position biases, sinks), so
     this compares two sequences in a row with each alone.
@@ -77,7 +78,6 @@ def why_not_packed(model: nn.Module) -> str:
         return "its attention is not told of each window or chunk"
     before = str(model.config._attn_implementation)
     vocabulary = int(text.vocab_size)
-    device = next(model.parameters()).device
     first = torch.arange(5, device=device) % vocabulary
     second = torch.arange(7, 0, -1, device=device) % vocabulary
     positions = np.concatenate([np.arange(5), np.arange(7)])[None]
@@ -92,7 +92,7 @@ def why_not_packed(model: nn.Module) -> str:
             together = model(
                 input_ids=torch.cat([first, second])[None],
                 use_cache=False,
-                **row_inputs(positions, bounds_of([5, 7]), device.type),
+                **row_inputs(positions, bounds_of([5, 7]), device),
             ).logits
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             reason = f"{type(error).__name__}: {error}"[:300]
