@@ -257,10 +257,14 @@ class Computed:
     adapter: int
 
 
+def _is_second(runner: GPUModelRunner) -> bool:
+    return hasattr(runner, "prompt_logprobs_worker")
+
+
 def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
     """Call this after each step in place of vLLM's own scores of prompts, with the hidden states
     of all requests [tokens, hidden], and what each has of them."""
-    if hasattr(runner, "prompt_logprobs_worker"):
+    if _is_second(runner):
         runner.prompt_logprobs_worker = _SecondPromptHook(runner, hook)
         return
 
@@ -327,7 +331,7 @@ class _SecondPromptHook:
 def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
     """Let requests that were preempted go on with another adapter; ignore those that have not
     begun. The second model runner is told of a request anew when it is resumed."""
-    if not hasattr(runner, "requests"):
+    if _is_second(runner):
         return
     for id_ in ids:
         if (state := runner.requests.get(id_)) is not None:

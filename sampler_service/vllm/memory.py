@@ -43,9 +43,9 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
 
 
 def tables_bytes(*, sequences: int, vocabulary: int) -> int:
-    """Return what vLLM's second model runner keeps on a GPU of so many sequences, which it does not
-    count: of each token, in 32 bits, how often it was put out; and whether it may be, three times
-    in one bit."""
+    """Return the bytes that vLLM's second model runner keeps on a GPU and does not count: for each
+    sequence and token of the vocabulary a count in 32 bits, for penalties, and a bit in each of
+    three masks."""
     return sequences * vocabulary * 4 + 3 * sequences * vocabulary // 8
 
 

@@ -187,6 +187,17 @@ def weights(operations: Operations) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, sharded or not."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        one, other = (
+            each.full_tensor() if hasattr(each, "full_tensor") else each
+            for each in (tensor, found[name])
+        )
+        assert torch.equal(other, one), name
+
+
 def publish(
     operations: Operations,
     path: Path,

@@ -286,8 +286,8 @@ class Fsdp2Backend(TrainerBackend):
         if not self.training.weights_on_host:
             self._model.to(self._device)
             return
-        if self.device != "cpu":
-            self._groups.pin(pin)
+        for part in self._groups.even_parts() if self.device != "cpu" else ():
+            pin(part)  # FSDP pins what it moves
         for buffer in self._model.buffers():
             buffer.data = buffer.to(self._device)
 

@@ -104,11 +104,7 @@ def plan_memory(
             on_cpu=world.device == "cpu",
             ranks=world.size,
             unreduced=unreduced > 0,
-            leaves_in=(
-                training.layout.shards(world.size)
-                if training.weights_on_host and world.device != "cpu"
-                else 0
-            ),
+            leaves_in=training.layout.shards(world.size) if _offloads(training, world) else 0,
         )
 
         trained = sum(each.numel() for each in about.trainable.values())
@@ -184,7 +180,7 @@ def lasting(
     )
     shards = training.layout.shards(world.size) if groups else 1
     streamed = 0
-    if training.weights_on_host and world.device != "cpu":
+    if _offloads(training, world):
         streamed = streamed_bytes(
             groups[:-1],
             root=groups[-1],
@@ -210,6 +206,11 @@ def lasting(
         {name: size for name, size in parts.items() if name not in on_host},
         {name: parts[name] for name in parts if name in on_host},
     )
+
+
+def _offloads(training: TrainingSpec, world: World) -> bool:
+    """Whether weights come to another device from the host, and gradients leave for it."""
+    return training.weights_on_host and world.device != "cpu"
 
 
 def _pinned_gradients(stand_in: StandIn, training: TrainingSpec, *, shards: int) -> int:

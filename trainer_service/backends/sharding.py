@@ -4,7 +4,7 @@ together, and the calls that gather them and let them go."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -149,15 +149,15 @@ class ShardGroups:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def pin(self, pin: Callable[[Tensor], None]) -> None:
-        """Calls `pin` with this rank's parts, but for those of parameters that some ranks have less
-        of: FSDP puts these into larger memory, which it pins itself."""
+    def even_parts(self) -> Iterator[Tensor]:
+        """This rank's parts of parameters of which all ranks have as much. FSDP moves those of the
+        others into larger memory."""
         for parameter in self._model.parameters():
             assert isinstance(parameter, DTensor)
             placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             by_rows = math.prod(ranks for ranks, each in placed if each.is_shard(0))
             if parameter.shape[0] % by_rows == 0:
-                pin(parameter.to_local().detach())
+                yield parameter.to_local().detach()
 
     def _modules(self) -> list[FSDPModule]:
         """One for each group; none where nothing is sharded."""

@@ -139,11 +139,12 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
 def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_after_a_kill(
     model, tmp_path, alone, ranks, layout, lora, less_memory
 ) -> None:
+    less_memory = {**less_memory}
+    offload = less_memory.pop("offload", "none")  # of the run; all others are settings
     logprobs, expected = alone(lora)
     files = ranks if lora is None else 1
     snapshot = tmp_path / "snapshots" / "s2"
-    less_memory = dict(less_memory)
-    training = TrainingSpec(layout=layout, lora=lora, offload=less_memory.pop("offload", "none"))
+    training = TrainingSpec(layout=layout, lora=lora, offload=offload)
     settings = {**SETTINGS, **less_memory, "ranks": ranks, "training": training, "wait": False}
     with trainer_process(model, tmp_path, lease=1, **settings) as client:
         client.wait_until_serving(COMPILE_SECONDS)

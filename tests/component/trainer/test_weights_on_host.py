@@ -7,6 +7,7 @@ that is only a name takes its place. Whatever mixed two devices up would raise.
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -49,16 +50,35 @@ def place_of(tensor: torch.Tensor) -> Place:
     return tensor.device.type, tensor.dtype
 
 
-def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
-    """Two micro-batches and a step of the first of two ranks. Sends where its weights were during
-    the computation; where weights, gradients and moments are after it; and where pieces were
-    stepped."""
+def ranks_on_a_gpu(*, rank: int) -> DeviceMesh:
+    """One of two ranks, which has nobody to talk to, on a device that is a name in this process."""
     _setup_privateuseone_for_python_backend("gpu")
     for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
         module._get_device_handle = lambda kind: torch.cpu  # streams that do nothing
     torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("shards",))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    return init_device_mesh("gpu", (2,), mesh_dim_names=("shards",))
+
+
+def sent_by(target: Callable[..., None], argument: object) -> Any:
+    """What a process of its own sends: the name of the device is its for good."""
+    context = multiprocessing.get_context("spawn")
+    sent = context.Queue()
+    rank = context.Process(target=target, args=(argument, sent))
+    rank.start()
+    try:
+        rank.join(timeout=120)
+        assert rank.exitcode == 0
+        return sent.get(timeout=10)
+    finally:
+        rank.kill()
+
+
+def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
+    """Two micro-batches and a step of the first of two ranks. Sends where its weights were during
+    the computation; where weights, gradients and moments are after it; and where pieces were
+    stepped."""
+    mesh = ranks_on_a_gpu(rank=0)
     seen: list[Place] = []
     stepped: list[Place] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -96,12 +116,7 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
 def load_beside_a_gpu(model: Path, sent: Any) -> None:
     """The second of two ranks loads its part of a model, of which some matrices have an odd number
     of rows. Sends where its parts are, and which of them are not pinned before FSDP moves them."""
-    _setup_privateuseone_for_python_backend("gpu")
-    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
-        module._get_device_handle = lambda kind: torch.cpu
-    torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    mesh = init_device_mesh("gpu", (2,), mesh_dim_names=("shards",))
+    mesh = ranks_on_a_gpu(rank=1)
     made: list[ShardGroups] = []
     empty = torch.empty
 
@@ -117,36 +132,22 @@ def load_beside_a_gpu(model: Path, sent: Any) -> None:
         torch.empty = empty
 
     loaded = load_model(model, prepare=prepare, on_host=True)
-    pinned: list[torch.Tensor] = []
-    made[0].pin(pinned.append)
     parts = {name: local(each.detach()) for name, each in loaded.named_parameters()}
-    held = {each.data_ptr() for each in pinned}
+    held = {each.data_ptr() for each in made[0].even_parts()}
     odd = {name for name, each in parts.items() if each.data_ptr() not in held}
     sent.put(({each.device.type for each in parts.values()}, odd))
 
 
 def test_what_is_loaded_stays_on_the_host_and_what_fsdp_moves_is_not_pinned(tmp_path) -> None:
     model = write_tiny_model(tmp_path / "odd", architecture="llama", intermediate=63)
-    context = multiprocessing.get_context("spawn")
-    sent = context.Queue()
-    rank = context.Process(target=load_beside_a_gpu, args=(model, sent))
-    rank.start()
-    rank.join(timeout=120)
-    assert rank.exitcode == 0
-    devices, odd = sent.get(timeout=10)
+    devices, odd = sent_by(load_beside_a_gpu, model)
     assert devices == {"cpu"}
     assert {name.rpartition("mlp.")[2] for name in odd} == {"gate_proj.weight", "up_proj.weight"}
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gpu_computes_and_steps_what_the_host_keeps(states) -> None:
-    context = multiprocessing.get_context("spawn")
-    sent = context.Queue()
-    rank = context.Process(target=train_beside_a_gpu, args=(states, sent))
-    rank.start()
-    rank.join(timeout=120)
-    assert rank.exitcode == 0
-    computed, kept, stepped = sent.get(timeout=10)
+    computed, kept, stepped = sent_by(train_beside_a_gpu, states)
     assert computed == {("gpu", torch.bfloat16)}
     assert kept == {("cpu", states)}
     assert stepped == {("gpu", torch.float32)}

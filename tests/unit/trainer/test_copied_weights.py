@@ -8,6 +8,7 @@ import torch
 
 from tests.support.local_trainer import (
     SPEC,
+    assert_same,
     data_of,
     forward_backward,
     gradients,
@@ -41,13 +42,6 @@ def alone(*given, **settings) -> Operations:
     made = make(*given, dtype="bfloat16", micro_batch_tokens=24, **settings)
     assert made.trainer.backend._mesh is None
     return made
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        assert torch.equal(found[name], whole), name
 
 
 @pytest.mark.parametrize(

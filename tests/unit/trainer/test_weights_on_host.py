@@ -5,7 +5,6 @@ a GPU is in `tests/component/trainer/test_weights_on_host.py`.)"""
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tandem.errors import InvalidRequest
@@ -13,6 +12,7 @@ from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 from tests.support.local_trainer import (
     SPEC,
+    assert_same,
     data_of,
     forward_backward,
     gradients,
@@ -53,16 +53,6 @@ def on_host(*given, **settings) -> Operations:
         shards = group._get_fsdp_state()._fsdp_param_group.fsdp_params
         assert shards and all(each.offload_to_cpu for each in shards)
     return made
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        whole, other = (
-            each.full_tensor() if hasattr(each, "full_tensor") else each
-            for each in (tensor, found[name])
-        )
-        assert torch.equal(other, whole), name
 
 
 @pytest.mark.parametrize("way", WAYS)
