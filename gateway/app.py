@@ -53,7 +53,7 @@ from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
-from tandem.errors import StorageFailed, TandemError
+from tandem.errors import StorageFailed, TandemError, describe
 from tandem.heartbeat import send_heartbeats
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
@@ -274,7 +274,7 @@ class GatewayServer(uvicorn.Server):
 
     def _why_deaf(self, error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
-        reason = "another program listens there" if used else error.strerror or str(error)
+        reason = "another program listens there" if used else error.strerror or describe(error)
         return (
             f"the gateway cannot listen on {self.config.host}:{self.config.port}: {reason}; choose "
             "another address with --host (TANDEM_HOST) or --port (TANDEM_PORT; 0: any free one)"
@@ -333,7 +333,7 @@ def _sentence(error: Exception) -> str:
         return error.message
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return describe(error, typed=True).partition(chr(10))[0]
 
 
 def _keep_what_is_loaded() -> None:

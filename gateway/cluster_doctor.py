@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gateway.doctor import Finding, Level
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import InvalidRequest, TandemError, describe
 from tandem.settings import GatewaySettings
 
 Object: TypeAlias = dict[str, Any]
@@ -371,7 +371,7 @@ def read_settings(file: Path) -> dict[str, str]:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
-        raise InvalidRequest(f"the settings cannot be read: {error}") from error
+        raise InvalidRequest(f"the settings cannot be read: {describe(error)}") from error
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
     return {name: value for name, _, value in pairs}
 
@@ -427,7 +427,7 @@ def _asker() -> ApiCall:
             config.load_config()
     except config.ConfigException as error:
         raise InvalidRequest(
-            f"there is no way to a cluster ({error}); set KUBECONFIG, as for kubectl"
+            f"there is no way to a cluster ({describe(error)}); set KUBECONFIG, as for kubectl"
         ) from error
     api = client.ApiClient()
 
@@ -440,7 +440,7 @@ def _asker() -> ApiCall:
         try:
             answer = api.call_api(*serialized, _request_timeout=20)
         except Exception as error:
-            raise InvalidRequest(f"the API server does not answer: {error}") from error
+            raise InvalidRequest(f"the API server does not answer: {describe(error)}") from error
         content = answer.read()
         if answer.status == 404:
             return None

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from gateway.core import Gateway
 from gateway.storage.log_files import tidy_logs
-from tandem.errors import StorageFailed
+from tandem.errors import StorageFailed, describe
 from tandem.telemetry import get_log
 
 _HOUSEKEEPING_INTERVAL = 30.0
@@ -132,7 +132,7 @@ class Housekeeping:
                 },
             )
         except OSError as error:  # such as a full disk: the rest of the house is kept all the same
-            self._log.error("logs_not_tidied", reason=str(error))
+            self._log.error("logs_not_tidied", reason=describe(error))
 
     async def _collect(self, run_ids: list[str]) -> None:
         self._in_use.update(run_ids)  # if this fails, the next `keep_house` does it

@@ -61,7 +61,7 @@ from sampler_service.work import (
     WaitingList,
     Work,
 )
-from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied
+from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied, describe
 from tandem.telemetry import get_log
 
 
@@ -202,7 +202,7 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             self._log.exception("engine_failed")
             self._lifecycle.fail()
-            self._fail(WorkerDied(f"the engine failed: {error}"))
+            self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
 
     def turn(self) -> None:
         """Take what has arrived, then do one thing: a step, a switch, a load, or a wait."""

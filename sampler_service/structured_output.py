@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput, without_paths
+from tandem.errors import (
+    Overloaded,
+    StructuredOutputInvalid,
+    UnsupportedInput,
+    describe,
+    without_paths,
+)
 from tandem.v1 import sampler_pb2
 
 if TYPE_CHECKING:
@@ -228,7 +234,9 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
             else LLMatcher.grammar_from_json_schema(grammar.text, overrides={"lenient": False})
         )
     except ValueError as error:
-        raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(str(error))}") from error
+        raise StructuredOutputInvalid(
+            f"{name} is refused: {on_one_line(describe(error))}"
+        ) from error
     limits = LLParserLimits(
         initial_lexer_fuel=_BUILD_FUEL,
         step_lexer_fuel=_STEP_FUEL,
@@ -262,7 +270,7 @@ def _check_items(schema: str) -> None:
         json.loads(schema, strict=False, object_pairs_hook=add, parse_int=float)
     except (ValueError, RecursionError) as error:
         raise StructuredOutputInvalid(
-            f"the JSON schema is refused: {on_one_line(str(error))}"
+            f"the JSON schema is refused: {on_one_line(describe(error))}"
         ) from error
     if not items <= _MOST_ITEMS:
         raise StructuredOutputInvalid(
@@ -316,7 +324,7 @@ def load_tokenizer(model: Path, *, vocabulary: int, end_tokens: tuple[int, ...])
     except Exception as error:  # the library raises nothing narrower
         raise UnsupportedInput(
             "structured output needs the model's tokenizer, which does not load: "
-            f"{without_paths(str(error))}"
+            f"{without_paths(describe(error))}"
         ) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

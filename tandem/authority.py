@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tandem.certificate import GATEWAY_NAME, Certificate
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, describe
 
 _CLOCKS_DIFFER = timedelta(days=1)
 _LIFETIME = timedelta(days=3650)
@@ -86,7 +86,7 @@ class Authority:
             ) from error
         except (ValueError, TypeError) as error:
             raise InvalidRequest(
-                f"{folder} has no certificate authority in tls.crt and tls.key: {error}"
+                f"{folder} has no certificate authority in tls.crt and tls.key: {describe(error)}"
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise InvalidRequest(f"the key of the authority in {folder} is no ECDSA key")

@@ -115,7 +115,7 @@ class TandemError(Exception):
     @property
     def message(self) -> str:
         """The sentence, truncated: it may quote what a client sent, which may be megabytes."""
-        text = str(self.args[0]) if self.args else self.type
+        text = (str(self.args[0]) if self.args else "") or self.type
         return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
     @property
@@ -163,6 +163,22 @@ def without_paths(text: str) -> str:
     Literal example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
     """
     return _FOLDERS.sub("", text)
+
+
+def describe(error: BaseException, *, typed: bool = False) -> str:
+    """Return the sentence of an error of any library, for people. An error without a sentence is
+    shown by its type and its cause. `typed` puts the type before a sentence, too.
+
+    Literal example: `AssertionError()` raised from `KeyError("rank")` is
+    `AssertionError, caused by KeyError: 'rank'`.
+    """
+    name = type(error).__name__
+    text = error.message if isinstance(error, TandemError) else str(error).strip()
+    if text:
+        bare = isinstance(error, KeyError)  # its text is the key alone
+        return f"{name}: {text}" if typed or bare else text
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return f"{name}, caused by {describe(cause, typed=True)}" if cause else name
 
 
 # --- The request is wrong ----------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from prometheus_client import CollectorRegistry
 
 from tandem.devices import confine
-from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
+from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.fencing import Fence
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
@@ -157,7 +157,7 @@ class _Worker:
         self._log.error("start_failed", exc_info=error)
         if isinstance(error, TandemError):
             return self.fail(error)
-        return self.fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
+        return self.fail(WorkerStartFailed(describe(error, typed=True)))
 
     def fail(self, error: TandemError) -> int:
         self._failure = error.message
@@ -194,7 +194,7 @@ def _cause(error: BaseException, ranks: OtherRanks) -> TandemError:
 
     if isinstance(error, MicroBatchTooLarge):
         return OutOfMemory(f"rank 0 failed: {error}", tokens=error.tokens)
-    sentence = f"rank 0 failed: {type(error).__name__}: {error}"
+    sentence = f"rank 0 failed: {describe(error, typed=True)}"
     return ranks.cause_of_death(timeout=1.0) or WorkerDied(sentence)
 
 

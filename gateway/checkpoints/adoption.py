@@ -22,7 +22,7 @@ from gateway.identifiers import make_checkpoint_path, run_folder_name
 from gateway.storage.database import Database
 from gateway.storage.pairing import pair
 from gateway.storage.tables import checkpoints, runs, sessions, weight_versions
-from tandem.errors import CheckpointDamaged, NameTaken, SessionFinished, TandemError
+from tandem.errors import CheckpointDamaged, NameTaken, SessionFinished, TandemError, describe
 from tandem.weights import Manifest
 from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import read_again, sync_name
@@ -66,7 +66,7 @@ class CheckpointAdopter:
                     await self._take_back(folder, checkpoint, record)
                     done.adopted.append(str(checkpoint.path))
                 except (TandemError, OSError) as error:
-                    done.refused[folder] = str(error)
+                    done.refused[folder] = describe(error)
             await pair(self._database, self._data_dir)
             self._collector.paired = True
             return done
@@ -86,7 +86,7 @@ class CheckpointAdopter:
                     raise CheckpointDamaged(f"it has {size} bytes, not {record.bytes}")
                 found.append((folder, checkpoint, record))
             except (TandemError, OSError) as error:
-                done.refused[folder] = str(error)
+                done.refused[folder] = describe(error)
         return sorted(found, key=lambda item: -item[1].created_at)
 
     def _place(self, folder: str) -> Path:

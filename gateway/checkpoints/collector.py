@@ -44,6 +44,7 @@ from gateway.storage.tables import (
     sampling_sessions,
     weight_versions,
 )
+from tandem.errors import describe
 from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
@@ -237,7 +238,7 @@ class GarbageCollector:
                     self._throw_away(folder, self._data_dir / folder)
                 removed.append(folder)
             except OSError as error:  # stays where it is, and is tried again
-                self._log.error("not_put_away", folder=folder, reason=str(error))
+                self._log.error("not_put_away", folder=folder, reason=describe(error))
                 refused.append(folder)
         if quarantined := [folder for folder in lost if folder not in refused]:
             self._log.warning("quarantined", folders=quarantined, hint=QUARANTINED)
@@ -250,7 +251,7 @@ class GarbageCollector:
             try:
                 self._throw_away(folder, self.quarantine.path(folder))
             except OSError as error:  # stays where it is, and is tried again
-                self._log.error("not_removed", path=folder, reason=str(error))
+                self._log.error("not_removed", path=folder, reason=describe(error))
             else:
                 self._log.warning("quarantine_ended", folder=folder)
                 ended.append(folder)
@@ -272,7 +273,7 @@ class GarbageCollector:
                 try:
                     shutil.rmtree(child) if _is_own_folder(child) else child.unlink()
                 except OSError as error:  # stays in the trash until it is emptied again
-                    self._log.error("not_removed", path=str(child), reason=str(error))
+                    self._log.error("not_removed", path=str(child), reason=describe(error))
 
     def _remove_empty_run_folders(self, run_id: str | None) -> None:
         for folder in self._run_folders(run_id):

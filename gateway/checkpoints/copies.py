@@ -30,6 +30,7 @@ from tandem.errors import (
     InvalidRequest,
     StorageFailed,
     StorageFull,
+    describe,
     without_paths,
 )
 from tandem.weights import Manifest, PartialVersion, new_version_name
@@ -216,7 +217,7 @@ def _link_files(
                 f"there is no room for a copy of {source.path}; nothing of it is left, try again "
                 "when there is"
             ) from error
-        why = without_paths(str(error))
+        why = without_paths(describe(error))
         if isinstance(error, FileNotFoundError):
             raise CheckpointDamaged(f"{source.path} could not be copied: {why}") from error
         raise StorageFailed(

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tandem.errors import describe
 from tandem.telemetry import get_log
 from tandem.weights.store import give_name, make_folder
 
@@ -68,5 +69,5 @@ class Quarantine:
                 elif overdue.stat().st_mtime + self._grace <= now:
                     found.append(folder)
             except OSError as error:  # tried again the next time
-                self._log.error("not_removed", path=str(path), reason=str(error))
+                self._log.error("not_removed", path=str(path), reason=describe(error))
         return found

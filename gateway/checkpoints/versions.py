@@ -17,7 +17,7 @@ from gateway.checkpoints.catalog import Checkpoint
 from gateway.identifiers import relative_version_folder
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, weight_versions
-from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, without_paths
+from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, describe, without_paths
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
 from tandem.weights.manifest import MANIFEST_NAME
@@ -131,5 +131,5 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
             names = [entry.name for entry in manifest.files]
         return {name: check_own_file(folder, name) for name in names}
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:
-        why = without_paths(str(error))
+        why = without_paths(describe(error))
         raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {why}") from error

@@ -27,7 +27,7 @@ from typing import Literal
 import xxhash
 
 from gateway.metrics import Metrics
-from tandem.errors import TandemError
+from tandem.errors import TandemError, describe
 from tandem.telemetry import get_log
 from tandem.weights.store import fsync_path, make_folder
 
@@ -288,7 +288,7 @@ class FutureTable:
         try:
             await asyncio.to_thread(write_file, file, body)
         except OSError as error:  # it stays in memory, which is better than losing it
-            self._log.error("result_not_written", reason=str(error))
+            self._log.error("result_not_written", reason=describe(error))
             return
         self.metrics.spilled_bytes.inc(len(body))
         future.outcome = replace(future.outcome, body=b"", file=file, file_bytes=len(body))

@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, Way
 from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
-from tandem.errors import CannotSleep, OutOfMemory, StorageFailed
+from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, describe
 from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 
@@ -103,7 +103,7 @@ class Switches:
             async with asyncio.timeout(self._settings.switch_timeout):
                 switched = await lease.tenant.sleep(lease.token, SleepPlan())
         except Exception as error:  # noqa: BLE001 - what is wrong shows when it is to wake
-            self._log.warning("worker_not_measured", worker=lease.key, reason=str(error))
+            self._log.warning("worker_not_measured", worker=lease.key, reason=describe(error))
             return
         if lease.state == "free" and lease.present:
             lease.residence.fell_asleep("disk" if switched.disk_bytes else "host", switched)
@@ -143,7 +143,7 @@ class Switches:
         except Exception as error:
             if direction == "sleep" and isinstance(error, _NO_ROOM):
                 raise
-            await self.end(lease, f"it did not {direction}: {error}")  # it is of no use
+            await self.end(lease, f"it did not {direction}: {describe(error)}")  # it is of no use
             return None
         seconds = self._loop.time() - began
         self.count += 1

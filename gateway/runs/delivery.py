@@ -19,7 +19,7 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
-from tandem.errors import InternalError, OperationTimedOut, TandemError, from_failure
+from tandem.errors import InternalError, OperationTimedOut, TandemError, describe, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 
@@ -155,7 +155,7 @@ class CallDelivery:
             try:
                 reply = await client.progress()
             except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
-                self._log.debug("no_progress", reason=str(error))
+                self._log.debug("no_progress", reason=describe(error))
                 continue
             if reply.seq_id == call.operation.seq_id + 1:
                 call.progress = Progress(

@@ -15,7 +15,7 @@ from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.sampler import Sampler
 from gateway.workers.clients import WorkerUnavailable
-from tandem.errors import SequenceGap, TandemError
+from tandem.errors import SequenceGap, TandemError, describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 
@@ -127,4 +127,4 @@ class WeightPublisher:
             try:
                 await (await self._trainer.client()).release(version)
             except (WorkerUnavailable, TandemError) as error:
-                self._log.warning("handoff_not_released", version=version, reason=str(error))
+                self._log.warning("handoff_not_released", version=version, reason=describe(error))

@@ -11,7 +11,7 @@ from gateway.runs.replay import ReplayLog, Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient, WorkerUnavailable
-from tandem.errors import LimitExceeded, StorageFailed, TandemError
+from tandem.errors import LimitExceeded, StorageFailed, TandemError, describe
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
@@ -60,7 +60,7 @@ class SnapshotTaker:
         try:
             self._asked = await self._snapshots.new_folder(run, step=run.step + 1)
         except (LimitExceeded, StorageFailed, OSError) as error:  # the step goes on without it
-            self._note_none(str(error))
+            self._note_none(describe(error))
         return self._asked
 
     def follow(self, client: TrainerClient, folder: str) -> None:
@@ -80,7 +80,7 @@ class SnapshotTaker:
         try:
             self._asked = await self._snapshots.new_folder(run, step=run.step)
         except (LimitExceeded, StorageFailed, OSError) as error:
-            self._note_none(str(error))
+            self._note_none(describe(error))
             return
         request = trainer_pb2.TakeSnapshotRequest(path=self._asked)
         await self._note(lambda: client.take_snapshot(request), self._asked)
@@ -114,7 +114,7 @@ class SnapshotTaker:
                 seconds=round(reply.seconds, 4),
             )
         except (WorkerUnavailable, TandemError) as error:
-            self._note_none(str(error))
+            self._note_none(describe(error))
         finally:
             if self._asked == folder:
                 self._asked = ""
@@ -128,7 +128,7 @@ class SnapshotTaker:
         try:
             snapshot = await self._snapshots.share(self._run, saved)
         except OSError as error:
-            self._log.info("save_not_shared", reason=str(error))
+            self._log.info("save_not_shared", reason=describe(error))
             return
         self.problem = ""
         self._snapshots.add(self._run, snapshot)

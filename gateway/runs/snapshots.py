@@ -24,7 +24,7 @@ from gateway.runs.replay import Snapshot
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
-from tandem.errors import TandemError
+from tandem.errors import TandemError, describe
 from tandem.telemetry import get_log
 from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import give_name, make_folder
@@ -131,7 +131,7 @@ class SnapshotStore:
                 )
                 await self._checkpoints.put(checkpoint)
         except (OSError, TandemError) as error:
-            reason = str(error) or type(error).__name__
+            reason = describe(error)
             self._log.error("snapshot_not_kept", run_id=run.id, reason=reason)
             return None
         finally:

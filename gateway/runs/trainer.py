@@ -43,6 +43,7 @@ from tandem.errors import (
     OutOfMemory,
     TandemError,
     WorkerDied,
+    describe,
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -213,7 +214,7 @@ class RunTrainer:
                     )
                     await client.restore(request)
         except (WorkerUnavailable, TandemError, TimeoutError) as error:
-            self._log.warning("trainer_not_adopted", reason=str(error))
+            self._log.warning("trainer_not_adopted", reason=describe(error))
             return None
         run.step = run.about.step
         return client

@@ -25,7 +25,7 @@ from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
 from gateway.workers.worker import Worker
-from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure
+from tandem.errors import CannotSleep, TandemError, WorkerDied, describe, from_failure
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
@@ -276,7 +276,7 @@ class TrainerHost:
         try:
             await self._client(self.worker).remove_run(run_id)
         except (WorkerUnavailable, TandemError) as error:
-            self._log.warning("run_not_removed", run_id=run_id, reason=str(error))
+            self._log.warning("run_not_removed", run_id=run_id, reason=describe(error))
             if self.worker is not None:
                 await self._end("it did not let go of a run that had ended", at_once=True)
         else:
@@ -294,7 +294,9 @@ class TrainerHost:
             about = await self._client(self.worker).describe()
         except (WorkerUnavailable, TandemError) as error:
             if self.worker is not None:
-                await self._end(f"it did not answer the next gateway: {error}", at_once=True)
+                await self._end(
+                    f"it did not answer the next gateway: {describe(error)}", at_once=True
+                )
             return
         self.hosted = set(about.run_ids)
         for run_id in self.hosted - self.runs:

@@ -36,7 +36,7 @@ from gateway.workers.clients import (
 from gateway.workers.fleet import Fleet
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
-from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
+from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
@@ -336,7 +336,9 @@ class SamplerEngine:
             self._adopted = None
             if not isinstance(error, TandemError):
                 self._log.exception("adoption_failed")
-            self._on_exit(f"the sampler was of no use after the gateway's restart: {error}")
+            self._on_exit(
+                f"the sampler was of no use after the gateway's restart: {describe(error)}"
+            )
         else:
             self._adopted = None
             self._serve(worker)

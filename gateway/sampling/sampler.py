@@ -35,7 +35,7 @@ from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker
-from tandem.errors import InternalError, TandemError, WorkerDied, from_failure
+from tandem.errors import InternalError, TandemError, WorkerDied, describe, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import version_number
@@ -333,7 +333,9 @@ class Sampler:
             try:
                 return await self._ask(load, lambda client: client.load(request))
             except (EngineLost, WorkerUnavailable, TandemError) as error:
-                self._log.warning("version_not_loaded", engine=engine.process, reason=str(error))
+                self._log.warning(
+                    "version_not_loaded", engine=engine.process, reason=describe(error)
+                )
             except asyncio.CancelledError:
                 if not load.was_only_taken_back():
                     raise

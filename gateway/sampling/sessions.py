@@ -31,7 +31,7 @@ from gateway.limits import Quotas
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
-from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights
+from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights, describe
 from tandem.telemetry import get_log
 from tandem.weights import version_number
 
@@ -90,7 +90,7 @@ class SamplingSessionRegistry:
                     "sampling_session_not_restored",
                     sampling_session_id=row["id"],
                     session_id=row["session_id"],
-                    reason=str(error),
+                    reason=describe(error),
                 )
 
     def all(self) -> list[SamplingSession]:

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import typed
 from gateway.storage.work_thread import WorkThread
+from tandem.errors import describe
 from tandem.telemetry import get_log
 
 
@@ -46,7 +47,7 @@ class LogSync:
                 await self._thread.run(self._sync_file)
             except (OSError, DBAPIError) as error:
                 failed = typed(error)
-                get_log().error("sync_failed", reason=str(error))
+                get_log().error("sync_failed", reason=describe(error))
             self._in_doubt = failed is not None
             for done in batch:
                 if done.done():  # its caller is gone

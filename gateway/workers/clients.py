@@ -13,7 +13,14 @@ import grpc
 import grpc.aio
 
 from gateway.workers.worker import Worker
-from tandem.errors import InternalError, OperationTimedOut, OutOfMemory, WorkerDied, without_paths
+from tandem.errors import (
+    InternalError,
+    OperationTimedOut,
+    OutOfMemory,
+    WorkerDied,
+    describe,
+    without_paths,
+)
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
@@ -292,7 +299,7 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.UsageError as error:  # of a channel that was closed
-        raise WorkerUnavailable(str(error)) from error
+        raise WorkerUnavailable(describe(error)) from error
     except grpc.aio.AioRpcError as error:
         worker.epoch.check(error)
         code, details = error.code(), without_paths(error.details() or "")

@@ -27,6 +27,7 @@ from tandem.errors import (
     WorkerDied,
     WorkerMayRun,
     WorkerStartFailed,
+    describe,
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -173,7 +174,7 @@ class Fleet:
             self._records.pop(handle.worker_id, None)
             await worker.channel.close()
             if not isinstance(error, asyncio.CancelledError):
-                await self.stop_left_worker(handle, str(error))
+                await self.stop_left_worker(handle, describe(error))
             raise
         return self._note_adopted(record, worker)
 

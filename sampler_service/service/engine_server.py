@@ -19,7 +19,7 @@ from typing import NoReturn, cast
 
 from sampler_service.engine import Engine, EngineRequest, EngineResult, StepOutput
 from sampler_service.structured_output import Grammar, GrammarCache
-from tandem.errors import TandemError
+from tandem.errors import TandemError, describe
 from tandem.telemetry import get_log
 from tandem.worker import die_with_parent
 
@@ -109,7 +109,7 @@ class EngineServer:
             self._connection.send(Refusal(error))
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             get_log().exception("engine_failed")
-            self._connection.send(Failure(str(error)))
+            self._connection.send(Failure(describe(error)))
 
     def _receive(self) -> None:
         """Read all that comes, at once: so that the other end never waits for this one to read, and

@@ -34,7 +34,7 @@ from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.devices import confine, parse_device, together
-from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
+from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.fencing import Fence
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
@@ -148,7 +148,9 @@ class _Process:
             reported = (
                 error
                 if isinstance(error, TandemError)
-                else WorkerStartFailed(f"vLLM did not start with {self._spec.model_name}: {error}")
+                else WorkerStartFailed(
+                    f"vLLM did not start with {self._spec.model_name}: {describe(error)}"
+                )
             )
             self._link.report(WorkerReport(error_type=reported.type, error=reported.message))
             fail(reported)

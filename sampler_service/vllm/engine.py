@@ -70,6 +70,7 @@ from tandem.errors import (
     InvalidRequest,
     LoadFailed,
     UnsupportedInput,
+    describe,
     without_paths,
 )
 from tandem.model_config import end_tokens, model_length
@@ -181,7 +182,7 @@ class VllmEngine:
                 self._place_first(pending)
             except (ValueError, VLLMValidationError) as error:  # must not end the engine
                 self.abort([request.id])
-                refusal = InvalidRequest(f"vLLM refuses the request: {error}")
+                refusal = InvalidRequest(f"vLLM refuses the request: {describe(error)}")
                 step.results.append(EngineResult(id=request.id, samples=(), failure=refusal))
             placed += request.distinct_samples
 
@@ -359,7 +360,7 @@ class VllmEngine:
         try:
             missing = self._on_workers(method, *args, **kwargs)
         except Exception as error:
-            raise WeightsTouched(f"vLLM could not load {name}: {error}") from error
+            raise WeightsTouched(f"vLLM could not load {name}: {describe(error)}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights
         return frozenset().union(*missing)
 
@@ -419,7 +420,7 @@ class VllmEngine:
         try:
             added = self._engine.add_lora(request)
         except Exception as error:
-            raise LoadFailed(f"vLLM refuses {name} as an adapter: {error}") from error
+            raise LoadFailed(f"vLLM refuses {name} as an adapter: {describe(error)}") from error
         if not added:
             raise LoadFailed(f"vLLM refuses {name} as an adapter")
         method = WeightsExtension.tandem_adapter_sums
@@ -427,7 +428,9 @@ class VllmEngine:
             differ = adapters_differ(self._on_workers(method, number, str(directory)))
         except Exception as error:  # of its files, as a rule
             self._engine.remove_lora(number)
-            raise LoadFailed(f"{name} cannot be compared with its files: {error}") from error
+            raise LoadFailed(
+                f"{name} cannot be compared with its files: {describe(error)}"
+            ) from error
         if differ:
             self._engine.remove_lora(number)
             raise LoadFailed(f"{name}: the engine does not hold this adapter, but other numbers")
@@ -447,6 +450,6 @@ class VllmEngine:
         except Exception as error:  # the library raises nothing narrower
             raise UnsupportedInput(
                 "stop strings need the model's tokenizer, which does not load: "
-                f"{without_paths(str(error))}"
+                f"{without_paths(describe(error))}"
             ) from error
         use_tokenizer(self._engine, tokenizer)

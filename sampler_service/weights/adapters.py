@@ -28,7 +28,7 @@ from sampler_service.weights.loader import (
     read_inventory,
     verified_manifest,
 )
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, describe
 from tandem.model_config import read_json
 from tandem.weights import Canary
 from tandem.weights.store import read_again
@@ -181,7 +181,7 @@ class AdapterCache:
                 version.path, base=self._base, max_rank=facts.max_lora_rank, name=version.name
             )
         except (OSError, ValueError) as error:  # unreadable, or not JSON
-            raise LoadFailed(f"{version.name} cannot be read: {error}") from error
+            raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         return Verified(version, manifest.canary, bytes=manifest.bytes)
 
     def add(self, verified: Verified) -> LoadOutcome | None:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import safe_open
 
 from sampler_service.weights.made_files import MadeFiles
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, describe
 from tandem.model_config import model_files
 from tandem.weights import Checksum, Manifest, open_base
 from tandem.weights.delta import Bytes, Patch
@@ -108,7 +108,9 @@ def damage_named(patch: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise LoadFailed(f"{patch.parent.name}/{patch.name} is damaged: {error}") from error
+        raise LoadFailed(
+            f"{patch.parent.name}/{patch.name} is damaged: {describe(error)}"
+        ) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, describe
 from tandem.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
         # By now it may be another process's, and a pipe, whose opening would wait for a writer.
         file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise LoadFailed(f"{handoff.name} is not in the trainer's memory: {error}") from error
+        raise LoadFailed(
+            f"{handoff.name} is not in the trainer's memory: {describe(error)}"
+        ) from error
     try:
         found = os.fstat(file)
         if (found.st_ino, found.st_size) != (where.inode, handoff.bytes):

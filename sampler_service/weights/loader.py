@@ -30,7 +30,7 @@ from sampler_service.weights.files import (
 )
 from sampler_service.weights.made_files import MadeFiles
 from sampler_service.weights.staging import staging_threads
-from tandem.errors import LoadFailed, without_paths
+from tandem.errors import LoadFailed, describe, without_paths
 from tandem.model_config import model_files, text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -129,7 +129,7 @@ class Loader:
             return self._accept(version, version.handoff)
         except (LoadFailed, OSError) as error:  # the latter of a small file, on NFS
             read = self._read_files(replace(version, handoff=None), go_on)
-            return replace(read, handoff_failure=without_paths(str(error)))
+            return replace(read, handoff_failure=without_paths(describe(error)))
 
     def _accept(self, version: WeightVersion, handoff: common_pb2.Handoff) -> Verified:
         """Check that what is handed over is what the engine expects, by its description alone.
@@ -157,7 +157,7 @@ class Loader:
             sums = None if manifest is None else self._read(version.path, manifest, go_on, made)
             size = sum(file.path.stat().st_size for file in weights_files(version.path))
         except OSError as error:
-            raise LoadFailed(f"{version.name} cannot be read: {error}") from error
+            raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         canary = None if manifest is None else manifest.canary
         seconds = time.monotonic() - started
         return Verified(version, canary, sums, made.contents, bytes=size, seconds=seconds)
@@ -236,7 +236,7 @@ class Loader:
                 raise WeightsTouched(
                     f"{version.name}: the engine holds other numbers in {_some(wrong)}, and the "
                     "base model, which would tell whether it keeps numbers as they are, cannot be "
-                    f"read: {error}"
+                    f"read: {describe(error)}"
                 ) from error
             self._adds_up = not differing(self._base_sums, base)
         if self._adds_up or version.is_base or version.handoff is not None:
@@ -366,7 +366,9 @@ def _read_header(file: Path) -> Inventory:
                 for name, part in slices.items()
             }
     except (OSError, SafetensorError) as error:
-        raise LoadFailed(f"{file.parent.name}/{file.name} is not safetensors: {error}") from error
+        raise LoadFailed(
+            f"{file.parent.name}/{file.name} is not safetensors: {describe(error)}"
+        ) from error
 
 
 def loadable(inventory: Inventory, *, tied: bool) -> Inventory:

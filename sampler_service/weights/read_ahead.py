@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 
 from sampler_service.weights.loader import Verified, WeightVersion
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, describe
 from tandem.telemetry import get_log
 
 Verify = Callable[[WeightVersion, Callable[[], None]], Verified]
@@ -123,7 +123,7 @@ class ReadAhead:
             name = reading.version.name
             get_log().exception("version_unreadable", version=name)
             reading.result.set_exception(
-                LoadFailed(f"{name} cannot be read: {type(error).__name__}: {error}")
+                LoadFailed(f"{name} cannot be read: {describe(error, typed=True)}")
             )
         self._on_done()
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sampler_service.weights.files import TensorSource
-from tandem.errors import without_paths
+from tandem.errors import describe, without_paths
 from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 
@@ -163,7 +163,7 @@ class _Staging:
             memory = self._allocate(stored.nbytes)
         except RuntimeError as error:  # which torch's own are kinds of
             self._refused = True
-            get_log().warning("weights_not_staged", error=without_paths(str(error)))
+            get_log().warning("weights_not_staged", error=without_paths(describe(error)))
             return None
         self._in_use.append((weakref.ref(memory.untyped_storage()), stored.nbytes))
         return memory

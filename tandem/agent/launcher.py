@@ -19,7 +19,13 @@ from tandem.agent.pool import Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
 from tandem.agent.worker_process import WorkerProcess, group_members
-from tandem.errors import IllegalTransition, SuspendFailed, WorkerStartFailed, without_paths
+from tandem.errors import (
+    IllegalTransition,
+    SuspendFailed,
+    WorkerStartFailed,
+    describe,
+    without_paths,
+)
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
 from tandem.telemetry import get_log
@@ -85,7 +91,7 @@ class ProcessLauncher:
                 worker = await self._spawn(spec)
             except OSError as error:
                 raise WorkerStartFailed(
-                    f"the {spec.kind} could not be started: {without_paths(str(error))}"
+                    f"the {spec.kind} could not be started: {without_paths(describe(error))}"
                 ) from error
             self._workers[spec.worker_id] = worker  # `stop` finds it from here on
             worker.ended.add_done_callback(lambda _: self._note_end(worker))

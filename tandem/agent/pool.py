@@ -19,6 +19,7 @@ from importlib.util import find_spec
 import psutil
 
 from tandem.agent.worker_process import kill_group
+from tandem.errors import describe
 from tandem.telemetry import get_log
 from tandem.worker import WorkerKind, without_secrets
 from tandem.worker_settings import PoolSettings
@@ -228,7 +229,7 @@ class Pool:
                 ours.close()
                 if not isinstance(error, OSError):
                     raise
-                self._log.error("idle_process_not_started", kind=kind, error=str(error))
+                self._log.error("idle_process_not_started", kind=kind, error=describe(error))
                 self._wait_longer(kind)
                 return
         idle = _Idle(child, ours)

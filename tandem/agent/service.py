@@ -26,7 +26,7 @@ from tandem.agent.pool import pool_sizes
 from tandem.certificate import Certificate, read_certificate
 from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
-from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
+from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed, describe
 from tandem.heartbeat import send_heartbeats
 from tandem.host import this_host
 from tandem.settings import settings_fault
@@ -231,7 +231,7 @@ def _listen(server: grpc.aio.Server, listening: Listening, certificate: Certific
         server.add_secure_port(listening.address, server_credentials(certificate, clients=True))
     except RuntimeError as error:
         raise WorkerStartFailed(
-            f"the agent cannot listen at {listening.address}: {error}"
+            f"the agent cannot listen at {listening.address}: {describe(error)}"
         ) from error
 
 
@@ -241,7 +241,7 @@ def _listen_here(server: grpc.aio.Server, data_dir: Path) -> None:
     try:
         server.add_insecure_port(agent_address(data_dir))
     except RuntimeError as error:
-        raise WorkerStartFailed(f"the socket {path} cannot be made: {error}") from error
+        raise WorkerStartFailed(f"the socket {path} cannot be made: {describe(error)}") from error
     path.chmod(0o600)
 
 

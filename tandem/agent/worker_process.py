@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
 from tandem.channels import worker_channel
-from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, without_paths
+from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, describe, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import (
     SECRET_METADATA_KEY,
@@ -246,7 +246,7 @@ class WorkerProcess:
                 log.seek(max(start, size - _TAIL_BYTES))
                 text = log.read(_TAIL_BYTES).decode(errors="replace")
         except OSError as error:
-            text = f"({error})"
+            text = f"({describe(error)})"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         tail = " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
         sentence = f"the {self.spec.kind} exited with status {status}"

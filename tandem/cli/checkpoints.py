@@ -14,7 +14,7 @@ import typer
 
 from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, fail, print_json, say
 from tandem.cli.tables import Column, moment, show_table
-from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError
+from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
 
 app = typer.Typer(help="Checkpoints: list, delete, export and adopt.", no_args_is_help=True)
 
@@ -198,7 +198,7 @@ def _download(url: str, target: Path) -> int:
             for block in answer.iter_bytes(_BLOCK_BYTES):
                 size += file.write(block)
     except httpx.HTTPError as error:
-        raise ServerError(f"the download of {target.name} broke off: {error}") from error
+        raise ServerError(f"the download of {target.name} broke off: {describe(error)}") from error
     return size
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.errors import ServerError, UserError
+from tandem.errors import ServerError, UserError, describe
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint
 
@@ -98,7 +98,9 @@ def call(
             timeout=timeout,
         )
     except httpx.HTTPError as error:
-        raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
+        raise ServerError(
+            f"the gateway at {endpoint.url} does not answer: {describe(error)}"
+        ) from error
     if answer.is_error:
         raise ServerError(answer.json().get("error", answer.text))
     return answer.json() if answer.content else None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from tandem.cli.tables import byte_size
-from tandem.errors import ServerError, StorageFull, UserError
+from tandem.errors import ServerError, StorageFull, UserError, describe
 from tandem.model_config import INDEX_NAME
 from tandem.model_store import MODEL_NAME, RECORD_NAME, ModelRecord, read_record
 from tandem.weights.store import fsync_path
@@ -381,4 +381,4 @@ def _token() -> str:
 
 
 def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return describe(error).partition("\n")[0][:300]

@@ -26,7 +26,7 @@ from tandem.cli import (
     usage,
 )
 from tandem.cli.context import fail
-from tandem.errors import TandemError
+from tandem.errors import TandemError, describe
 from tandem.settings import settings_fault
 
 app = typer.Typer(
@@ -65,7 +65,7 @@ def main() -> None:
         fail(settings_fault(error))
         sys.exit(1)
     except (TandemError, ValueError) as error:
-        fail(str(error))
+        fail(describe(error))
         sys.exit(1)
     except OSError as error:  # such as a file that cannot be written
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

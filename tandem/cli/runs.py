@@ -14,7 +14,7 @@ import typer
 
 from tandem.cli.context import OWN_API, DataDir, JsonFlag, call, print_json, running_gateway, say
 from tandem.cli.tables import Column, moment, show_table
-from tandem.errors import ServerError
+from tandem.errors import ServerError, describe
 
 app = typer.Typer(
     help="Training runs: list them, show and export their steps.", no_args_is_help=True
@@ -169,7 +169,9 @@ def export(
             for block in answer.iter_bytes():
                 sys.stdout.buffer.write(block)
     except httpx.HTTPError as error:
-        raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
+        raise ServerError(
+            f"the gateway at {endpoint.url} does not answer: {describe(error)}"
+        ) from error
     sys.stdout.flush()
 
 

@@ -26,7 +26,7 @@ from tandem.custom_losses.implementations import (
     without_masks,
 )
 from tandem.custom_losses.operations import FACTORIES, INSPECTIONS, SIZE_KEEPING
-from tandem.errors import CustomLossFailed
+from tandem.errors import CustomLossFailed, describe
 
 _SMALL = 2**18
 """Elements below which an operation that keeps sizes is computed at once: to compute its size
@@ -108,7 +108,7 @@ class Interpreter:
             try:
                 value, elements = self._call(node, function, values)
             except Exception as error:  # torch and Python raise any kind for wrong arguments
-                sentence = f"{type(error).__name__}: {error}".splitlines()[0]
+                sentence = describe(error, typed=True).splitlines()[0]
                 raise self.failed(f"{node}: {sentence}"[:600]) from error
             values.append(value)
             total += elements

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from tandem.errors import LoadFailed, without_paths
+from tandem.errors import LoadFailed, describe, without_paths
 from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum_file
 
 _PARTIAL_PREFIX = ".partial-"
@@ -206,7 +206,7 @@ def open_version(
         content = read_again(Path.read_bytes, path / MANIFEST_NAME)
         manifest = Manifest.model_validate_json(content)
     except OSError as error:
-        why = without_paths(str(error))
+        why = without_paths(describe(error))
         raise LoadFailed(f"{path.name} is not a published weight version: {why}") from error
     except ValidationError as error:
         raise LoadFailed(f"the manifest of {path.name} is damaged: {error}") from error
@@ -217,7 +217,7 @@ def open_version(
         try:
             _check(path, entry, checksum=checksums, version=manifest.version, go_on=go_on)
         except OSError as error:
-            why = without_paths(str(error))
+            why = without_paths(describe(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
 
     in_threads(check, manifest.written, threads=threads)

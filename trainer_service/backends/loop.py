@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.errors import describe
 from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory, tokens_of
 from trainer_service.batches.micro_batches import (
@@ -65,7 +66,7 @@ def compute_share(
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            reason = str(error).partition("\n")[0][:300] or type(error).__name__
+            reason = describe(error).partition("\n")[0][:300]
         if reason:  # raised here, it does not hold the memory that the other error does
             lengths = batch.lengths.tolist()
             tokens = tokens_of(datums, lengths, packed=backend.packs) or STAND_IN_TOKENS

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem import trainer_memory
-from tandem.errors import TandemError
+from tandem.errors import TandemError, describe
 from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 from tandem.trainer_memory import (
@@ -134,7 +134,7 @@ def plan_memory(
     except TandemError:
         raise
     except UNFIT as error:  # a model's code may need values
-        get_log().warning("memory_not_planned", error=f"{type(error).__name__}: {error}"[:300])
+        get_log().warning("memory_not_planned", error=describe(error, typed=True)[:300])
         return None
     if world.rank == 0:
         get_log().info(

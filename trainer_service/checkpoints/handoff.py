@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandem.errors import describe
 from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -44,7 +45,7 @@ def keep_copy(name: str, backend: TrainerBackend) -> KeptCopy | None:
         try:
             return KeptCopy(name, size, backend)
         except (OSError, RuntimeError) as error:  # which torch's own for full memory is
-            reason = str(error)
+            reason = describe(error)
     get_log().warning("handoff_not_kept", version=name, reason=reason)
     return None
 
@@ -71,7 +72,7 @@ class KeptCopy:
                 try:
                     self._copy(name, tensor)
                 except RuntimeError as error:  # the files are written all the same
-                    self._failure = str(error)
+                    self._failure = describe(error)
             yield name, tensor
 
     def _copy(self, name: str, tensor: Tensor) -> None:
@@ -93,7 +94,7 @@ class KeptCopy:
             try:
                 self._memory.offer(self._message)
             except RuntimeError as error:  # such as of an allocator whose memory cannot be shared
-                self._failure = str(error)
+                self._failure = describe(error)
         if self._failure:
             get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
             return None

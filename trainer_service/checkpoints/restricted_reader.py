@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.futures import Future
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, describe
 from tandem.weights.store import read_again
 from trainer_service.checkpoints.storage import ByteCount, together
 
@@ -132,10 +132,12 @@ def read_layout(folder: Path, *, files: Collection[str]) -> Metadata:
     try:
         layout = read_again(_unpickle, folder / LAYOUT_NAME)
     except OSError as error:
-        raise CheckpointDamaged(f"checkpoint {folder.name} cannot be read: {error}") from error
+        raise CheckpointDamaged(
+            f"checkpoint {folder.name} cannot be read: {describe(error)}"
+        ) from error
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointDamaged(
-            f"the layout of checkpoint {folder.name} is damaged: {error}"
+            f"the layout of checkpoint {folder.name} is damaged: {describe(error)}"
         ) from error
     if not isinstance(layout, Metadata) or not isinstance(layout.storage_data, dict):
         raise CheckpointDamaged(f"the layout of checkpoint {folder.name} is of another kind")

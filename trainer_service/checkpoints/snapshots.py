@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from tandem.errors import InternalError, ServerError, TandemError
+from tandem.errors import InternalError, ServerError, TandemError, describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from trainer_service.checkpoints import training_state
@@ -66,7 +66,7 @@ class Snapshots:
             return
         began, trainer = time.perf_counter(), self._trainer
         live = training_state.state_of(trainer.backend)
-        record = training_state.describe(trainer, live, header)
+        record = training_state.record_of(trainer, live, header)
         copied = BlockingAsyncStager().stage(live)
         pause = time.perf_counter() - began
 
@@ -132,7 +132,7 @@ class Snapshots:
             reply = written.result()
         else:
             self._log.error("snapshot_failed", exc_info=fault)
-            error = InternalError(f"{type(fault).__name__} while a snapshot was written")
+            error = InternalError(f"{describe(fault, typed=True)}, while a snapshot was written")
             reply = trainer_pb2.AwaitSnapshotReply(failure=error.to_failure())
         if not self._trainer.control.rank:
             newest.set_result(reply)

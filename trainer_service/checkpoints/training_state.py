@@ -29,12 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tandem.errors import (
-    CheckpointDamaged,
-    CheckpointMismatch,
-    NameTaken,
-    ServerError,
-)
+from tandem.errors import CheckpointDamaged, CheckpointMismatch, NameTaken, ServerError, describe
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
 from tandem.weights.store import (
@@ -151,7 +146,7 @@ def save(
         if control.rank:
             return None
         files = [FileEntry.model_validate(entry) for entry in entries]
-        return commit(describe(trainer, state, request.header), path, files=files)
+        return commit(record_of(trainer, state, request.header), path, files=files)
     except ServerError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -175,7 +170,7 @@ def write_shards(
     return writer.files
 
 
-def describe(
+def record_of(
     trainer: RankTrainer, state: Mapping[str, Tensor], header: common_pb2.OperationHeader
 ) -> CheckpointRecord:
     """Return the record of the state as it is now, after the operation of `header`."""
@@ -216,7 +211,9 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
         verify(path, trainer)
         read_layout(path, files=_names(record))
     except OSError as error:
-        raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
+        raise CheckpointDamaged(
+            f"checkpoint {path.name} cannot be read: {describe(error)}"
+        ) from error
     except ValidationError as error:
         raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
     return record
@@ -242,7 +239,9 @@ def verify(path: Path, trainer: RankTrainer) -> None:
         try:
             return together(control.group, compare, progress=read)
         except OSError as error:
-            raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
+            raise CheckpointDamaged(
+                f"checkpoint {path.name} cannot be read: {describe(error)}"
+            ) from error
 
     agree(control, compare_together, what=path.name, needed=0)
 

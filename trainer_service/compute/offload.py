@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING
 import torch
 import xxhash
 
-from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, StorageFull
+from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, StorageFull, describe
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import Capability, TrainerBackend
 from trainer_service.batches.memory import ran_out_of_memory
@@ -259,7 +259,7 @@ class Offload:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise (StorageFull if full else StorageFailed)(
                 f"the trainer stays awake: its {moved.bytes} bytes could not be written to where "
-                f"it was to keep them: {error}"
+                f"it was to keep them: {describe(error)}"
             ) from error
         moved.file, moved.checksum = file, checksum.intdigest()
 
@@ -277,7 +277,7 @@ class Offload:
                     piece.copy_(held)
         except OSError as error:
             raise StorageFailed(
-                f"the state of a sleeping trainer cannot be read: {error}"
+                f"the state of a sleeping trainer cannot be read: {describe(error)}"
             ) from error
         if checksum.intdigest() != moved.checksum:
             raise StorageFailed("the state of a sleeping trainer is not what was written")

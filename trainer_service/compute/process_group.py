@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
 from tandem.devices import Device, parse_device
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerStartFailed, describe
 from tandem.telemetry import configure_logging
 from tandem.worker import TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
@@ -103,7 +103,7 @@ def bring_up(
     try:
         training.layout.shards(size)
     except ValueError as error:
-        raise WorkerStartFailed(str(error)) from error
+        raise WorkerStartFailed(describe(error)) from error
     if compiles(settings.compile, device):
         check_compiler(device)
     # Otherwise every rank would find out, and the first to die would be reported instead.

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tandem.errors import InvalidRequest, UnsuitableLora, without_paths
+from tandem.errors import InvalidRequest, UnsuitableLora, describe, without_paths
 from tandem.worker import LoraSpec
 from trainer_service.models.huggingface import find_blocks
 
@@ -339,7 +339,7 @@ def read_scale(directory: Path) -> float:
         config = json.loads((directory / CONFIG_NAME).read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = without_paths(str(error))
+        why = without_paths(describe(error))
         raise InvalidRequest(f"{directory.name} has no readable {CONFIG_NAME}: {why}") from error
     plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
     others = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")

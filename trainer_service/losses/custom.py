@@ -16,7 +16,7 @@ import torch
 
 from tandem.custom_losses import read_custom_loss
 from tandem.custom_losses.interpreter import Interpreter, Limits, Result
-from tandem.errors import CustomLossFailed, UnknownLoss
+from tandem.errors import CustomLossFailed, UnknownLoss, describe
 from trainer_service.losses.base import (
     DatumLayout,
     DefinedLoss,
@@ -150,7 +150,7 @@ class _Request:
         try:
             found = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
-            raise failed(f"its gradient: {str(error).splitlines()[0]}"[:600]) from error
+            raise failed(f"its gradient: {describe(error).splitlines()[0]}"[:600]) from error
         if any(each is None for each in found):
             raise failed("its loss does not depend on the logprobs of every datum")
         gradient = torch.cat([each.reshape(-1) for each in found])

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, describe
 from tandem.model_config import INDEX_NAME
 from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
 from tandem.worker import TrainingSpec
@@ -183,7 +183,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
         ]
     except (struct.error, ValueError, LookupError, TypeError) as error:
-        raise InvalidRequest(f"{file.name} is not a safetensors file: {error}") from error
+        raise InvalidRequest(f"{file.name} is not a safetensors file: {describe(error)}") from error
     return {place.name: place for place in sorted(places, key=lambda place: place.start)}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.errors import InvalidRequest, WorkerStartFailed, describe
 from tandem.model_config import why_untrained
 from tandem.telemetry import get_log
 
@@ -227,7 +227,7 @@ def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
             model(input_ids=torch.arange(5)[None], use_cache=False)
     except UNFIT as error:
-        get_log().warning("no_small_model", error=f"{type(error).__name__}: {error}"[:300])
+        get_log().warning("no_small_model", error=describe(error, typed=True)[:300])
         return None
     return model
 

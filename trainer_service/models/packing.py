@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from tandem.errors import describe
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -95,7 +97,7 @@ def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
                 **row_inputs(positions, bounds_of([5, 7]), device),
             ).logits
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            reason = f"{type(error).__name__}: {error}"[:300]
+            reason = describe(error, typed=True)[:300]
         else:
             off = float((together - wanted).abs().max())
             if off <= tolerance:

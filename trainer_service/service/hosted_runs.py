@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NoReturn
 
-from tandem.errors import InvalidRequest, OutOfMemory, UserError
+from tandem.errors import InvalidRequest, OutOfMemory, UserError, describe
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 from trainer_service.backends.base import TrainerBackend
@@ -148,7 +148,7 @@ def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> Rank
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemory(f"there is no memory for another run: {error}") from error
+        raise OutOfMemory(f"there is no memory for another run: {describe(error)}") from error
 
 
 def _free(other: RankTrainer) -> None:

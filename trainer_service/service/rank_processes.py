@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 
 from tandem.devices import Device, confine, parse_device
-from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.errors import InvalidRequest, WorkerStartFailed, describe
 from tandem.worker import die_with_parent
 from tandem.worker_link import hold_lifeline
 from trainer_service.service.deaths import Death, RankReport
@@ -82,8 +82,8 @@ class RankProcesses:
             self.kill()  # this process would wait for them at its end, and they for it
             if isinstance(error, OSError):
                 raise WorkerStartFailed(
-                    f"there is no process for rank {rank}: {error} (how many there may be is "
-                    "bounded by `ulimit -u`, and by the cgroup's pids.max)"
+                    f"there is no process for rank {rank}: {describe(error)} (how many there may "
+                    "be is bounded by `ulimit -u`, and by the cgroup's pids.max)"
                 ) from error
             raise
         self._watchers = [
@@ -168,4 +168,4 @@ def _report_of(error: BaseException) -> RankReport:
 
     if isinstance(error, MicroBatchTooLarge):
         return RankReport(error=str(error), out_of_memory_at=error.tokens)
-    return RankReport(error=f"{type(error).__name__}: {error}".splitlines()[0][:4000])
+    return RankReport(error=describe(error, typed=True).splitlines()[0][:4000])

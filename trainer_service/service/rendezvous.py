@@ -30,7 +30,7 @@ from typing import Literal
 import psutil
 from pydantic import BaseModel
 
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerStartFailed, describe
 from tandem.telemetry import Log
 from trainer_service.service.deaths import Death
 
@@ -187,7 +187,7 @@ class Listener:
             connection.close()
             if time.monotonic() - self._logged >= _LOG_SECONDS:
                 self._logged = time.monotonic()
-                self._log.warning("stranger_refused", address=address, reason=str(error))
+                self._log.warning("stranger_refused", address=address, reason=describe(error))
             return
         finally:
             self._strangers.release()
@@ -204,7 +204,7 @@ def join(host: str, port: int, hello: Hello, *, secret: str, until: float) -> so
             if time.monotonic() + _RETRY_SECONDS > until:
                 raise WorkerStartFailed(
                     f"node {hello.node} did not reach node 0 at {host}:{port} in time: "
-                    f"{error or type(error).__name__}"
+                    f"{describe(error)}"
                 ) from error
         time.sleep(_RETRY_SECONDS)
 

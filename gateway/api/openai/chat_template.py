@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 
 from gateway.api.errors import InvalidField
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
-from tandem.errors import InvalidRequest, UnsupportedInput
+from tandem.errors import InvalidRequest, UnsupportedInput, describe
 from tandem.model_config import read_json
 
 _OWN_FIELDS = frozenset(
@@ -100,7 +100,7 @@ class ChatTemplate:
             text = self._bounded_text(self._choose(with_tools=bool(tools)), variables)
         except Exception as error:  # a template can raise anything
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}"
+                f"the model's chat template refuses these messages: {describe(error)}"
             ) from error
         return _cut_at_mark(text) if request.continue_final_message else text
 

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import Json
-from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput, without_paths
+from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput, describe, without_paths
 from tandem.model_config import end_tokens, read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -62,7 +62,8 @@ class ModelTokenizer:
             self.end_tokens = end_tokens(folder)
         except Exception as error:  # `tokenizers` raises nothing narrower
             raise UnsupportedInput(
-                f"the tokenizer of the model {name!r} cannot be read: {without_paths(str(error))}"
+                f"the tokenizer of the model {name!r} cannot be read: "
+                f"{without_paths(describe(error))}"
             ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -86,7 +87,7 @@ class ModelTokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair is no text
-            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
+            raise InvalidRequest(f"the prompt is not valid Unicode: {describe(error)}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens, special tokens included."""

@@ -83,3 +83,42 @@ def test_a_fault_of_a_worker_is_told_without_the_folders_of_the_machine(said, to
     assert errors.from_failure(errors.LoadFailed(said).to_failure()).message == told
     mistake = errors.UnknownLoss("unknown loss '/a/b/c'")
     assert errors.from_failure(mistake.to_failure()).message == mistake.message
+
+
+def _raised(error: BaseException, cause: BaseException | None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as raised:  # noqa: BLE001 - it is what the test looks at
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "shown"),
+    [
+        (AssertionError(), None, "AssertionError"),
+        (AssertionError(), KeyError("rank"), "AssertionError, caused by KeyError: 'rank'"),
+        (TimeoutError(), OSError(), "TimeoutError, caused by OSError"),
+        (RuntimeError(" "), ValueError("a shape"), "RuntimeError, caused by ValueError: a shape"),
+        (KeyError("rank"), None, "KeyError: 'rank'"),
+        (ValueError("a shape"), KeyError("rank"), "a shape"),
+        (errors.StorageFull(), None, "storage_full"),
+        (errors.LoadFailed("no version"), None, "no version"),
+    ],
+)
+def test_an_error_without_a_sentence_is_shown_by_its_type_and_its_cause(error, cause, shown):
+    assert errors.describe(_raised(error, cause)) == shown
+
+
+def test_an_error_without_a_sentence_names_the_error_that_it_was_raised_during():
+    try:
+        try:
+            raise ValueError("a shape")
+        except ValueError:
+            raise AssertionError  # noqa: B904 - the cause is the context
+    except AssertionError as error:
+        assert errors.describe(error) == "AssertionError, caused by ValueError: a shape"
+
+
+def test_a_typed_description_begins_with_the_type():
+    assert errors.describe(ValueError("a shape"), typed=True) == "ValueError: a shape"
+    assert errors.describe(ValueError(), typed=True) == "ValueError"

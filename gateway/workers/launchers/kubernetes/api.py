@@ -24,6 +24,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTResponse
 
 from gateway.workers.launchers.kubernetes.templates import Object
+from tandem.errors import describe
 
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 15.0
@@ -207,7 +208,7 @@ class Api:
                         answer = await opened.enter_async_context(self._answer(request, patient))
                         refusal = b"" if answer.status == 200 else await answer.read()
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    raise self._failed(_said(error)) from error
+                    raise self._failed(describe(error)) from error
                 await self._judge(answer, refusal)
             yield WatchEvent("BOOKMARK", {"metadata": {"resourceVersion": version}})
             try:
@@ -218,7 +219,7 @@ class Api:
                         raise _refused(status.get("code", 500), orjson.dumps(status))
                     yield WatchEvent(event["type"], event["object"])
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                said = f"a watch of {resource.plural} broke: {_said(error)}"
+                said = f"a watch of {resource.plural} broke: {describe(error)}"
                 raise Unanswered(said) from error
 
     async def close(self) -> None:
@@ -269,7 +270,7 @@ class Api:
             ):
                 content: bytes = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._failed(_said(error)) from error
+            raise self._failed(describe(error)) from error
         await self._judge(answer, content)
         return content
 
@@ -345,10 +346,6 @@ def _refused(status: int, content: bytes) -> Refused:
         )
     except (orjson.JSONDecodeError, AttributeError):  # a proxy's page
         return Refused(status=status, reason="", message=content[:200].decode(errors="replace"))
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def jittered(pause: float) -> float:

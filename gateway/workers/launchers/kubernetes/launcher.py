@@ -30,7 +30,7 @@ from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.worker_process import wait_until_serving
 from tandem.authority import Authority
 from tandem.cluster_settings import KubernetesSettings
-from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed
+from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host
 from tandem.settings import GatewaySettings
@@ -367,5 +367,7 @@ async def _connect(kubeconfig: Path | None) -> ApiClient:
                 config_file=str(kubeconfig), client_configuration=configuration
             )
     except (config.ConfigException, OSError) as error:
-        raise Refused(status=0, reason="", message=f"no access to a cluster: {error}") from error
+        raise Refused(
+            status=0, reason="", message=f"no access to a cluster: {describe(error)}"
+        ) from error
     return ApiClient(configuration)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, describe
 from tandem.model_config import Json, model_files, text_config
 from tandem.settings import GatewaySettings
 
@@ -76,7 +76,7 @@ def _size_of(path: Path) -> ModelSize:
         config = text_config(path)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(
-            f"the size of the model {path.name} cannot be read: {error}"
+            f"the size of the model {path.name} cannot be read: {describe(error)}"
         ) from error
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")

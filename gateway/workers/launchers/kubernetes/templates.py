@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from tandem.cluster_settings import KubernetesSettings
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, describe
 from tandem.worker import WorkerKind
 
 Object: TypeAlias = dict[str, Any]
@@ -53,7 +53,7 @@ def _read(name: str, settings: KubernetesSettings) -> Template:
     try:
         body = yaml.safe_load(chosen.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
+        said = " ".join(describe(error).split())
         raise InvalidRequest(f"{chosen} cannot be read: {said}") from error
     template = Template(source=str(own) if chosen is own else name, body=body)
     _check(template)
