@@ -141,10 +141,7 @@ class Gateway:
         # Large request bodies, of which one each is decompressed and parsed at a time.
         self.decompression, self.parsing = FairSemaphore(slots=1), FairSemaphore(slots=1)
         self.sessions = SessionRegistry(
-            database=database,
-            limits=self.limits,
-            ttl=settings.session_ttl,
-            left_ttl=settings.session_left_ttl,
+            database=database, limits=self.limits, ttl=settings.session_ttl
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_queries = RunQueries(database=database)

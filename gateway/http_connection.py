@@ -18,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.metrics import Metrics
-from gateway.sessions.registry import Connection
 from tandem.request_settings import HttpSettings
 
 _MAX_SURPLUS = 1024
@@ -49,8 +48,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._refused = False
         self._surplus = False
-        self._closed_by_client = False
-        self._connection = Connection()
 
     # --- Called by the transport ----------------------------------------------------------
 
@@ -65,13 +62,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._expect_headers()
 
-    def eof_received(self) -> None:
-        self._closed_by_client = True
-
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._deadlines.values():
             timer.cancel()
-        self._connection.lost(by_client=self._closed_by_client or exc is not None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -108,7 +101,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._expect_headers()
         super().on_message_begin()
-        self.scope["state"]["connection"] = self._connection
 
     def on_url(self, url: bytes) -> None:
         self._header_bytes += len(url)

@@ -142,12 +142,6 @@ class GatewaySettings(BaseSettings):
     )
 
     session_ttl: float = Field(60.0, gt=0, description="Sessions without heartbeats end.")
-    session_left_ttl: float = Field(
-        25.0,
-        gt=0,
-        description="The same where the client has closed its connections, as its process does "
-        "when it ends; the SDK sends a heartbeat every 10 s.",
-    )
     reaper_interval: float = Field(2.0, gt=0)
     long_poll: float = Field(30.0, gt=0, le=40, description="Longest wait of retrieve_future.")
     result_ttl: float = Field(3600.0, gt=0, description="Unfetched results are kept for this long.")

@@ -22,7 +22,7 @@ from gateway.core import Gateway
 from gateway.identifiers import CheckpointPath, make_checkpoint_path
 from gateway.sampling.sessions import SamplingSession
 from gateway.sessions.queries import SessionRecord
-from gateway.sessions.registry import Connection, Session, why_ended
+from gateway.sessions.registry import Session, why_ended
 from tandem.errors import (
     PermissionDenied,
     SessionFinished,
@@ -52,11 +52,10 @@ class AuditNote:
 
 @dataclass(frozen=True)
 class Access:
-    """Resolves ids for a caller; everything is an admin's. `connection` is that of the request."""
+    """Resolves ids for a caller; everything is an admin's."""
 
     gateway: Gateway
     caller: Caller
-    connection: Connection
 
     async def session(self, session_id: str) -> Session:
         """Return the active session, and keep it alive. Raises `SessionFinished` or
@@ -120,8 +119,8 @@ class Access:
         return session if session is not None and self.caller.may_see(session.owner) else None
 
     def _keep_alive(self, session_id: str) -> None:
-        if self.caller.may_change and (session := self.gateway.sessions.touch(session_id)):
-            self.connection.carries(session)
+        if self.caller.may_change:
+            self.gateway.sessions.touch(session_id)
 
     async def _owns(self, session_id: str) -> bool:
         """Return whether a session, active or ended, is the caller's."""
@@ -144,11 +143,7 @@ def gateway_of(request: Request) -> Gateway:
 
 def access_of(request: Request) -> Access:
     """Return what resolves ids for the caller, whose key or token came with the request."""
-    return Access(
-        gateway=gateway_of(request),
-        caller=cast(Caller, request.state.caller),
-        connection=cast(Connection, request.state.connection),
-    )
+    return Access(gateway=gateway_of(request), caller=cast(Caller, request.state.caller))
 
 
 def audit_note_of(request: Request) -> AuditNote:

@@ -11,9 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Annotated, TypeVar
-from weakref import WeakValueDictionary
 
 from pydantic import AfterValidator
 from sqlalchemy import insert, select, update
@@ -68,8 +66,7 @@ class NewSession:
 @dataclass
 class Session:
     """One with a `ttl` has no heartbeats, and ends so many seconds after its last request.
-    `connections` counts the open ones that its requests came over; `left` says that its client
-    closed the last of them. `heard` is set once its client has sent a request to this gateway.
+    `heard` is set once its client has sent a request to this gateway.
     `sdk_version` is empty for one that a gateway has made itself, for requests that name none: the
     next gateway makes another."""
 
@@ -82,49 +79,18 @@ class Session:
     user_metadata: Mapping[str, object] | None = None
     ttl: float | None = None
     seen_at: float = field(default_factory=time.monotonic)
-    connections: int = 0
-    left: bool = False
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Connection:
-    """An HTTP connection, and the active sessions whose requests came over it.
-
-    The SDK says nothing when a script ends without `ServiceClient.close()`; that the connections
-    of its process are closed is all that is ever heard of it.
-    """
-
-    def __init__(self) -> None:
-        self._sessions: WeakValueDictionary[str, Session] = WeakValueDictionary()
-        self._open = True
-
-    def carries(self, session: Session) -> None:
-        """Note that a request of the session came over this connection."""
-        if self._open and session.id not in self._sessions:
-            self._sessions[session.id] = session
-            session.connections += 1
-            session.left = False
-
-    def lost(self, *, by_client: bool) -> None:
-        """Note its end. Of a connection that the server closed, the client may come back."""
-        self._open = False
-        for session in self._sessions.values():
-            session.connections -= 1
-            session.left = by_client and session.connections == 0
-        self._sessions.clear()
-
-
 class SessionRegistry:
-    """`ttl` and `left_ttl`, of a session whose client has closed its connections, are in seconds.
-    Sessions survive a restart of the gateway, which restarts their clocks."""
+    """`ttl` is in seconds. Closed connections shorten it for no session: a proxy that restarts
+    closes those of clients that come back. Sessions survive a restart of the gateway, which
+    restarts their clocks."""
 
-    def __init__(
-        self, *, database: Database, limits: Quotas, ttl: float, left_ttl: float = inf
-    ) -> None:
+    def __init__(self, *, database: Database, limits: Quotas, ttl: float) -> None:
         self._database = database
         self._limits = limits
         self._ttl = ttl
-        self._left_ttl = min(left_ttl, ttl)
         self._active: dict[str, Session] = {}
         self._ran_at = time.monotonic()
         self._log = get_log()
@@ -198,13 +164,11 @@ class SessionRegistry:
         with a sentence that says so."""
         self.note_running()
         now = time.monotonic()
-        found = {}
-        for s in self._active.values():
-            ttl = s.ttl or (self._left_ttl if s.left else self._ttl)
-            if now - s.seen_at > ttl:
-                silence = f"no {'heartbeat' if s.ttl is None else 'request'} for {ttl:g} s"
-                found[s.id] = f"its client disconnected; {silence}" if s.left else silence
-        return found
+        return {
+            s.id: f"no {'heartbeat' if s.ttl is None else 'request'} for {s.ttl or self._ttl:g} s"
+            for s in self._active.values()
+            if now - s.seen_at > (s.ttl or self._ttl)
+        }
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
         """End the session, unless it had ended before: the first reason counts. While the storage

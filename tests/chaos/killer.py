@@ -34,7 +34,6 @@ SETTINGS = {
     "worker_unresponsive_timeout": str(UNRESPONSIVE),
     "trainer_collective_timeout": str(COLLECTIVE),
     "session_ttl": str(SESSION),
-    "session_left_ttl": str(SESSION),
     "min_free_bytes": "0",  # so that it is a write that fails
     # Idle processes would be struck as well, and nobody would miss them.
     "pool_trainers": "0",

@@ -176,7 +176,6 @@ async def create_session(
     )
     fields = body.model_dump() | {"project_id": body.project_id or ""}
     session = await gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
-    access.connection.carries(session)
     audit.note(session.id)
     return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
 

@@ -84,6 +84,11 @@ class Gate:
             answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
             return answer.json()["session_id"]
 
+    def age_sessions(self, seconds: float) -> None:
+        """Let the last sign of life of each session be so much older."""
+        for session in self.run(self.gateway.sessions.all):
+            session.seen_at -= seconds
+
     def run_id(self, session_id: str, number: int = 0, model: str = "tiny:full") -> str:
         with self.http() as client:
             answer = client.post(
@@ -111,7 +116,6 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "port": 0,
         "api_key": KEY,
         "session_ttl": 600,  # most clients of these tests send no heartbeats
-        "session_left_ttl": 600,  # the tests open a connection for each request
         "max_engines": 10_000,
         "max_starting_engines": 100,
         "long_poll": 0.3,
