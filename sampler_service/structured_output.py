@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from sampler_service.json_schema import rewrite_schema
 from tandem.errors import (
     Overloaded,
     StructuredOutputInvalid,
@@ -231,7 +232,9 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
         source = (
             LLMatcher.grammar_from_regex(grammar.text)
             if grammar.kind == "regex"
-            else LLMatcher.grammar_from_json_schema(grammar.text, overrides={"lenient": False})
+            else LLMatcher.grammar_from_json_schema(
+                rewrite_schema(grammar.text), overrides={"lenient": False}
+            )
         )
     except ValueError as error:
         raise StructuredOutputInvalid(

@@ -1,0 +1,179 @@
+"""Rewrites a client's JSON schema in the keywords that llguidance implements.
+
+llguidance refuses every keyword that it does not implement. Some of them have an equivalent:
+
+- `format` is a note where a validator does not know the format (JSON Schema 2020-12, section 7).
+- `propertyNames` with an enum or a pattern is a schema of properties without additional ones.
+- `uniqueItems` of an enum's values is an enum of all arrangements of them.
+
+llguidance intersects the members of `allOf`, so that an equivalent stands beside other keywords.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate, permutations
+from math import perm
+
+from tandem.errors import StructuredOutputInvalid
+
+Schema = dict[str, object]
+
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""The formats that llguidance knows."""
+
+_ONE = frozenset(
+    {"items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not"}
+    | {"if", "then", "else", "unevaluatedItems", "unevaluatedProperties"}
+)
+_SEVERAL = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+_NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+"""The keywords whose values are schemas: one schema, a list of them, or schemas by name."""
+
+_NOTES = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "$comment", "type")
+)
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+}
+_MOST_ARRANGEMENTS = 4096
+_MOST_REFERENCES = 32
+
+
+def rewrite_schema(text: str) -> str:
+    """Return an equivalent schema that llguidance takes. Raises `StructuredOutputInvalid`, which
+    names the keyword, where there is none."""
+    try:
+        root = json.loads(text, strict=False)
+        return json.dumps(_Rewriter(root).rewritten(root))
+    except (ValueError, RecursionError) as error:
+        raise StructuredOutputInvalid(f"the JSON schema is refused: {error}") from error
+
+
+class _Rewriter:
+    """Rewrites the schemas within `root`, to which their references point."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+
+    def rewritten(self, schema: object) -> object:
+        if not isinstance(schema, dict):
+            return schema  # true and false are schemas, too
+        found = {keyword: self._value(keyword, value) for keyword, value in schema.items()}
+        if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
+            del found["format"]
+        equivalents: list[Schema] = []
+        if "propertyNames" in found:
+            equivalents += self._property_names(found.pop("propertyNames"))
+        if "uniqueItems" in found and found.pop("uniqueItems") is True:
+            equivalents += self._unique_items(found)
+        if equivalents:
+            members = found.get("allOf")
+            found["allOf"] = [*(members if isinstance(members, list) else ()), *equivalents]
+        return found
+
+    def _value(self, keyword: str, value: object) -> object:
+        """Rewrite the schemas in a keyword's value."""
+        if keyword in _NAMED and isinstance(value, dict):
+            return {name: self.rewritten(one) for name, one in value.items()}
+        if keyword in _SEVERAL and isinstance(value, list):
+            return [self.rewritten(one) for one in value]
+        return self.rewritten(value) if keyword in _ONE else value
+
+    def _property_names(self, names: object) -> list[Schema]:
+        """Return what the schema of an object's names says of its properties."""
+        names = self._resolved(names)
+        if names is True:
+            return []
+        if names is False:
+            return [_only({})]
+        if isinstance(names, dict):
+            values = self._values(names)
+            if values is not None:
+                return [_only({name: True for name in values if isinstance(name, str)})]
+            bounds = {key: value for key, value in names.items() if key not in _NOTES}
+            pattern, other = bounds.pop("pattern", None), bounds.keys() - {"minLength", "maxLength"}
+            if isinstance(pattern, str) and not bounds:
+                return [_only({}, patterns={pattern: True})]
+            if pattern is None and not other and names.get("type", "string") == "string":
+                if not bounds:
+                    return []
+                least, most = bounds.get("minLength", 0), bounds.get("maxLength")
+                if isinstance(least, int) and isinstance(most, int | None):
+                    length = f"{least},{'' if most is None else most}"
+                    return [_only({}, patterns={f"^(?s:.{{{length}}})$": True})]
+        raise _refused(
+            "propertyNames can be an enum, a pattern, or bounds of length; state other rules in "
+            "properties or patternProperties"
+        )
+
+    def _unique_items(self, array: Schema) -> list[Schema]:
+        """Return the arrays of different items, in place of the array's own keywords. A grammar
+        compares no items, so that they must be few values."""
+        least, most = array.get("minItems", 0), array.get("maxItems")
+        values = self._values(self._resolved(array.get("items")))
+        if values is None and "prefixItems" not in array and isinstance(most, int) and most <= 1:
+            return []
+        if values is not None and "prefixItems" not in array and isinstance(least, int):
+            longest = min(len(values), most) if isinstance(most, int) else len(values)
+            sizes = range(least, longest + 1)
+            counts = accumulate(perm(len(values), size) for size in sizes)
+            if all(count <= _MOST_ARRANGEMENTS for count in counts):
+                for keyword in ("items", "minItems", "maxItems"):
+                    array.pop(keyword, None)
+                return [{"enum": [list(one) for n in sizes for one in permutations(values, n)]}]
+        raise _refused(
+            "uniqueItems needs items that are an enum of few values (up to "
+            f"{_MOST_ARRANGEMENTS} arrangements); leave it out, and check the answer"
+        )
+
+    @staticmethod
+    def _values(schema: object) -> list[object] | None:
+        """Return the different values that a schema lists, None if it is no list of values."""
+        if not isinstance(schema, dict):
+            return None
+        rules = {key: value for key, value in schema.items() if key not in _NOTES}
+        listed = rules.get("enum")
+        if rules.keys() == {"enum"} and isinstance(listed, list):
+            values = listed
+        elif rules.keys() == {"const"}:
+            values = [rules["const"]]
+        elif not rules and schema.get("type") == "boolean":
+            values = [True, False]
+        else:
+            return None
+        kind = _TYPES.get(str(schema.get("type")), object)
+        fitting = (value for value in values if isinstance(value, kind))
+        return list({json.dumps(value, sort_keys=True): value for value in fitting}.values())
+
+    def _resolved(self, schema: object) -> object:
+        """Return the schema that a reference points to, if it is one and points within `root`."""
+        for _ in range(_MOST_REFERENCES):
+            reference = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                return schema
+            target = self._root
+            for part in reference.removeprefix("#").split("/")[1:]:
+                name = part.replace("~1", "/").replace("~0", "~")
+                target = target.get(name) if isinstance(target, dict) else None
+            schema = target
+        return None
+
+
+def _only(properties: Schema, *, patterns: Schema | None = None) -> Schema:
+    """Return the schema of an object that has no other properties."""
+    return {
+        "properties": properties,
+        "patternProperties": patterns or {},
+        "additionalProperties": False,
+    }
+
+
+def _refused(why: str) -> StructuredOutputInvalid:
+    return StructuredOutputInvalid(f"the JSON schema is refused: {why}")
