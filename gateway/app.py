@@ -45,7 +45,7 @@ from gateway.api.tinker import (
 from gateway.auth.bootstrap import read_bootstrap_key
 from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
-from gateway.http_connection import BoundedProtocol
+from gateway.http_connection import BoundedProtocol, Connections
 from gateway.metrics import Metrics
 from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
@@ -299,7 +299,13 @@ class GatewayServer(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     """Return a server for an application of `create_app`. It does not run yet."""
-    protocol = partial(BoundedProtocol, settings=settings.http, metrics=app.state.metrics)
+    metrics = app.state.metrics
+    protocol = partial(
+        BoundedProtocol,
+        settings=settings.http,
+        metrics=metrics,
+        all_connections=Connections(settings.http.max_connections, metrics=metrics),
+    )
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -4,11 +4,17 @@ uvicorn itself ends only connections that idle after an answer, and httptools bo
 protocol adds: a deadline and a size limit for headers, a limit on open connections, an end for
 clients that do not read their answer, and an end for bodies that continue after their request was
 refused. The deadlines of bodies that are wanted belong to whoever reads them.
+
+At the limit, a new connection takes the place of one without a request: first of one that never
+brought a valid key, then of an idle one. Where every connection has a request in progress, a
+reserve still answers `VITAL` requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
+from collections import Counter, OrderedDict
 from http import HTTPStatus
 from typing import Literal
 
@@ -20,14 +26,96 @@ from uvicorn.server import ServerState
 from gateway.metrics import Metrics
 from tandem.request_settings import HttpSettings
 
-_MAX_SURPLUS = 1024
-"""Connections above the limit that still get an answer; any more are aborted."""
+_RESERVE = 1024
+"""Connections above the limit that still get an answer."""
+_FIRST_REQUEST = 1.0
+"""Seconds in which a new connection should have brought a request."""
+
+VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
+"""Requests without which others take the gateway, or a client, for dead. They are cheap."""
 
 Deadline = Literal["header", "write", "linger"]
 
 
+class Connections:
+    """The open connections of a server, and which of them ends for a new one.
+
+    `most` may be open, but no more than three quarters of the files that the process may open:
+    workers, database and logs need some. One address may have half as many without a valid key.
+    """
+
+    def __init__(self, most: int, *, metrics: Metrics) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+        self._reserve = min(_RESERVE, files // 8)
+        self.most = min(most, files - self._reserve)
+        self._metrics = metrics
+        self._open: set[BoundedProtocol] = set()
+        # Those without a request in progress, with the time of their last one, oldest first.
+        self._strangers: OrderedDict[BoundedProtocol, float] = OrderedDict()
+        self._idle: OrderedDict[BoundedProtocol, float] = OrderedDict()
+        self._surplus: OrderedDict[BoundedProtocol, float] = OrderedDict()
+        self._strangers_of: Counter[str] = Counter()
+
+    def add(self, new: BoundedProtocol) -> bool:
+        """Take a new connection in. False: it is surplus, and only for `VITAL` requests."""
+        address, now = new.address, new.loop.time()
+        if self._strangers_of[address] >= max(1, self.most // 2):
+            self._end(next(each for each in self._strangers if each.address == address))
+        if len(self._open) >= self.most:
+            self._metrics.refusals.labels(limit="connections").inc()
+            if (waiting := self._longest_waiting(now)) is None:
+                if len(self._surplus) >= self._reserve:
+                    self._end(next(iter(self._surplus)))
+                self._surplus[new] = now
+                return False
+            self._end(waiting)
+        self._open.add(new)
+        self._note_stranger(new)
+        return True
+
+    def begin(self, connection: BoundedProtocol) -> None:
+        """Note that a request is in progress."""
+        self._forget_waiting(connection)
+
+    def wait(self, connection: BoundedProtocol) -> None:
+        """Note that no request is in progress any more."""
+        if connection in self._open:
+            if connection.known:
+                self._idle[connection] = connection.loop.time()
+            else:
+                self._note_stranger(connection)
+
+    def remove(self, connection: BoundedProtocol) -> None:
+        self._open.discard(connection)
+        self._surplus.pop(connection, None)
+        self._forget_waiting(connection)
+
+    def _longest_waiting(self, now: float) -> BoundedProtocol | None:
+        """Return a connection without a request: an idle one rather than a new one whose first
+        request may be on its way."""
+        stranger = next(iter(self._strangers), None)
+        if stranger is not None and now - self._strangers[stranger] > _FIRST_REQUEST:
+            return stranger
+        return next(iter(self._idle), stranger)
+
+    def _note_stranger(self, connection: BoundedProtocol) -> None:
+        self._strangers[connection] = connection.loop.time()
+        self._strangers_of[connection.address] += 1
+
+    def _forget_waiting(self, connection: BoundedProtocol) -> None:
+        self._idle.pop(connection, None)
+        if self._strangers.pop(connection, None) is not None:
+            self._strangers_of[connection.address] -= 1
+            if not self._strangers_of[connection.address]:
+                del self._strangers_of[connection.address]
+
+    def _end(self, connection: BoundedProtocol) -> None:
+        self.remove(connection)  # at once: that its transport has closed is heard later
+        connection.transport.close()
+
+
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. `known`: a request with a valid key came over it."""
 
     def __init__(
         self,
@@ -38,8 +126,12 @@ class BoundedProtocol(HttpToolsProtocol):
         *,
         settings: HttpSettings,
         metrics: Metrics,
+        all_connections: Connections,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._all = all_connections
+        self.known = False
+        self.address = ""
         self._settings = settings
         self._metrics = metrics
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
@@ -53,30 +145,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        surplus = len(self.connections) - self._settings.max_connections
-        self._surplus = surplus > 0
-        if self._surplus:
-            self._metrics.refusals.labels(limit="connections").inc()
-        if surplus > _MAX_SURPLUS:
-            transport.abort()
-            return
+        self.address = self.client[0] if self.client else ""
+        self._surplus = not self._all.add(self)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._deadlines.values():
             timer.cancel()
+        self._all.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
-            return
-        if self._surplus:
-            self._refuse(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                "overloaded",
-                f"the gateway has {self._settings.max_connections} connections, the most "
-                "allowed (TANDEM_HTTP_MAX_CONNECTIONS); try again",
-            )
             return
         super().data_received(data)
         if self._refused or self.transport.is_closing():
@@ -101,6 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._expect_headers()
         super().on_message_begin()
+        self.scope["state"]["connection"] = self
 
     def on_url(self, url: bytes) -> None:
         self._header_bytes += len(url)
@@ -120,7 +201,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_headers()
             return
         self._in_body = True
+        if self._surplus and self.url.partition(b"?")[0].decode("latin-1") not in VITAL:
+            self._refuse(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "overloaded",
+                f"the gateway has {self._all.most} connections with a request, the most allowed "
+                "(TANDEM_HTTP_MAX_CONNECTIONS); try again",
+            )
+            return
+        self._all.begin(self)
         super().on_headers_complete()
+        if self._surplus:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -135,6 +227,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.cycle.response_complete:  # else a pipelined one has begun
+            self._all.wait(self)
         if self._in_body and not self.transport.is_closing():
             # The rest of a refused body is discarded as it comes: a client that is cut off
             # while it writes would not read why.

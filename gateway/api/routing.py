@@ -37,6 +37,7 @@ from gateway.auth.identity import Caller
 from gateway.auth.keys import Role as KeyRole
 from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
+from gateway.http_connection import BoundedProtocol
 from gateway.limits import Reservation
 from tandem.errors import (
     InvalidRequest,
@@ -289,6 +290,8 @@ def identify(scope: Scope) -> Caller:
     except Unauthenticated as refusal:
         state[KEY_REFUSED] = refusal.type
         raise
+    if isinstance(connection := state.get("connection"), BoundedProtocol):
+        connection.known = True
     return caller
 
 

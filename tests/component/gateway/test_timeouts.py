@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 
 import pytest
 import zstandard
 
+from tests.support.gateway.raw_connection import Raw
 from tests.support.gateway.requests import optim_step
-from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.waiting import PATIENCE, wait_until
 
 LIMIT = 300_000
@@ -45,67 +45,6 @@ def patient(tmp_path_factory):
         limit={"body_bytes": 500_000},
     ) as gate:
         yield gate
-
-
-class Raw:
-    """A connection that sends what it likes."""
-
-    def __init__(self, gate) -> None:
-        host, port = gate.url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.socket.close()
-
-    def send(self, data: bytes) -> None:
-        self.socket.sendall(data)
-
-    def post(self, path: str, *headers: str) -> None:
-        lines = [f"POST {path} HTTP/1.1", "Host: x", f"X-API-Key: {KEY}", *headers]
-        self.send(("\r\n".join(lines) + "\r\n\r\n").encode())
-
-    def answer(self) -> tuple[int, dict[str, str], dict[str, object]]:
-        """Status, headers and JSON of one answer."""
-        head, _, body = self._until(b"\r\n\r\n").partition(b"\r\n\r\n")
-        first, *lines = head.decode().split("\r\n")
-        headers = dict(line.lower().split(": ", 1) for line in lines)
-        while len(body) < int(headers["content-length"]):
-            body += self.socket.recv(65536)
-        return int(first.split()[1]), headers, json.loads(body)
-
-    def protocol_in(self, gate):
-        """The gateway's side of this connection."""
-
-        def found():
-            connections = tuple(gate.server.server_state.connections)
-            return [one for one in connections if one.client == self.socket.getsockname()]
-
-        (protocol,) = wait_until(found)
-        return protocol
-
-    def rest(self) -> bytes:
-        """What comes until the end of the connection."""
-        data = b""
-        while piece := self._received():
-            data += piece
-        return data
-
-    def _received(self) -> bytes:
-        try:
-            return self.socket.recv(65536)
-        except ConnectionResetError:
-            return b""
-
-    def _until(self, mark: bytes) -> bytes:
-        data = b""
-        while mark not in data:
-            piece = self.socket.recv(65536)
-            assert piece, f"the connection ended after {data!r}"
-            data += piece
-        return data
 
 
 def timeouts(gate, what: str) -> float:
@@ -302,23 +241,6 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing(patient):
     wait_until(lambda: limits.bodies.total == 0)
     wait_until(lambda: limits.requests.total == 0)
     assert patient.gateway.runs.get(run_id).dispatcher.queued == 0
-
-
-def test_more_connections_than_allowed_are_told_so(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600, http={"max_connections": 3}) as gate:
-        held = [Raw(gate) for _ in range(3)]
-        wait_until(lambda: len(gate.server.server_state.connections) == 3)
-        with Raw(gate) as one_more:
-            one_more.send(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            status, headers, body = one_more.answer()
-            assert (status, body["type"], headers["retry-after"]) == (429, "overloaded", "1")
-        held.pop().socket.close()
-        wait_until(lambda: len(gate.server.server_state.connections) == 2)
-        with Raw(gate) as next_one:
-            next_one.send(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert next_one.answer()[0] == 200
-        for raw in held:
-            raw.socket.close()
 
 
 def test_open_requests_of_an_owner_are_bounded(tmp_path):
