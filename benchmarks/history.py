@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import tinker
 from rich.console import Console
@@ -27,6 +26,7 @@ from rich.console import Console
 from benchmarks import record
 from benchmarks.overhead import empty_operation_seconds
 from tandem.demo.tiny_model import write_tiny_model
+from tandem.own_machine import http_client
 from tandem.stack import Stack
 
 MODEL = "bench/model"
@@ -145,9 +145,7 @@ def serving(place: Place, **settings: str) -> Iterator[Measure]:
         service = opened.enter_context(tinker.ServiceClient(base_url=url, api_key=key))
         training = service.create_lora_training_client(f"{MODEL}:full").result()
         run_id = training.get_info().model_id
-        client = opened.enter_context(
-            httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
-        )
+        client = opened.enter_context(http_client(f"{url}/api/v1", headers={"X-API-Key": key}))
         seq_ids = iter(range(1, 2**31))
 
         def measure() -> list[float]:

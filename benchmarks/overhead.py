@@ -11,6 +11,7 @@ import time
 
 import httpx
 
+from tandem.own_machine import http_client
 from tandem.stack import Stack
 
 
@@ -39,7 +40,7 @@ def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, floa
     """
     headers = {"X-API-Key": stack.endpoint.api_key}
     samples = []
-    with httpx.Client(base_url=f"{stack.endpoint.url}/api/v1", headers=headers) as client:
+    with http_client(f"{stack.endpoint.url}/api/v1", headers=headers) as client:
         for seq_id in range(1, rounds + 21):
             samples.append(empty_operation_seconds(client, run_id=run_id, seq_id=seq_id))
     counted = sorted(samples[20:])

@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import tinker
 from tinker import types
 
+from tandem.own_machine import http_client
 from tandem.stack import Stack
 from tandem.wire.v1 import tinker_pb2
 
@@ -38,7 +38,7 @@ class Probe:
         """Median of 100 operations that do nothing: accepted, logged, refused, fetched."""
         samples, run_id = [], self._plain_run.get_info().model_id
         headers = {"X-API-Key": self._stack.endpoint.api_key}
-        with httpx.Client(base_url=f"{self._stack.endpoint.url}/api/v1", headers=headers) as http:
+        with http_client(f"{self._stack.endpoint.url}/api/v1", headers=headers) as http:
             for _ in range(100):
                 self._seq_id += 1
                 body = {
@@ -69,9 +69,7 @@ class Probe:
         headers = {"X-API-Key": self._stack.endpoint.api_key}
         protobuf = {"Content-Type": "application/x-protobuf"}
         before = self._gateway_cpu_seconds()
-        with httpx.Client(
-            base_url=f"{self._stack.endpoint.url}/api/v1", headers=headers, timeout=60
-        ) as http:
+        with http_client(f"{self._stack.endpoint.url}/api/v1", headers=headers) as http:
             for _ in range(8):
                 self._seq_id += 1
                 message.seq_id = self._seq_id

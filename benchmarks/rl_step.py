@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import tinker
 
@@ -17,6 +16,7 @@ from benchmarks.bursts import cpu_seconds
 from benchmarks.in_turn import asked, floor_environment
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop
+from tandem.own_machine import http_client
 from tandem.stack import Stack
 
 FLOOR, COMPILED_FLOOR = "one process", "one process, compiled"
@@ -107,7 +107,8 @@ def busy_seconds(stack: Stack) -> dict[str, float]:
     for kind, process in _processes(stack):
         totals[f"{kind} CPU"] += cpu_seconds(process)
     for worker in workers:
-        text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
+        with http_client(f"http://127.0.0.1:{worker['metrics_port']}") as worker_client:
+            text = worker_client.get("metrics").text
         for trainer, sampler, value in _BUSY.findall(text):
             totals[f"{trainer or sampler} busy"] += float(value)
     return totals

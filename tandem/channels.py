@@ -1,4 +1,5 @@
-"""Channels to workers and agents, and what their servers need for TLS."""
+"""Channels to workers and agents, none through the environment's proxy, and what their servers need
+for TLS."""
 
 from __future__ import annotations
 
@@ -10,14 +11,21 @@ import grpc.aio
 from tandem.certificate import Certificate
 from tandem.worker import GRPC_OPTIONS, WorkerHandle
 
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
+
 
 def worker_channel(handle: WorkerHandle) -> grpc.aio.Channel:
     """Return a new channel to a worker: with TLS, unless it listens on loopback alone."""
     if not handle.authority:
-        return grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS)
+        return plain_channel(handle.address, options=GRPC_OPTIONS)
     return secure_channel(
         handle.address, authority=handle.authority, name=handle.worker_id, options=GRPC_OPTIONS
     )
+
+
+def plain_channel(address: str, *, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+    """Return a channel without TLS, to a server on this machine."""
+    return grpc.aio.insecure_channel(address, options=[*options, _NO_PROXY])
 
 
 def secure_channel(
@@ -36,7 +44,7 @@ def secure_channel(
         certificate_chain=own.certificate.encode() if own else None,
     )
     named = ("grpc.ssl_target_name_override", name)
-    return grpc.aio.secure_channel(address, credentials, options=[*options, named])
+    return grpc.aio.secure_channel(address, credentials, options=[*options, named, _NO_PROXY])
 
 
 def server_credentials(own: Certificate, *, clients: bool) -> grpc.ServerCredentials:

@@ -21,6 +21,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.errors import ServerError, WorkerStartFailed, unusable_directory
+from tandem.own_machine import http_client
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
 from tandem.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
@@ -30,8 +31,6 @@ ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
 """Begins the line of standard error with which a gateway says why it does not start."""
 
-_NO_CERTIFICATES = False
-"""Of a gateway that speaks plain HTTP: reading the system's certificates takes 25 ms."""
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
@@ -51,11 +50,8 @@ class Endpoint(BaseModel):
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
         """Return a client of the gateway's own API that sends the key."""
-        return httpx.Client(
-            base_url=f"{self.url}/api/tandem/v1/",
-            headers={"X-API-Key": self.api_key},
-            timeout=timeout,
-            verify=self.url.startswith("https:") or _NO_CERTIFICATES,
+        return http_client(
+            f"{self.url}/api/tandem/v1/", headers={"X-API-Key": self.api_key}, timeout=timeout
         )
 
 
@@ -293,7 +289,7 @@ def _seconds(setting: str, environment: Mapping[str, str]) -> float:
 def answers(endpoint: Endpoint) -> bool:
     """Return whether the gateway's health route answers with success."""
     try:
-        url = f"{endpoint.url}/api/v1/healthz"
-        return httpx.get(url, timeout=5, verify=_NO_CERTIFICATES).is_success
+        with http_client(endpoint.url, timeout=5) as client:
+            return client.get("api/v1/healthz").is_success
     except httpx.HTTPError:
         return False

@@ -24,6 +24,7 @@ import structlog
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
+from tandem.own_machine import without_proxies
 from tests.support.distribution import ByModule, begin_with_longest, end_with
 from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 
@@ -50,6 +51,13 @@ def pytest_collection_finish() -> None:
     collection of all, which moving a trainer's state is, would look through it for 0.6 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_proxies() -> Iterator[None]:
+    """Tests talk to this machine, also by the SDK, which would ask the environment's proxy."""
+    with without_proxies():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

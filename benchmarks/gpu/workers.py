@@ -18,6 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from tandem.agent.launcher import ProcessLauncher
+from tandem.channels import plain_channel
 from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
 from tandem.devices import confine, parse_device
 from tandem.fencing import LEASE_METADATA_KEY
@@ -217,7 +218,7 @@ async def worker(bench: Bench, spec: WorkerSpec) -> AsyncIterator[Caller]:
         handle = await launcher.start(spec)
         await launcher.wait_ready(spec.worker_id)
         pid = launcher.describe(spec.worker_id).pid
-        async with grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS) as channel:
+        async with plain_channel(handle.address, options=GRPC_OPTIONS) as channel:
             yield Caller(channel, spec=spec, pid=pid)
     finally:
         await launcher.close()

@@ -15,6 +15,7 @@ import typer
 from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, fail, print_json, say
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
+from tandem.own_machine import http_client
 
 app = typer.Typer(help="Checkpoints: list, delete, export and adopt.", no_args_is_help=True)
 
@@ -191,7 +192,11 @@ def _download(url: str, target: Path) -> int:
     """Download one file; return its size in bytes. Raises `UserError` or `ServerError`."""
     size = 0
     try:
-        with httpx.stream("GET", url, timeout=60) as answer, target.open("xb") as file:
+        with (
+            http_client(url) as client,
+            client.stream("GET", url) as answer,
+            target.open("xb") as file,
+        ):
             if answer.is_error:
                 answer.read()
                 raise UserError(str(answer.json().get("error", answer.text)))

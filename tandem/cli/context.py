@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.errors import ServerError, UserError, describe
+from tandem.own_machine import http_client
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint
 
@@ -90,13 +91,10 @@ def call(
     """
     endpoint = running_gateway(data_dir)
     try:
-        answer = httpx.request(
-            method,
-            f"{endpoint.url}/{api}/{path}",
-            headers={"X-API-Key": endpoint.api_key},
-            json=body,
-            timeout=timeout,
-        )
+        with http_client(
+            f"{endpoint.url}/{api}/", headers={"X-API-Key": endpoint.api_key}, timeout=timeout
+        ) as client:
+            answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise ServerError(
             f"the gateway at {endpoint.url} does not answer: {describe(error)}"

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from tandem.cli.context import OWN_API, DataDir, JsonFlag, call, print_json, running_gateway, say
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, running_gateway, say
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import ServerError, describe
 
@@ -158,11 +158,9 @@ def export(
 ) -> None:
     """Write all optimizer steps of a run to standard output."""
     endpoint = running_gateway(data_dir)
-    url = f"{endpoint.url}/{OWN_API}/runs/{quote(run, safe=':')}/steps/export?format={format}"
+    path = f"runs/{quote(run, safe=':')}/steps/export?format={format}"
     try:
-        with httpx.stream(
-            "GET", url, headers={"X-API-Key": endpoint.api_key}, timeout=60
-        ) as answer:
+        with endpoint.client() as client, client.stream("GET", path) as answer:
             if answer.is_error:
                 answer.read()
                 raise ServerError(answer.json().get("error", answer.text))

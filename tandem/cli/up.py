@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, cast
 
+import httpx
 import typer
 
 from tandem.cli.context import (
@@ -25,6 +26,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
+from tandem.own_machine import follows_proxy
 from tandem.stack import Stack
 
 
@@ -103,7 +105,11 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
     say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}\n")
     say("Point the tinker SDK at it:\n")
     say(f"  export TINKER_BASE_URL={endpoint.url}")
-    say(f"  export TINKER_API_KEY={endpoint.api_key}\n")
+    say(f"  export TINKER_API_KEY={endpoint.api_key}")
+    if follows_proxy(endpoint.url):  # the SDK asks the environment's proxy for every address
+        host = httpx.URL(endpoint.url).host
+        say(f"  export NO_PROXY={host} no_proxy={host}")
+    say("")
     say(
         "This is the local admin key, which should stay on this machine; create keys for "
         "others with `tandem keys create --owner NAME`."

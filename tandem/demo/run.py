@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +23,7 @@ from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
+from tandem.own_machine import is_own_machine, without_proxies
 from tandem.stack import Endpoint, Stack
 
 if TYPE_CHECKING:
@@ -110,11 +111,14 @@ def _service(endpoint: Endpoint) -> Iterator[tinker.ServiceClient]:
     """Connect the unmodified SDK to the gateway; its session ends with the block."""
     import tinker
 
-    with tinker.ServiceClient(
-        base_url=endpoint.url,
-        api_key=endpoint.api_key,
-        user_metadata={"example": "tandem demo"},
-    ) as service:
+    with (
+        without_proxies() if is_own_machine(endpoint.url) else nullcontext(),
+        tinker.ServiceClient(
+            base_url=endpoint.url,
+            api_key=endpoint.api_key,
+            user_metadata={"example": "tandem demo"},
+        ) as service,
+    ):
         yield service
 
 

@@ -18,7 +18,7 @@ from gateway.workers.epoch import Epoch
 from tandem.agent.address import agent_address, socket_path
 from tandem.authority import Authority
 from tandem.certificate import AGENT_NAME, GATEWAY_NAME
-from tandem.channels import secure_channel
+from tandem.channels import plain_channel, secure_channel
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Accelerator, Host
@@ -85,7 +85,7 @@ class AgentLauncher:
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
         if self.authority is None:
-            return grpc.aio.insecure_channel(agent_address(self.data_dir), options=_OPTIONS)
+            return plain_channel(agent_address(self.data_dir), options=_OPTIONS)
         return secure_channel(
             self.address,
             authority=self.authority.pem,

@@ -1,0 +1,69 @@
+"""HTTP clients, which reach a gateway on this machine directly.
+
+The environment may name a proxy for the rest of the world (`http_proxy`, `all_proxy`, …). A proxy
+cannot reach this machine's loopback, and NO_PROXY is easily forgotten. So requests to this machine
+never follow the environment's proxy. Requests to other machines do. All HTTP clients of Tandem are
+made here, and all gRPC channels in `tandem.channels`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+import httpx
+import psutil
+
+
+def http_client(
+    base_url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 60.0
+) -> httpx.Client:
+    """Return a client of the server at this address."""
+    if not is_own_machine(base_url):
+        return httpx.Client(base_url=base_url, headers=headers, timeout=timeout)
+    # With a transport of its own, a client asks the environment for certificates, not for a proxy.
+    # Plain HTTP needs no certificates, and reading those of the system takes 25 ms.
+    transport = httpx.HTTPTransport(verify=base_url.startswith("https:"))
+    return httpx.Client(base_url=base_url, headers=headers, timeout=timeout, transport=transport)
+
+
+def is_own_machine(url: str) -> bool:
+    """Return whether the host of a URL is this machine: by loopback, name, or address."""
+    host = httpx.URL(url).host.rstrip(".").lower()
+    if host in ("localhost", socket.gethostname().lower()) or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified or str(address) in _own_addresses()
+
+
+def follows_proxy(url: str) -> bool:
+    """Return whether another program, such as the SDK, would ask a proxy of this environment for
+    the URL."""
+    parsed = httpx.URL(url)
+    proxies = getproxies_environment()
+    there = parsed.scheme in proxies or "all" in proxies
+    return there and not proxy_bypass_environment(parsed.host, proxies)
+
+
+@contextmanager
+def without_proxies() -> Iterator[None]:
+    """Hide the environment's proxies, for clients of others that ask for them within the block."""
+    hidden = {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy")}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _own_addresses() -> set[str]:
+    interfaces = psutil.net_if_addrs().values()
+    return {each.address.partition("%")[0] for interface in interfaces for each in interface}
