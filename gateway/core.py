@@ -331,9 +331,9 @@ class Gateway:
         await self.models.open()
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
-        check_defaults(self.settings)
         host = await self.fleet.launcher.describe_host()
         groups = groups_of(self.settings, host)  # before there are workers to lose by a mistake
+        check_defaults(self.settings, groups)
         await self.fleet.open()
         most = host_memory_budget(self.settings, host)
         await self.leases.open(groups, host_memory_bytes=most)

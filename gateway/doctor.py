@@ -150,8 +150,8 @@ class Doctor:
 
     def _sharing(self) -> Iterator[Finding]:
         try:
-            check_defaults(self.settings)
             groups = groups_of(self.settings, self.host)
+            check_defaults(self.settings, groups)
         except InvalidRequest as error:
             yield Finding("device groups", "refused", error.message, level="problem")
             return
@@ -193,9 +193,14 @@ def _version_of(package: str) -> str | None:
 
 
 def main() -> int:
+    try:
+        host = this_host()
+    except InvalidRequest as error:  # of devices that cannot be used
+        sys.stdout.buffer.write(orjson.dumps({"error": error.message}))
+        return 1
     doctor = Doctor(
         settings=GatewaySettings(),
-        host=this_host(),
+        host=host,
         version_of=_version_of,
         lockable_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     )

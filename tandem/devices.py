@@ -16,14 +16,20 @@ from typing import Literal
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 
+NO_MIG = (
+    "Tandem runs on whole NVIDIA devices; turn MIG off (`nvidia-smi -mig 0`, as root) or name "
+    "another device"
+)
+"""Ends the sentence that refuses a MIG instance, or a device that is divided into them."""
+
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_CUDA = re.compile(r"\d{1,3}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
+_CUDA = re.compile(r"\d{1,3}|GPU-[A-Za-z0-9-]+")
 
 
 @dataclass(frozen=True)
 class Device:
-    """A set of `cores`, or the NVIDIA device `cuda`: its index in the list of `nvidia-smi`, or its
-    UUID.
+    """A set of `cores`, or the NVIDIA device `cuda`: its index in the list of `nvidia-smi`, or the
+    beginning of its UUID.
 
     Literal examples: `Device("cpu", cores=frozenset({0, 1, 4}))` is printed as `cpu:0-1,4`, and
     `Device("cuda", cuda="GPU-8f6a")` as `cuda:GPU-8f6a`.
@@ -40,6 +46,8 @@ class Device:
 def parse_device(text: str) -> Device:
     """Return the device of this name. Raises `InvalidRequest`."""
     kind, _, rest = text.strip().partition(":")
+    if kind == "cuda" and rest.startswith("MIG-"):
+        raise InvalidRequest(f"{text.strip()} is a MIG instance: {NO_MIG}")
     if kind == "cuda" and _CUDA.fullmatch(rest):
         return Device("cuda", cuda=str(int(rest)) if rest.isdecimal() else rest)
     if kind == "cpu" and (cores := _cores(rest)):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tandem.devices import NO_MIG
+from tandem.errors import InvalidRequest
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes")
@@ -23,6 +27,9 @@ class Accelerator:
     uuid: str
     name: str
     memory_bytes: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index} ({self.uuid})"
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ def this_host() -> Host:
 
 def accelerators() -> tuple[Accelerator, ...]:
     """Return the NVIDIA devices that this process may use; none where there is no driver. One that
-    does not answer, such as after a fault, is left out."""
+    does not answer, such as after a fault, is left out. Raises `InvalidRequest` for one that is
+    divided into MIG instances, and for an ambiguous name in CUDA_VISIBLE_DEVICES."""
     try:
         import pynvml
     except ImportError:
@@ -56,7 +64,7 @@ def accelerators() -> tuple[Accelerator, ...]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
-    found = []
+    found, divided = list[Accelerator](), set[int]()
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             with suppress(pynvml.NVMLError):
@@ -69,13 +77,50 @@ def accelerators() -> tuple[Accelerator, ...]:
                         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                     )
                 )
+                with suppress(pynvml.NVMLError):  # a device that has no MIG
+                    if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+                        divided.add(index)
     finally:
         pynvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    usable = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    for each in usable:
+        if each.index in divided:
+            raise InvalidRequest(
+                f"{each}, {each.name}, is divided into MIG instances: {NO_MIG} in "
+                "CUDA_VISIBLE_DEVICES"
+            )
+    return usable
+
+
+def accelerator_named(name: str, found: Sequence[Accelerator]) -> Accelerator | None:
+    """Return the device with this index, or whose UUID begins so, as CUDA reads it. Raises
+    `InvalidRequest` for the beginning of several UUIDs."""
+    if name.isdecimal():
+        return next((each for each in found if each.index == int(name)), None)
+    if whole := [each for each in found if each.uuid == name]:
+        return whole[0]
+    matching = [each for each in found if name.startswith("GPU-") and each.uuid.startswith(name)]
+    if len(matching) > 1:
+        raise InvalidRequest(
+            f"{name} is ambiguous: {' and '.join(map(str, matching))} begin so; write more of the "
+            "UUID"
+        )
+    return matching[0] if matching else None
+
+
+def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerator, ...]:
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves: all if it is not set (None). CUDA reads
+    it up to the first name that it does not know."""
+    if names is None:
         return tuple(found)
-    names = [name.strip() for name in visible.split(",")]
-    return tuple(each for each in found if str(each.index) in names or each.uuid in names)
+    visible = set[int]()
+    for name in map(str.strip, names.split(",")):
+        if name.startswith("MIG-"):
+            raise InvalidRequest(f"CUDA_VISIBLE_DEVICES names the MIG instance {name}: {NO_MIG}")
+        if (named := accelerator_named(name, found)) is None:
+            break
+        visible.add(named.index)
+    return tuple(each for each in found if each.index in visible)
 
 
 def free_memory_bytes() -> int:

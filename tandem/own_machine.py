@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 import psutil
@@ -49,7 +49,7 @@ def follows_proxy(url: str) -> bool:
     parsed = httpx.URL(url)
     proxies = getproxies_environment()
     there = parsed.scheme in proxies or "all" in proxies
-    return there and not proxy_bypass_environment(parsed.host, proxies)
+    return there and not proxy_bypass(parsed.host)
 
 
 @contextmanager

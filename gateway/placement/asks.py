@@ -163,13 +163,8 @@ def asks_of(
             f"{_PREFIX}priority is {asks.priority}: above 0 it is for administrators"
         )
     trainers = _named(groups, "trainer", asks.group, "group")
-    if trains and not any(group.has_devices_for(asks.ranks) for group in trainers):
-        there = ", ".join(dict.fromkeys(group.describe() for group in trainers))
-        raise InvalidRequest(
-            f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
-            f"devices; there is: {there}"
-        )
     if trains:
+        _check_ranks(asks.ranks, trainers, f"{_PREFIX}ranks")
         asks = asks.model_copy(update={"shards": _shards_of(asks, trainers)})
         if (asks.shards or 1) % asks.tensor_parallel:
             raise InvalidRequest(
@@ -178,13 +173,29 @@ def asks_of(
             )
     if asks.sampler:
         samplers = _named(groups, "sampler", asks.sampler_group, "sampler_group")
-        if not any(group.has_devices_for(asks.sampler_ranks) for group in samplers):
-            there = ", ".join(dict.fromkeys(group.describe() for group in samplers))
-            raise InvalidRequest(
-                f"an engine on {asks.sampler_ranks} devices ({_PREFIX}sampler_ranks) needs a group "
-                f"with as many; there is: {there}"
-            )
+        _check_sampler_ranks(asks.sampler_ranks, samplers, f"{_PREFIX}sampler_ranks")
     return asks
+
+
+def _check_ranks(ranks: int, groups: Sequence[DeviceGroup], name: str) -> None:
+    """Raise `InvalidRequest` if no group has a device for each rank; `name` is of the setting."""
+    if not any(group.has_devices_for(ranks) for group in groups):
+        raise InvalidRequest(
+            f"a trainer with {ranks} ranks ({name}) needs a group with as many devices; there is: "
+            f"{_described(groups)}; ask for fewer"
+        )
+
+
+def _check_sampler_ranks(ranks: int, groups: Sequence[DeviceGroup], name: str) -> None:
+    if not any(group.has_devices_for(ranks) for group in groups):
+        raise InvalidRequest(
+            f"an engine on {ranks} devices ({name}) needs a group with as many; there is: "
+            f"{_described(groups)}; ask for fewer"
+        )
+
+
+def _described(groups: Sequence[DeviceGroup]) -> str:
+    return ", ".join(dict.fromkeys(group.describe() for group in groups))
 
 
 def _shards_of(asks: Asks, groups: Sequence[DeviceGroup]) -> int:
@@ -308,10 +319,19 @@ def with_pod_memory(
     return asks.model_copy(update=update)
 
 
-def check_defaults(settings: GatewaySettings) -> None:
-    """Raise `InvalidRequest` for a default of a model that nobody could ask for."""
+def check_defaults(settings: GatewaySettings, groups: Sequence[DeviceGroup]) -> None:
+    """Raise `InvalidRequest` for settings that nobody could ask for: so a gateway that could start
+    no trainer, or no engine, does not start."""
+    usual = default_asks(settings)
+    trainers = _named(groups, "trainer", "", "group")
+    samplers = _named(groups, "sampler", "", "sampler_group")
+    _check_ranks(usual.ranks, trainers, "TANDEM_TRAINER_RANKS, or --ranks of the demo")
+    _check_sampler_ranks(usual.sampler_ranks, samplers, "TANDEM_SAMPLER_RANKS")
     for model, defaults in settings.model_defaults.items():
-        _changed(default_asks(settings), defaults, f"TANDEM_MODEL_DEFAULTS of {model}")
+        where = f"TANDEM_MODEL_DEFAULTS of {model}"
+        asks = _changed(usual, defaults, where)
+        _check_ranks(asks.ranks, trainers, f"{where}: {_PREFIX}ranks")
+        _check_sampler_ranks(asks.sampler_ranks, samplers, f"{where}: {_PREFIX}sampler_ranks")
 
 
 def _asked(metadata: Mapping[str, object] | None) -> dict[str, object]:

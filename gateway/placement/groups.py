@@ -21,7 +21,7 @@ from typing import Literal
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.devices import Device, parse_device
 from tandem.errors import InvalidRequest
-from tandem.host import Accelerator, Host
+from tandem.host import Accelerator, Host, accelerator_named
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import GroupSettings
 
@@ -224,10 +224,9 @@ def _known(device: Device, host: Host) -> Device:
 
 
 def _accelerator(device: Device, host: Host) -> Accelerator:
-    for each in host.accelerators:
-        if device.cuda in (str(each.index), each.uuid):
-            return each
-    has = ", ".join(f"cuda:{each.index} ({each.uuid})" for each in host.accelerators)
+    if (found := accelerator_named(device.cuda, host.accelerators)) is not None:
+        return found
+    has = ", ".join(map(str, host.accelerators))
     raise InvalidRequest(f"{device} is not there: the host has {has or 'no NVIDIA device'}")
 
 

@@ -12,6 +12,9 @@ import typer
 from tandem.cli.context import err, out
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
+from tandem.found import usual_ranks
+from tandem.host import this_host
+from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
@@ -24,7 +27,10 @@ def demo(
         Path | None, typer.Option("--out", help="Run directory. Default: runs/demo-….")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, data and samples.")] = 0,
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Trainer processes. Default: 1 on a GPU, 2 without."),
+    ] = None,
     algorithm: Annotated[
         str, typer.Option(help="Advantages: reward, or grpo (with the clipped loss, ppo).")
     ] = "reward",
@@ -50,6 +56,10 @@ def demo(
         raise typer.BadParameter(f"{algorithm!r} is neither reward nor grpo")
     endpoint = None
     if base_url:
+        if ranks is not None:
+            raise typer.BadParameter(
+                f"--ranks is for a gateway that the demo starts; the one at {base_url} says its own"
+            )
         key = os.environ.get("TINKER_API_KEY", "")
         endpoint = Endpoint(url=base_url.rstrip("/"), pid=0, api_key=key)
     chosen = cast(Literal["reward", "grpo"], algorithm)
@@ -57,7 +67,7 @@ def demo(
         out=out_dir or default_out(Path("runs"), seed=seed),
         data_dir=data_dir,
         seed=seed,
-        ranks=ranks,
+        ranks=None if endpoint else ranks or usual_ranks(GatewaySettings(), this_host()),
         save=save,
         endpoint=endpoint,
         reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),

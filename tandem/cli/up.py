@@ -26,7 +26,10 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
+from tandem.found import describe_found
+from tandem.host import this_host
 from tandem.own_machine import follows_proxy
+from tandem.settings import GatewaySettings
 from tandem.stack import Stack
 
 
@@ -102,7 +105,10 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
     if as_json:
         print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         return
-    say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}\n")
+    say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}")
+    if (settings := GatewaySettings()).launcher != "kubernetes":
+        say(describe_found(settings, this_host(), ranks=settings.trainer.ranks))
+    say("")
     say("Point the tinker SDK at it:\n")
     say(f"  export TINKER_BASE_URL={endpoint.url}")
     say(f"  export TINKER_API_KEY={endpoint.api_key}")

@@ -47,8 +47,8 @@ class Reinforcement(BaseModel):
 
 class DemoConfiguration(BaseModel):
     """The resolved configuration, kept as `config.json` in the run directory. `endpoint` is a
-    gateway that runs already, which has the base model and says how many ranks there are; without
-    one, the demo starts its own. `save` names the trained weights, where they are to be kept."""
+    gateway that runs already. It has the base model, and its own number of `ranks` (None here).
+    Without one, the demo starts its own. `save` names the trained weights, to keep them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,7 +56,7 @@ class DemoConfiguration(BaseModel):
     data_dir: Path
     endpoint: Endpoint | None = Field(None, exclude=True)
     seed: int = 0
-    ranks: int = 2
+    ranks: int | None = None
     save: str = ""
     warm_up: WarmUp = WarmUp()
     reinforcement: Reinforcement = Reinforcement()

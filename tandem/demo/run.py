@@ -23,7 +23,10 @@ from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
+from tandem.found import describe_found
+from tandem.host import this_host
 from tandem.own_machine import is_own_machine, without_proxies
+from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, Stack
 
 if TYPE_CHECKING:
@@ -38,12 +41,13 @@ _PATIENCE = 120.0
 
 @dataclass
 class Timing:
-    """When the command started (monotonic), and seconds until the workers were ready and of the
-    warm-up."""
+    """When the command started (monotonic), seconds until the workers were ready and of the
+    warm-up, and how many ranks the trainer has."""
 
     started: float
     ready: float = 0.0
     warm_up: float = 0.0
+    ranks: int = 0
 
     def since_start(self) -> float:
         return time.monotonic() - self.started
@@ -69,7 +73,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         "seconds_warm_up": round(timing.warm_up, 2),
         "warm_up_reused": reused,
         "seed": configuration.seed,
-        "ranks": configuration.ranks if configuration.endpoint is None else None,
+        "ranks": timing.ranks,
         "algorithm": configuration.reinforcement.algorithm,
         "versions": versions(),
     }
@@ -100,7 +104,10 @@ def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[
         return
     write_tiny_model(configuration.model_path, seed=configuration.seed)
     console.print(f"Base model [bold]{configuration.model_name}[/] written, starting the stack …")
-    settings = {"port": "0", "trainer_ranks": str(configuration.ranks)}
+    usual = GatewaySettings()
+    ranks = configuration.ranks or usual.trainer.ranks
+    console.print(describe_found(usual, this_host(), ranks=ranks), soft_wrap=True, markup=False)
+    settings = {"port": "0", "trainer_ranks": str(ranks)}
     with Stack(data_dir=configuration.data_dir, settings=settings) as stack:
         stack.add_model(name=configuration.model_name, path=configuration.model_path)
         yield stack.endpoint
@@ -143,7 +150,7 @@ def _prepare(
         _remember(configuration, path)
     else:
         console.print("Warm-up found: the policy of an earlier demo is used.")
-        _note_ready(endpoint, timing=timing, console=console)
+        _note_ready(endpoint, client, timing=timing, console=console)
     loop = Loop(
         client=client,
         tokenizer=_tokenizer(client, configuration),
@@ -165,10 +172,18 @@ def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
     raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
 
 
-def _note_ready(endpoint: Endpoint, *, timing: Timing, console: Console) -> None:
+def _note_ready(
+    endpoint: Endpoint, run: tinker.TrainingClient, *, timing: Timing, console: Console
+) -> None:
     wait_ready(endpoint)
     timing.ready = timing.since_start()
-    console.print(f"The trainer is ready after {timing.ready:.1f} s.")
+    with endpoint.client() as client:
+        ranks = {str(each["id"]): int(each["ranks"]) for each in _status(client)["runs"]}
+    timing.ranks = ranks.get(run.model_id, 0)  # a gateway says how many, also one elsewhere
+    plural = "" if timing.ranks == 1 else "s"
+    console.print(
+        f"The trainer is ready after {timing.ready:.1f} s, with {timing.ranks} rank{plural}."
+    )
 
 
 def _tokenizer(
@@ -211,7 +226,7 @@ def _warm_up(
 ) -> str:
     """Train the imperfect policy and save it; return its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
-    _note_ready(endpoint, timing=timing, console=console)
+    _note_ready(endpoint, client, timing=timing, console=console)
     tokenizer = _tokenizer(client, configuration)
     started = time.monotonic()
     with WarmUpProgress(console=console, steps=configuration.warm_up.steps) as progress:

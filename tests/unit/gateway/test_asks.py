@@ -170,9 +170,32 @@ def test_a_group_must_be_there_for_the_role():
 
 
 def test_a_wrong_default_of_a_model_is_a_fault_of_the_settings():
-    check_defaults(SETTINGS)
+    check_defaults(SETTINGS, GROUPS)
     with pytest.raises(InvalidRequest, match=r"TANDEM_MODEL_DEFAULTS of m: tandem.ranks is '0'"):
-        check_defaults(GatewaySettings(model_defaults={"m": {"ranks": 0}}))
+        check_defaults(GatewaySettings(model_defaults={"m": {"ranks": 0}}), GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"trainer": {"ranks": 4}},
+            r"4 ranks \(TANDEM_TRAINER_RANKS, .*\) needs .*: train \(2 devices\)",
+        ),
+        (
+            {"sampler": {"ranks": 3}},
+            r"an engine on 3 devices \(TANDEM_SAMPLER_RANKS\) .*: sample \(1 device\)",
+        ),
+        ({"model_defaults": {"m": {"ranks": 3}}}, r"3 ranks \(TANDEM_MODEL_DEFAULTS of m: tandem"),
+        (
+            {"model_defaults": {"m": {"sampler_ranks": 2}}},
+            r"engine on 2 devices \(TANDEM_MODEL_DEFAULTS of m: tandem.sampler_ranks\)",
+        ),
+    ],
+)
+def test_settings_that_no_group_has_devices_for_are_refused_with_both_numbers(settings, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        check_defaults(GatewaySettings(**settings), GROUPS)
 
 
 SMALL_STATES = {"tandem.states": "bfloat16", "tandem.offload": "moments"}

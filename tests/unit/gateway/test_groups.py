@@ -46,6 +46,20 @@ def test_an_nvidia_device_is_known_by_its_uuid_and_its_memory():
     assert group.memory_bytes == 80 * GIB
 
 
+def test_an_nvidia_device_is_known_by_the_beginning_of_its_uuid():
+    both = ["trainer", "sampler"]
+    (group,) = groups_of(
+        declared({"name": "g", "devices": ["cuda:GPU-1"], "roles": both}), host(gpus=2)
+    )
+    assert group.devices == (Device("cuda", cuda="GPU-1"),)
+    alike = tuple(Accelerator(n, f"GPU-1{n}", "H100", 80 * GIB) for n in range(2))
+    with pytest.raises(InvalidRequest, match=r"GPU-1 is ambiguous: cuda:0 .* and cuda:1 "):
+        groups_of(
+            declared({"name": "g", "devices": ["cuda:GPU-1"], "roles": both}),
+            Host("box", (0,), GIB, alike),
+        )
+
+
 @pytest.mark.parametrize(
     ("groups", "fault"),
     [
@@ -62,6 +76,7 @@ def test_an_nvidia_device_is_known_by_its_uuid_and_its_memory():
             [TRAIN | {"devices": ["cuda:7"]}, SAMPLE],
             "cuda:7 is not there: the host has cuda:0 (GPU-0)",
         ),
+        ([TRAIN | {"devices": ["cuda:MIG-7"]}, SAMPLE], "cuda:MIG-7 is a MIG instance: Tandem"),
         ([TRAIN | {"devices": ["tpu:0"]}, SAMPLE], "group 'train': 'tpu:0' is not a device"),
         ([TRAIN | {"devices": ["cpu:0", "cuda:0"]}, SAMPLE], "both cores and NVIDIA devices"),
         (

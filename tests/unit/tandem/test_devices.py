@@ -16,9 +16,15 @@ def test_cores_are_read(text, cores):
     assert parse_device(text) == Device("cpu", cores=frozenset(cores))
 
 
-@pytest.mark.parametrize("name", ["0", "7", "GPU-8f6a2c1e-0000-11aa", "MIG-5c6e/1/0"])
+@pytest.mark.parametrize("name", ["0", "7", "GPU-8f6a2c1e-0000-11aa", "GPU-8f"])
 def test_an_nvidia_device_is_an_index_or_a_uuid(name):
     assert parse_device(f"cuda:{name}") == Device("cuda", cuda=name)
+
+
+@pytest.mark.parametrize("name", ["MIG-5c6e/1/0", "MIG-GPU-8f6a/1/0", "MIG-8f6a2c1e-0000"])
+def test_a_mig_instance_is_refused_by_name_with_what_to_do(name):
+    with pytest.raises(InvalidRequest, match=f"cuda:{name} is a MIG instance: .* turn MIG off"):
+        parse_device(f"cuda:{name}")
 
 
 @pytest.mark.parametrize(
