@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from prometheus_client import CollectorRegistry
 
 from tandem.devices import confine
-from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed, describe
+from tandem.errors import TandemError, WorkerStartFailed, describe
 from tandem.fencing import Fence
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
@@ -106,7 +106,7 @@ class _Worker:
         engine = EngineThread(
             start=lambda: self._bring_up(topology, ranks),
             heartbeat=self._settings.collective_timeout / 3,
-            on_broken=lambda error: self._break(_cause(error, ranks)),
+            on_broken=lambda error: self._break(ranks.cause(error)),
         )
         server = WorkerServer(self._spec)
         servicer = TrainerServicer(
@@ -121,7 +121,7 @@ class _Worker:
         trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, server.grpc)
         self._report(await server.listen(registry))
         engine.run()
-        code = await self._live(engine, server, stop=stop, broken=broken)
+        code = await self._live(engine, server, ranks, stop=stop, broken=broken)
         # An abort of a moment ago still has to reach its caller.
         await server.stop(0.5 if code else 0.0)
         ranks.end(self._failure)
@@ -131,6 +131,7 @@ class _Worker:
         self,
         engine: EngineThread,
         server: WorkerServer,
+        ranks: OtherRanks,
         *,
         stop: asyncio.Event,
         broken: asyncio.Future[TandemError],
@@ -143,6 +144,10 @@ class _Worker:
         if broken.done():
             return self.fail(WorkerStartFailed(broken.result().message))
         error = started.exception()
+        if error is not None and not isinstance(error, TandemError):
+            self._log.error("start_failed", exc_info=error)
+            cause = await asyncio.to_thread(ranks.cause, error)
+            return self.fail(WorkerStartFailed(cause.message))
         if error is not None:
             return self.fail_to_start(error)
         await server.set_serving(True)
@@ -185,17 +190,6 @@ class _Worker:
             model_seconds=round(time.monotonic() - imported, 2),
         )
         return HostedRuns(first, run_id=self._spec.first_run or self._spec.run_id)
-
-
-def _cause(error: BaseException, ranks: OtherRanks) -> TandemError:
-    """Return why the process group is of no use. Blames another rank if one died, since that makes
-    rank 0's collectives fail."""
-    from trainer_service.batches.memory import MicroBatchTooLarge
-
-    if isinstance(error, MicroBatchTooLarge):
-        return OutOfMemory(f"rank 0 failed: {error}", tokens=error.tokens)
-    sentence = f"rank 0 failed: {describe(error, typed=True)}"
-    return ranks.cause_of_death(timeout=1.0) or WorkerDied(sentence)
 
 
 if __name__ == "__main__":

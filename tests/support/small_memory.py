@@ -92,8 +92,15 @@ class OnRank1(SmallMemoryOnRank):
 def install(folder: Path) -> None:
     """Write the entry points of the backends `small_memory_0` and `small_memory_1`, as a package
     would, into a folder for the `PYTHONPATH` of trainers."""
-    about = folder / "small_memory-0.dist-info"
+    write_entry_points(
+        folder, small_memory_0=f"{__name__}:OnRank0", small_memory_1=f"{__name__}:OnRank1"
+    )
+
+
+def write_entry_points(folder: Path, **backends: str) -> None:
+    """`backends` are the classes, each as MODULE:CLASS, by their names."""
+    about = folder / "backends_of_tests-0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: small-memory\nVersion: 0\n")
-    points = [f"small_memory_{rank} = {__name__}:OnRank{rank}" for rank in (0, 1)]
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: backends-of-tests\nVersion: 0\n")
+    points = [f"{name} = {where}" for name, where in backends.items()]
     (about / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *points]) + "\n")

@@ -61,6 +61,10 @@ class Topology:
     def node_of(self, rank: int) -> int:
         return rank // self.on_each
 
+    def where(self, rank: int) -> str:
+        """Return on which node a rank is, to be put behind its number; "" where there is one."""
+        return f" on node {self.node_of(rank)}" if self.nodes > 1 else ""
+
 
 @dataclass(frozen=True)
 class MeetingPoint:

@@ -9,11 +9,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import PurePath
 
 from pydantic import BaseModel
 
-from tandem.errors import OutOfMemory, TandemError, WorkerDied
+from tandem.errors import OutOfMemory, TandemError, WorkerDied, describe, without_paths
+
+_MOST_CAUSES = 3
+_MOST_FRAMES = 12
+"""Of the traceback of each, the innermost."""
+_MOST_CHARACTERS = 800
 
 
 class RankReport(BaseModel):
@@ -22,6 +29,37 @@ class RankReport(BaseModel):
 
     error: str
     out_of_memory_at: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankReport:
+        from trainer_service.batches.memory import MicroBatchTooLarge  # imports torch
+
+        if isinstance(error, MicroBatchTooLarge):
+            return cls(error=str(error), out_of_memory_at=error.tokens)
+        return cls(error=trace(error))
+
+
+def trace(error: BaseException) -> str:
+    """Return an error of any library on one line: its type, sentence and traceback, and those of
+    its causes. An error that Tandem reports needs no traceback.
+
+    Literal example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
+    """
+    told: list[str] = []
+    at: BaseException | None = error
+    while at is not None and len(told) < _MOST_CAUSES:
+        text = str(at).strip().splitlines()
+        sentence = f"{type(at).__name__}: {text[0]}" if text else type(at).__name__
+        if isinstance(at, TandemError):
+            told.append(describe(at, typed=True))
+            break
+        frames = traceback.extract_tb(at.__traceback__)[-_MOST_FRAMES:]
+        places = ", ".join(f"{PurePath(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+        sentence = without_paths(sentence)[:_MOST_CHARACTERS]
+        told.append(f"{sentence} (traceback: {places})" if places else sentence)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    line = " ".join(", caused by ".join(told).splitlines())
+    return line.encode("utf-8", "backslashreplace").decode()  # a sentence may hold half a pair
 
 
 class Death(BaseModel):

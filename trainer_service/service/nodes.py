@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tandem.devices import Device
-from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
+from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.telemetry import get_log
 from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import MeetingPoint, Topology
-from trainer_service.service.deaths import Death, Deaths
+from trainer_service.service.deaths import Death, Deaths, RankReport
 from trainer_service.service.rank_processes import RankProcesses
 from trainer_service.service.rendezvous import (
     ConnectionLost,
@@ -34,6 +34,9 @@ from trainer_service.service.rendezvous import (
     join,
     pump,
 )
+
+_DEATH_SECONDS = 1.0
+"""Within which the death of a rank is known once rank 0's collectives fail."""
 
 
 class OtherRanks:
@@ -58,7 +61,7 @@ class OtherRanks:
         self._deaths = Deaths(
             on_first=on_death,
             settle=1.0 if several else 0.2,
-            where=lambda rank: f" on node {topology.node_of(rank)}" if several else "",
+            where=topology.where,
         )
         self._local = RankProcesses(
             ranks=topology.local[1:], devices=devices, on_death=self._deaths.add
@@ -79,9 +82,13 @@ class OtherRanks:
         else:
             self._nodes.assign(rank, line)
 
-    def cause_of_death(self, *, timeout: float) -> TandemError | None:
-        """Why the process group broke, or None if nothing dies within `timeout` seconds."""
-        return self._deaths.cause(timeout=timeout) if self._topology.ranks > 1 else None
+    def cause(self, error: BaseException) -> TandemError:
+        """Return why the process group broke, in which rank 0 met this error: the death of another
+        rank makes rank 0's collectives fail."""
+        own = Death(returncode=1, report=RankReport.of(error)).cause(self._topology.where(0))
+        if isinstance(own, OutOfMemory) or self._topology.ranks == 1:
+            return own
+        return self._deaths.cause(timeout=_DEATH_SECONDS) or own
 
     def end(self, reason: str) -> None:
         """Tell the other nodes why the worker ends ("": as it should), and kill the ranks here."""

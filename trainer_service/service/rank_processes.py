@@ -3,8 +3,11 @@
 They are forked when torch and transformers are imported, once for all ranks of the node. One that
 is given a device confines itself to it. It reads its assignment, which rank 0 made, as one line of
 JSON from its standard input, a pipe that then stays open as its lifeline; it follows rank 0 until
-it is killed. If anything fails it writes a `RankReport` to another pipe and exits: a process group
-that lost a rank is of no use.
+it is killed.
+
+A process group that lost a rank is of no use. So a rank in which anything fails writes a
+`RankReport` to another pipe, and waits to be killed. If it ended, its peers would fail, too, and
+rank 0 might end before it has read the report.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,8 @@ from trainer_service.service.deaths import Death, RankReport
 from trainer_service.service.libraries import import_before_forks
 
 _KILLED_SECONDS = 10.0
+_REPORTED_SECONDS = 60.0
+"""After which a rank that has reported its error ends by itself."""
 
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
@@ -112,12 +118,14 @@ class RankProcesses:
     def _watch(self, number: int, rank: _Rank) -> None:
         with os.fdopen(rank.report, "rb") as pipe:
             said = pipe.read()
+        if said:  # it waits to be killed
+            report = RankReport.model_validate_json(said)
+            self._on_death(Death(rank=number, returncode=1, report=report))
         rank.process.join()
-        if not self._stopping:
-            why = RankReport.model_validate_json(said) if said else None
+        if not said and not self._stopping:
             returncode = rank.process.exitcode
             assert returncode is not None
-            self._on_death(Death(rank=number, returncode=returncode, report=why))
+            self._on_death(Death(rank=number, returncode=returncode))
 
 
 def _fork(number: int, device: Device | None) -> _Rank:
@@ -157,15 +165,9 @@ def _run(parent: int, assignment: int, report: int, device: Device | None) -> No
         hold_lifeline()
         FollowedRuns(join(Assignment.model_validate_json(line))).follow()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
-        os.write(report, _report_of(error).model_dump_json().encode())
+        os.write(report, RankReport.of(error).model_dump_json().encode())
+        os.close(report)
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: the others wait, and a snapshot may still be written in a thread
-
-
-def _report_of(error: BaseException) -> RankReport:
-    from trainer_service.batches.memory import MicroBatchTooLarge
-
-    if isinstance(error, MicroBatchTooLarge):
-        return RankReport(error=str(error), out_of_memory_at=error.tokens)
-    return RankReport(error=describe(error, typed=True).splitlines()[0][:4000])
+        time.sleep(_REPORTED_SECONDS)
+        os._exit(1)  # at once: a snapshot may still be written in a thread

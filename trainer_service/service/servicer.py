@@ -19,6 +19,7 @@ from tandem.fencing import Fence
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
+from trainer_service.service.deaths import trace
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.sequence import OperationSequence, Reply, RunRemoved
@@ -329,8 +330,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             await first_of(self._broken, timeout=5)
         if self._broken.done():
             await self._abort_broken(context, run_id)
-        if task.done():
-            await _abort(context, grpc.StatusCode.INTERNAL, f"rank 0 failed: {task.exception()}")
+        if task.done() and (error := task.exception()) is not None:
+            await _abort(context, grpc.StatusCode.INTERNAL, f"rank 0 failed: {trace(error)}")
         await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the operation took too long")
 
     async def _in_order(

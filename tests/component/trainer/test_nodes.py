@@ -26,6 +26,7 @@ from tandem.errors import WorkerStartFailed
 from tandem.weights import open_version
 from tandem.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
 from tandem.worker_settings import TrainerSettings
+from tests.support import failing_ranks
 from tests.support.hosts import Host, two_hosts
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
@@ -214,6 +215,23 @@ def test_a_killed_rank_of_another_node_is_named(hosts, model, tls, tmp_path):
         assert report.error in [f"rank {r} on node 1 was killed by SIGKILL" for r in (2, 3)]
         of_node_1 = WorkerReport.model_validate_json((tmp_path / "report").read_bytes())
         assert of_node_1.error == f"node 0 ended: {report.error}"
+
+
+def test_an_error_in_a_rank_of_another_node_is_told_with_the_node(
+    hosts, model, tls, tmp_path, monkeypatch
+):
+    failing_ranks.install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    patient = {"backend": "fails_in_forward", "collective_timeout": 20 * CALL_SECONDS}
+    with two_nodes(hosts, model, tls, tmp_path, ranks=4, **patient) as trainer:
+        with pytest.raises(grpc.RpcError) as caught:
+            trainer.client.forward_backward(request(mixed_data(0)))
+        report = trainer.last_report()
+        assert report.error_type == "worker_died"
+        assert report.error == caught.value.details()
+        assert report.error.startswith("rank 3 on node 1 failed: AssertionError (traceback: ")
+        assert "failing_ranks.py" in report.error
+        assert "caused by KeyError: 'of the datum'" in report.error
 
 
 def test_a_killed_node_is_named(hosts, model, tls, tmp_path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
-from tandem.errors import OutOfMemory, TandemError
-from trainer_service.service.deaths import Death, Deaths, RankReport
+from tandem.errors import OutOfMemory, TandemError, UnknownLoss
+from trainer_service.service.deaths import Death, Deaths, RankReport, trace
 
 BROKEN = Death(rank=1, returncode=1, report=RankReport(error="RuntimeError: connection closed"))
 TOO_LARGE = Death(rank=2, returncode=1, report=RankReport(error="too large", out_of_memory_at=64))
@@ -48,3 +49,41 @@ def test_a_rank_on_another_node_is_named_with_it():
 
 def test_while_nothing_died_there_is_no_cause():
     assert Deaths(on_first=lambda _: None, settle=0.0, where=str).cause(timeout=0.0) is None
+
+
+def fail(path: str) -> None:
+    raise OSError(f"no such file: '{path}'")
+
+
+def test_an_error_is_told_on_one_line_with_its_traceback_and_causes_and_without_folders():
+    try:
+        try:
+            fail("/srv/models/tiny/config.json")
+        except OSError as error:
+            raise RuntimeError("the model\nis damaged") from error
+    except RuntimeError as error:
+        told = trace(error)
+    here = "test_deaths.py:[0-9]+"
+    assert re.fullmatch(
+        rf"RuntimeError: the model \(traceback: {here} test_\w+\), caused by OSError: no such "
+        rf"file: 'config.json' \(traceback: {here} test_\w+, {here} fail\)",
+        told,
+    )
+
+
+def test_an_error_that_tandem_reports_is_told_by_its_sentence_alone():
+    assert trace(UnknownLoss("unknown loss 'x'")) == "UnknownLoss: unknown loss 'x'"
+
+
+def test_a_report_can_be_sent_whatever_its_sentence_holds():
+    report = RankReport.of(ValueError("half a pair: \ud800"))
+    assert RankReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_the_traceback_of_an_endless_recursion_is_short():
+    def recurse() -> None:
+        recurse()
+
+    with pytest.raises(RecursionError) as caught:
+        recurse()
+    assert len(trace(caught.value)) < 1000

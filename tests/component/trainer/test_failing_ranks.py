@@ -1,0 +1,62 @@
+"""An error of Python in one rank, while the others wait for it in a collective for minutes."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import grpc
+import pytest
+
+from tandem.agent.worker_process import group_members
+from tests.support import failing_ranks
+from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
+from tests.support.worker_process import CALL_SECONDS
+
+BATCH = request([datum([7, 8, 9], weights=[1.0] * 3), datum([4, 5, 6], weights=[1.0] * 3)])
+PATIENT = 20 * CALL_SECONDS
+"""A collective fails long after a call of the test would."""
+IN_FORWARD = (
+    r"rank {rank} failed: AssertionError \(traceback: .*failing_ranks.py:\d+ forward_backward, "
+    r"failing_ranks.py:\d+ _look_up\), caused by KeyError: 'of the datum' "
+    r"\(traceback: failing_ranks.py:\d+ _look_up\)"
+)
+IN_STEP = (
+    r"rank {rank} failed: ZeroDivisionError: no gradients in 'config.json' "
+    r"\(traceback: .*trainer.py:\d+ optim_step, failing_ranks.py:\d+ _divide\)"
+)
+
+
+@pytest.fixture
+def backends(tmp_path, monkeypatch):
+    failing_ranks.install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def ends_with(client: TrainerClient, error: grpc.RpcError, sentence: str) -> None:
+    assert error.code() is grpc.StatusCode.ABORTED
+    assert re.fullmatch(sentence, error.details())
+    report = client.next_report()
+    assert (report.error_type, report.error) == ("worker_died", error.details())
+    assert client.process.wait(timeout=CALL_SECONDS) == 1
+    assert group_members(client.process.pid) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_in_the_forward_pass_of_a_rank_is_told_with_its_traceback(
+    models, tmp_path, backends, ranks
+):
+    settings = {"ranks": ranks, "backend": "fails_in_forward", "collective_timeout": PATIENT}
+    with trainer_process(models["qwen3"], tmp_path, **settings) as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            client.forward_backward(BATCH)
+        ends_with(client, caught.value, IN_FORWARD.format(rank=ranks - 1))
+
+
+def test_an_error_in_the_optimizer_of_a_rank_is_told_with_its_traceback(models, tmp_path, backends):
+    settings = {"ranks": 2, "backend": "fails_in_step", "collective_timeout": PATIENT}
+    with trainer_process(models["qwen3"], tmp_path, **settings) as client:
+        client.output(BATCH)
+        with pytest.raises(grpc.RpcError) as caught:
+            client.optim_step()
+        ends_with(client, caught.value, IN_STEP.format(rank=1))
