@@ -14,17 +14,19 @@ pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
 pip "$(pin uv)"
 uv() { .venv/bin/uv pip install --quiet --python .venv/bin/python "$@"; }
 
-extras=() engine=
+engine=engine-cuda
+[ "$build" != cpu ] || engine=engine-cpu
+extras=()
 for extra in "$@"; do
   extras+=(--extra "$extra")
-  if [ "$extra" = sampler ]; then engine=$(pin 'vllm(-cpu)?'); fi
+  [ "$extra" != sampler ] || extras+=(--extra "$engine")
 done
 if [ ${#extras[@]} = 0 ]; then
   cp "$lock" .venv/.lock
 else
   pin torch > .venv/.overrides  # as in lock.sh
-  echo "$engine" | .venv/bin/uv pip compile --quiet --no-annotate --no-header --python .venv/bin/python \
-    --constraints "$lock" --overrides .venv/.overrides "${extras[@]}" pyproject.toml - > .venv/.needed
+  .venv/bin/uv pip compile --quiet --no-annotate --no-header --python .venv/bin/python \
+    --constraints "$lock" --overrides .venv/.overrides "${extras[@]}" pyproject.toml > .venv/.needed
   awk -F '==' 'NR == FNR { needed[$1]; next } $1 in needed' .venv/.needed "$lock" > .venv/.lock
 fi
 

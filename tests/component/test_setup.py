@@ -73,6 +73,24 @@ def test_a_cuda_build_is_fetched_last_and_its_size_is_said_before(tmp_path: Path
     assert told < said.index(last)
 
 
+@pytest.mark.parametrize(("build", "engine"), [("cpu", "engine-cpu"), ("gpu", "engine-cuda")])
+def test_a_sampler_alone_is_installed_with_the_engine_of_the_build(
+    tmp_path: Path, build: str, engine: str
+):
+    set_up(tmp_path, build=build, refused="^$")
+    (tmp_path / "log").unlink()
+    subprocess.run(
+        [tmp_path / "scripts/install.sh", build, "sampler"],
+        env=os.environ | {"REFUSED": "^$", "LOG": str(tmp_path / "log")},
+        check=True,
+        timeout=60,
+    )
+    (resolved,) = [
+        line for line in (tmp_path / "log").read_text().splitlines() if "compile --q" in line
+    ]
+    assert [each for each in resolved.split() if each.startswith("engine")] == [engine]
+
+
 @pytest.mark.parametrize("build", ["cpu", "gpu"])
 def test_a_second_set_up_fetches_nothing(tmp_path: Path, build: str):
     asked, said = set_up(tmp_path, build=build, refused="^$")

