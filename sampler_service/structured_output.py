@@ -1,10 +1,10 @@
 """Structured output: what a client may ask a sample to look like, compiled for the model's tokens.
 
-A request asks for a regex, a JSON schema, a choice of texts or any JSON object. All become one of
-two kinds of grammar, which llguidance compiles: it takes milliseconds, runs beside other threads,
-computes each step's token mask within a budget ("fuel") whatever the grammar, and refuses the
-parts of JSON schema that it does not implement instead of ignoring them. It supports neither
-look-around nor back-references.
+A request asks for a regex, a JSON schema, a Lark grammar, a choice of texts or any JSON object. All
+become one of three kinds of grammar, which llguidance compiles. It takes milliseconds and runs
+beside other threads. It computes each step's token mask within a budget ("fuel") whatever the
+grammar. It refuses the parts of JSON schema that it does not implement instead of ignoring them.
+It supports neither look-around nor back-references.
 
 The tokenizer is loaded for the first grammar, so that no start of a sampler pays for it.
 """
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MAX_REGEX_BYTES = 16 * 1024
 MAX_SCHEMA_BYTES = 64 * 1024
+MAX_LARK_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 64 * 1024
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum": []}'}
@@ -55,6 +56,9 @@ _LEXER_STATES = 32_768
 _GRAMMAR_SIZE = 100_000
 _MOST_ITEMS = 100_000
 _PROBED_TOKENS = 4
+_OTHER_GRAMMARS = ("%json", "%lark")
+"""In a Lark grammar, what begins a grammar of another kind."""
+_NAMES = {"regex": "the regex", "json_schema": "the JSON schema", "lark": "the Lark grammar"}
 _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
 """How llguidance's errors say that no token can follow."""
 
@@ -67,7 +71,7 @@ class Grammar:
     """Literal examples: `Grammar("regex", "[ab]+")`,
     `Grammar("json_schema", '{"type": "object"}')`."""
 
-    kind: Literal["regex", "json_schema"]
+    kind: Literal["regex", "json_schema", "lark"]
     text: str
 
 
@@ -83,6 +87,9 @@ def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | 
         _check_size("the JSON schema", message.json_schema, limit=MAX_SCHEMA_BYTES)
         schema = message.json_schema.strip()  # llguidance takes true and false as objects only
         return Grammar("json_schema", _BOOLEAN_SCHEMAS.get(schema, message.json_schema))
+    if kind == "lark":
+        _check_size("the Lark grammar", message.lark, limit=MAX_LARK_BYTES)
+        return Grammar("lark", message.lark)
     if kind == "choice":
         choices = list(dict.fromkeys(message.choice.choices))
         if not 1 <= len(choices) <= MAX_CHOICES:
@@ -225,17 +232,13 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
     import xgrammar  # noqa: F401 (vLLM applies masks with it; imported here instead of in a step)
     from llguidance import LLMatcher, LLParserLimits
 
-    name = {"regex": "the regex", "json_schema": "the JSON schema"}[grammar.kind]
+    name = _NAMES[grammar.kind]
     if grammar.kind == "json_schema":
         _check_items(grammar.text)
+    if grammar.kind == "lark":
+        _check_plain(grammar.text)
     try:
-        source = (
-            LLMatcher.grammar_from_regex(grammar.text)
-            if grammar.kind == "regex"
-            else LLMatcher.grammar_from_json_schema(
-                rewrite_schema(grammar.text), overrides={"lenient": False}
-            )
-        )
+        source = _source_of(grammar)
     except ValueError as error:
         raise StructuredOutputInvalid(
             f"{name} is refused: {on_one_line(describe(error))}"
@@ -253,6 +256,30 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
         raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(matcher.get_error())}")
     _probe(matcher, name=name, vocabulary=tokenizer.vocab_size)
     return CompiledGrammar(grammar, matcher)
+
+
+def _source_of(grammar: Grammar) -> str:
+    """Return a grammar as llguidance reads it. Raises `ValueError`."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "json_schema":
+        schema = rewrite_schema(grammar.text)
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+    # `grammar_from_lark` would take a text that begins with { for grammars in JSON.
+    return json.dumps({"grammars": [{"lark_grammar": grammar.text}]})
+
+
+def _check_plain(lark: str) -> None:
+    """Raise `StructuredOutputInvalid` if a Lark grammar has another one in it: an array of a JSON
+    schema there would escape `_check_items`."""
+    for sign in _OTHER_GRAMMARS:
+        if sign in lark:
+            raise StructuredOutputInvalid(
+                f"the Lark grammar contains {sign}, which is not offered there; ask for a JSON "
+                'schema instead, or write the sign as "%" and what follows it'
+            )
 
 
 def _check_items(schema: str) -> None:

@@ -237,11 +237,14 @@ class StructuredOutput(google.protobuf.message.Message):
     JSON_SCHEMA_FIELD_NUMBER: builtins.int
     CHOICE_FIELD_NUMBER: builtins.int
     JSON_OBJECT_FIELD_NUMBER: builtins.int
+    LARK_FIELD_NUMBER: builtins.int
     regex: builtins.str
     json_schema: builtins.str
     """A JSON schema, as JSON."""
     json_object: builtins.bool
     """Any JSON object."""
+    lark: builtins.str
+    """A context-free grammar in the Lark syntax of llguidance."""
     @property
     def choice(self) -> Global___StructuredOutput.Choices: ...
     def __init__(
@@ -251,10 +254,11 @@ class StructuredOutput(google.protobuf.message.Message):
         json_schema: builtins.str = ...,
         choice: Global___StructuredOutput.Choices | None = ...,
         json_object: builtins.bool = ...,
+        lark: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["regex", "json_schema", "choice", "json_object"] | None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["regex", "json_schema", "choice", "json_object", "lark"] | None: ...
 
 Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
 

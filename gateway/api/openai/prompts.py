@@ -123,6 +123,7 @@ _STRUCTURES = {
     "regex": "a text",
     "json": "a JSON schema",
     "choice": "a list of texts",
+    "grammar": "a Lark grammar",
     "json_object": "true",
 }
 """The forms of vLLM's `structured_outputs`, and what their values must be."""
@@ -134,7 +135,7 @@ def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput
     asked: list[tuple[str, str, object]] = []
     if request.response_format is not None:
         asked += _response_format(request.response_format)
-    for kind in ("json", "regex", "choice"):
+    for kind in ("json", "regex", "choice", "grammar"):
         value: object = getattr(request, f"guided_{kind}")
         if value is not None:
             asked.append((f"guided_{kind}", kind, value))
@@ -176,6 +177,8 @@ def _structure(kind: str, value: object, *, param: str) -> sampler_pb2.Structure
             return sampler_pb2.StructuredOutput(json_object=True)
         case "regex", str():
             return sampler_pb2.StructuredOutput(regex=value)
+        case "grammar", str():
+            return sampler_pb2.StructuredOutput(lark=value)
         case "json", str():
             return sampler_pb2.StructuredOutput(json_schema=value)
         case "json", dict() | bool():

@@ -66,6 +66,7 @@ class SamplingFields(BaseModel):
     guided_json: Json | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:

@@ -69,6 +69,7 @@ def refusal(kind, call, *arguments, **changes):
         ("stop_token_ids", [-1]),
         ("stream_options", {"include_usage": True}),
         ("guided_choice", [1]),
+        ("guided_grammar", ["start"]),
         ("response_format", {"type": "grammar"}),
     ],
 )

@@ -93,6 +93,8 @@ def test_the_defaults_are_those_of_openai(gate, client):
             '{"type": "object"}',
         ),
         ({"structured_outputs": {"regex": "b"}}, "regex", "b"),
+        ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"structured_outputs": {"grammar": 'start: "b"'}}, "lark", 'start: "b"'),
         ({"response_format": {"type": "json_object"}}, "json_object", True),
         (
             {

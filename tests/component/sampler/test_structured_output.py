@@ -54,6 +54,19 @@ def test_samples_are_one_of_the_choices(sampler: SamplerClient):
     assert len(said) > 1
 
 
+def test_samples_follow_a_lark_grammar(sampler: SamplerClient):
+    lark = 'start: "(" start ")" | item ("," item)*\nitem: /[a-c]{1,3}/'
+    answer = sampler.sample(PROMPT, n=32, seed=9, max_tokens=40, structured=Structured(lark=lark))
+    for sample in answer.samples:
+        said = text(sample.tokens)
+        if sample.stopped:
+            opened = len(said) - len(said.lstrip("("))
+            inner = said[opened : len(said) - opened]
+            assert said == "(" * opened + inner + ")" * opened
+            assert re.fullmatch("[a-c]{1,3}(,[a-c]{1,3})*", inner)
+    assert sum(sample.stopped for sample in answer.samples) > 3
+
+
 def test_samples_are_objects_of_a_schema(sampler: SamplerClient):
     grammar = schema(
         {
@@ -216,6 +229,9 @@ def test_a_stop_token_of_the_request_ends_only_a_complete_grammar(sampler: Sampl
         (schema(False), "Unsatisfiable"),
         (Structured(json_schema=json.dumps({"description": "x" * 70_000})), "at most 65536"),
         (Structured(json_schema='{"items":' * 5000 + "true" + "}" * 5000), "recursion"),
+        (Structured(lark="start: missing"), "unknown name"),
+        (Structured(lark="start: %json {}"), "%json"),
+        (Structured(lark='start: "abé"'), "the model has no tokens for"),
         (choice(), "0 choices"),
         (choice(*(str(n) for n in range(1025))), "1025 choices"),
         (Structured(json_object=False), "json_object is false"),

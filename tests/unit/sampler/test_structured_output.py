@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import re
 import threading
 from collections import defaultdict
 from concurrent.futures import Future
@@ -237,6 +238,51 @@ def test_a_schema_of_too_many_items_is_refused_before_they_take_all_memory(schem
     tokenizer: Any = None  # nothing is compiled
     with pytest.raises(StructuredOutputInvalid, match=why):
         compile_grammar(Grammar("json_schema", schema), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("lark", "why"),
+    [
+        ('start: %json {"type": "array", "items": {}, "minItems": 1099511627776}', "%json"),
+        ('start: %lark {\n start: %json {"minItems": 1099511627776}\n}', "%json"),
+        ('start: %lark {\n start: "a"\n}', "%lark"),
+        ('{"grammars": [{"json_schema": {"minItems": 1099511627776}}]}', "expecting rule"),
+        ("start: missing", "unknown name"),
+        ("", "no start rule"),
+        ("start: " + "(" * 20_000 + '"a"' + ")" * 20_000, "too deeply nested"),
+        (
+            'start: %regex {"substring_chars": "' + " ".join(map(str, range(11_000))) + '"}',
+            "too big",
+        ),
+        ("start: (" + "|".join(f"/a{n}.*b/" for n in range(3000)) + ")*", "is too large"),
+        ("start: a{0,500000}\na: b{0,50000}\nb: c{0,50000}\nc: | /[xy]/", "is too large"),
+    ],
+)
+def test_a_bad_lark_grammar_is_refused_within_the_budget(lark: str, why: str):
+    from llguidance import LLTokenizer
+
+    with pytest.raises(StructuredOutputInvalid, match=f"the Lark grammar.*{re.escape(why)}"):
+        compile_grammar(Grammar("lark", lark), LLTokenizer("byte"))
+
+
+def test_a_lark_grammar_matches_what_no_regex_does():
+    from llguidance import LLTokenizer
+
+    message = sampler_pb2.StructuredOutput(lark='start: "(" start ")" | /[0-9]+/')
+    grammar = parse_structured_output(message)
+    assert grammar is not None
+    compiled = compile_grammar(grammar, LLTokenizer("byte"))
+    for text, fits in {"((42))": True, "7": True, "((4)": False, "(4))": False, "a": False}.items():
+        matcher = compiled.matcher()
+        taken = all(matcher.consume_token(byte) for byte in text.encode())
+        assert (taken and matcher.is_accepting()) == fits, text
+
+
+@pytest.mark.parametrize("form", ["regex", "json_schema", "lark"])
+def test_a_text_of_any_form_has_a_bound(form: str):
+    message = sampler_pb2.StructuredOutput(**{form: "x" * 70_000})
+    with pytest.raises(StructuredOutputInvalid, match="70000 bytes; at most"):
+        parse_structured_output(message)
 
 
 def test_a_choice_matches_its_texts_and_nothing_else():
