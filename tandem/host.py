@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from tandem.devices import NO_MIG
 from tandem.errors import InvalidRequest
+from tandem.trainer_backends import known_backends
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes")
@@ -35,12 +36,14 @@ class Accelerator:
 @dataclass(frozen=True)
 class Host:
     """`cores` are the numbers of those that this process may run on; `memory_bytes` is what it may
-    use, which is less than the machine has where a container bounds it."""
+    use, which is less than the machine has where a container bounds it. `backends` are the
+    `known_backends` of trainers; none: nobody said."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
     memory_bytes: int = 0
     accelerators: tuple[Accelerator, ...] = ()
+    backends: Mapping[str, str] = field(default_factory=dict)
 
 
 def this_host() -> Host:
@@ -49,6 +52,7 @@ def this_host() -> Host:
         cores=_cores(),
         memory_bytes=_memory_bytes(),
         accelerators=accelerators(),
+        backends=known_backends(),
     )
 
 

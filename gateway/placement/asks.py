@@ -163,6 +163,7 @@ def asks_of(
             f"{_PREFIX}priority is {asks.priority}: above 0 it is for administrators"
         )
     trainers = _named(groups, "trainer", asks.group, "group")
+    _check_backend(asks.backend, trainers, f"{_PREFIX}backend")
     if trains:
         _check_ranks(asks.ranks, trainers, f"{_PREFIX}ranks")
         asks = asks.model_copy(update={"shards": _shards_of(asks, trainers)})
@@ -192,6 +193,18 @@ def _check_sampler_ranks(ranks: int, groups: Sequence[DeviceGroup], name: str) -
             f"an engine on {ranks} devices ({name}) needs a group with as many; there is: "
             f"{_described(groups)}; ask for fewer"
         )
+
+
+def _check_backend(backend: str, groups: Sequence[DeviceGroup], name: str) -> None:
+    """Raise `InvalidRequest` for a trainer backend that is not installed, or that several packages
+    register."""
+    known = {each: why for group in groups for each, why in group.backends.items()}
+    if known and backend not in known:
+        raise InvalidRequest(
+            f"{name} is {backend[:64]!r}, which is no trainer backend; known: {', '.join(known)}"
+        )
+    if reason := known.get(backend):
+        raise InvalidRequest(f"{name}: {reason}")
 
 
 def _described(groups: Sequence[DeviceGroup]) -> str:
@@ -325,11 +338,13 @@ def check_defaults(settings: GatewaySettings, groups: Sequence[DeviceGroup]) -> 
     usual = default_asks(settings)
     trainers = _named(groups, "trainer", "", "group")
     samplers = _named(groups, "sampler", "", "sampler_group")
+    _check_backend(usual.backend, trainers, "TANDEM_TRAINER_BACKEND")
     _check_ranks(usual.ranks, trainers, "TANDEM_TRAINER_RANKS, or --ranks of the demo")
     _check_sampler_ranks(usual.sampler_ranks, samplers, "TANDEM_SAMPLER_RANKS")
     for model, defaults in settings.model_defaults.items():
         where = f"TANDEM_MODEL_DEFAULTS of {model}"
         asks = _changed(usual, defaults, where)
+        _check_backend(asks.backend, trainers, f"{where}: {_PREFIX}backend")
         _check_ranks(asks.ranks, trainers, f"{where}: {_PREFIX}ranks")
         _check_sampler_ranks(asks.sampler_ranks, samplers, f"{where}: {_PREFIX}sampler_ranks")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.cluster_settings import ClaimPoolSettings
@@ -24,6 +24,8 @@ from tandem.errors import InvalidRequest
 from tandem.host import Accelerator, Host, accelerator_named
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import GroupSettings
+from tandem.trainer_backends import known_backends
+from tandem.worker_settings import TrainerSettings
 
 Role = Literal["trainer", "sampler"]
 
@@ -41,6 +43,9 @@ class DeviceGroup:
     A group that is a claim is one of a `pool`. Its workers are pods, each with memory of its own,
     of which those on one node may have `node_memory_bytes` together, 0: any number. It may have
     several `nodes`, and `devices` are those of each, numbered as a pod there sees them.
+
+    `backends` are the trainer backends of its host, with the reason why one cannot be used, or "";
+    none: nobody knows.
     """
 
     name: str
@@ -54,6 +59,7 @@ class DeviceGroup:
     pool: str = ""
     nodes: int = 1
     node_memory_bytes: int = 0
+    backends: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def leased(self) -> bool:
@@ -115,6 +121,17 @@ class DeviceGroup:
 def groups_of(settings: GatewaySettings, host: Host) -> tuple[DeviceGroup, ...]:
     """Return the groups that are declared, or those of an undeclared host. Raises `InvalidRequest`
     for groups that the host, or a cluster, cannot have."""
+    backends = host.backends
+    if settings.launcher == "kubernetes":  # an image is not asked: its administrator is believed
+        said = [settings.trainer.backend, TrainerSettings.model_fields["backend"].default]
+        said += [
+            str(each["backend"]) for each in settings.model_defaults.values() if "backend" in each
+        ]
+        backends = known_backends() | dict.fromkeys(said, "")
+    return tuple(replace(group, backends=backends) for group in _groups_of(settings, host))
+
+
+def _groups_of(settings: GatewaySettings, host: Host) -> tuple[DeviceGroup, ...]:
     if settings.launcher == "kubernetes":
         return _of_pools(settings)
     if settings.claim_pools:

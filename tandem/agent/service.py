@@ -181,6 +181,7 @@ def description() -> agent_pb2.DescribeAgentReply:
         cores=host.cores,
         memory_bytes=host.memory_bytes,
         accelerators=[agent_pb2.Accelerator(**vars(each)) for each in host.accelerators],
+        trainer_backends=host.backends,
     )
 
 

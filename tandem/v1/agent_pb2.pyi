@@ -33,12 +33,29 @@ Global___DescribeAgentRequest: typing_extensions.TypeAlias = DescribeAgentReques
 class DescribeAgentReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class TrainerBackendsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     PID_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     ACCELERATORS_FIELD_NUMBER: builtins.int
+    TRAINER_BACKENDS_FIELD_NUMBER: builtins.int
     pid: builtins.int
     host: builtins.str
     """The name of its host."""
@@ -54,6 +71,10 @@ class DescribeAgentReply(google.protobuf.message.Message):
 
     @property
     def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Accelerator]: ...
+    @property
+    def trainer_backends(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """The names of the trainer backends that are installed, and why one cannot be used, or ""."""
+
     def __init__(
         self,
         *,
@@ -63,8 +84,9 @@ class DescribeAgentReply(google.protobuf.message.Message):
         cores: collections.abc.Iterable[builtins.int] | None = ...,
         memory_bytes: builtins.int = ...,
         accelerators: collections.abc.Iterable[Global___Accelerator] | None = ...,
+        trainer_backends: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid", "trainer_backends", b"trainer_backends"]) -> None: ...
 
 Global___DescribeAgentReply: typing_extensions.TypeAlias = DescribeAgentReply
 

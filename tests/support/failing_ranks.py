@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.small_memory import write_entry_points
+from tests.support.other_packages import register
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.backends.loop import Done, ShareResult
 from trainer_service.batches.micro_batches import RankPlan
@@ -49,8 +49,9 @@ def _look_up(weights: dict[str, float]) -> None:
 def install(folder: Path) -> None:
     """Make the backends `fails_in_forward` and `fails_in_step` known, as
     `small_memory.install` does."""
-    write_entry_points(
+    register(
         folder,
+        "failing-ranks",
         fails_in_forward=f"{__name__}:FailsInForward",
         fails_in_step=f"{__name__}:FailsInStep",
     )

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tandem.trainer_backends import ENTRY_POINT_GROUP
+
 PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
 
 
@@ -18,6 +20,16 @@ def install(source: Path, folder: Path) -> Path:
     (wheel,) = (folder / "wheels").iterdir()
     _pip("install", "--target", folder / "installed", wheel)
     return folder / "installed"
+
+
+def register(folder: Path, package: str, **backends: str) -> None:
+    """Write what an installed package leaves that registers trainer backends, without the package
+    itself, into a folder for the path of Python."""
+    about = folder / f"{package.replace('-', '_')}-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    points = [f"{name} = {target}" for name, target in backends.items()]
+    (about / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *points, ""]))
 
 
 def _pip(command: str, *arguments: str | Path) -> None:

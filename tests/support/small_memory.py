@@ -11,8 +11,8 @@ from torch import nn
 
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
+from tests.support.other_packages import register
 from trainer_service.backends import World
-from trainer_service.backends.base import ENTRY_POINT_GROUP
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 
 Where = Literal["forward", "head", "backward", "block"]
@@ -92,15 +92,6 @@ class OnRank1(SmallMemoryOnRank):
 def install(folder: Path) -> None:
     """Write the entry points of the backends `small_memory_0` and `small_memory_1`, as a package
     would, into a folder for the `PYTHONPATH` of trainers."""
-    write_entry_points(
-        folder, small_memory_0=f"{__name__}:OnRank0", small_memory_1=f"{__name__}:OnRank1"
+    register(
+        folder, "small-memory", **{f"small_memory_{n}": f"{__name__}:OnRank{n}" for n in (0, 1)}
     )
-
-
-def write_entry_points(folder: Path, **backends: str) -> None:
-    """`backends` are the classes, each as MODULE:CLASS, by their names."""
-    about = folder / "backends_of_tests-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: backends-of-tests\nVersion: 0\n")
-    points = [f"{name} = {where}" for name, where in backends.items()]
-    (about / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *points]) + "\n")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.trainer_backends import known_backends, registered
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-ENTRY_POINT_GROUP = "tandem.trainer_backends"
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter; None where a loss does not depend on it."""
@@ -314,19 +312,16 @@ def add_gradients(held: Gradients, more: Gradients) -> Gradients:
 def backend_named(name: str) -> type[TrainerBackend]:
     """The backend of this package or of an installed one.
 
-    Raises `WorkerStartFailed`, which lists the known names.
+    Raises `WorkerStartFailed`, which lists the known names, or those who register this one.
     """
-    here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-
-    def own(module: str) -> type[TrainerBackend] | None:
-        """None of a module that is a part of another one."""
-        return getattr(import_module(f"trainer_service.backends.{module}"), "BACKEND", None)
-
-    if name in here and (found := own(name)) is not None:
-        return found
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name in points:
-        installed: type[TrainerBackend] = points[name].load()
-        return installed
-    known = ", ".join(sorted({*filter(own, here), *points}))
-    raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {known}")
+    known = known_backends()
+    if name not in known:
+        raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {', '.join(known)}")
+    if known[name]:
+        raise WorkerStartFailed(known[name])
+    found: type[TrainerBackend]
+    if points := registered(name):
+        found = points[0].load()
+    else:
+        found = import_module(f"trainer_service.backends.{name}").BACKEND
+    return found

@@ -173,6 +173,7 @@ class AgentLauncher:
                 )
                 for each in reply.accelerators
             ),
+            backends=dict(reply.trainer_backends),
         )
 
     def describe(self, worker_id: str) -> WorkerDetails:

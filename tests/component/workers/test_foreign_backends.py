@@ -15,6 +15,7 @@ from tandem.fencing import LEASE_METADATA_KEY
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.worker_settings import TrainerSettings
+from tests.support.other_packages import register
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import datum, request
 from tests.support.worker_process import RUN, SECRET, SESSION
@@ -49,12 +50,8 @@ class Suspender:
 def spec(tmp_path, monkeypatch) -> WorkerSpec:
     """Of a trainer with the backend `foreign`, as an installed package would have it."""
     package = tmp_path / "site"
-    metadata = package / "foreign_backend-1.dist-info"
-    metadata.mkdir(parents=True)
+    register(package, "foreign-backend", foreign="foreign_backend:Backend")
     (package / "foreign_backend.py").write_text(BACKEND)
-    (metadata / "METADATA").write_text("Name: foreign-backend\nVersion: 1\n")
-    entry = "[tandem.trainer_backends]\nforeign = foreign_backend:Backend\n"
-    (metadata / "entry_points.txt").write_text(entry)
     monkeypatch.setenv("PYTHONPATH", str(package), prepend=":")
     return WorkerSpec(
         worker_id="trainer-s-1-0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.placement.asks import asks_of, check_defaults, settled_asks
@@ -196,6 +198,40 @@ def test_a_wrong_default_of_a_model_is_a_fault_of_the_settings():
 def test_settings_that_no_group_has_devices_for_are_refused_with_both_numbers(settings, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         check_defaults(GatewaySettings(**settings), GROUPS)
+
+
+KNOWN = tuple(replace(g, backends={"fsdp2": "", "own": "", "both": "is of two"}) for g in GROUPS)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_unknown_backend_is_refused_with_those_that_are_known(trains):
+    for run, session in (({"tandem.backend": "x"}, None), (None, {"tandem.backend": "x"})):
+        with pytest.raises(InvalidRequest, match=r"tandem\.backend is 'x', .*; known: fsdp2, own"):
+            asks_of(
+                run, session, model="", settings=SETTINGS, groups=KNOWN, admin=False, trains=trains
+            )
+    assert asked({"tandem.backend": "own"}, groups=KNOWN).backend == "own"
+    assert asked({"tandem.backend": "x"}, groups=GROUPS).backend == "x", "where nobody knows"
+
+
+def test_a_backend_that_two_packages_register_is_refused_with_the_reason():
+    with pytest.raises(InvalidRequest, match=r"tandem\.backend: is of two"):
+        asked({"tandem.backend": "both"}, groups=KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"trainer": {"backend": "x"}}, "TANDEM_TRAINER_BACKEND is 'x', .* known: fsdp2, own"),
+        (
+            {"model_defaults": {"m": {"backend": "x"}}},
+            "TANDEM_MODEL_DEFAULTS of m: tandem.backend is 'x'",
+        ),
+    ],
+)
+def test_an_unknown_default_backend_is_a_fault_of_the_settings(settings, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        check_defaults(GatewaySettings(**settings), KNOWN)
 
 
 SMALL_STATES = {"tandem.states": "bfloat16", "tandem.offload": "moments"}

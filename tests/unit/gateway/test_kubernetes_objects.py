@@ -313,6 +313,27 @@ def test_objects_belong_to_the_deployment_and_say_whose_they_are():
         assert ("tandem.dev/worker" in metadata["labels"]) is worker  # claims outlive workers
 
 
+@EVERY_KIND
+def test_each_object_of_a_worker_has_all_labels_by_which_it_is_found(spec, pool):
+    objects = rendered(spec, pool, instance="mine")
+    of_worker = {
+        "app.kubernetes.io/part-of": "tandem",
+        "app.kubernetes.io/component": spec.kind,
+        "tandem.dev/instance": "mine",
+        "tandem.dev/worker": label_value(spec.worker_id),
+        "tandem.dev/session": label_value(spec.session_id),
+        "tandem.dev/group": "train-0",
+    }
+    nodes = {"tandem.dev/nodes": str(len(objects.pods))} if len(objects.pods) > 1 else {}
+    for number, pod in enumerate(objects.pods):
+        of_pod = {"tandem.dev/node": str(number)}
+        assert pod["metadata"]["labels"] == of_worker | nodes | of_pod
+    for each in (objects.secret, objects.service or objects.secret):
+        assert each["metadata"]["labels"] == of_worker
+    for each in (objects.secret, *objects.pods):
+        assert each["metadata"]["annotations"]["tandem.dev/session-id"] == spec.session_id
+
+
 def test_two_installations_of_a_namespace_have_claims_of_their_own():
     names = {
         render_claims("train-0", pool=a_pool(), home=home(instance=name))[0]["metadata"]["name"]

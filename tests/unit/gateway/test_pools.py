@@ -333,3 +333,11 @@ async def test_workers_of_16_gib_on_hosts_of_48_gib_all_get_done(pools, placemen
     await asyncio.wait_for(asyncio.gather(*(each.run() for each in experiments)), PATIENCE)
     assert not cluster.pods
     assert set(cluster.memory.values()) == {48 * GIB}
+
+
+def test_pods_may_have_the_backends_of_the_settings_and_of_the_gateway_itself():
+    defaults = {"m": {"backend": "of-a-model"}}
+    settings = pods(GPUS, trainer={"backend": "of-all"}, model_defaults=defaults)
+    (group,) = {each.family: each for each in groups_of(settings, Host())}.values()
+    assert {"fsdp2", "of-all", "of-a-model"} <= group.backends.keys()
+    assert "other" not in group.backends

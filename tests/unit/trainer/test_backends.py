@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.trainer_backends import known_backends
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights.store import make_folder
 from tandem.worker import TrainingSpec
@@ -30,6 +31,7 @@ from tests.support.local_trainer import (
     publish,
     spec_of,
 )
+from tests.support.other_packages import register
 from tests.support.tiny_model import ARCHITECTURES
 from tests.support.trainer_worker import request
 from tests.support.unreliable_disk import Fault, UnreliableDisk
@@ -55,14 +57,33 @@ def test_a_backend_of_an_installed_package_is_found_by_its_entry_point(tmp_path,
     module = ModuleType("of_this_test")
     module.Backend = Backend
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    metadata = tmp_path / "of_this_test-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: of-this-test\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[tandem.trainer_backends]\nown = of_this_test:Backend\n"
-    )
+    register(tmp_path, "of-this-test", own="of_this_test:Backend")
     monkeypatch.syspath_prepend(tmp_path)
     assert backend_named("own") is Backend
+
+
+def test_a_name_that_two_packages_register_is_refused_with_both(tmp_path, monkeypatch):
+    register(tmp_path, "one-backend", shared="one:Backend")
+    register(tmp_path, "other-backend", shared="other:Backend")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkerStartFailed, match="'shared' is registered by ") as raised:
+        backend_named("shared")
+    assert "one-backend" in str(raised.value) and "other-backend" in str(raised.value)
+
+
+def test_a_package_cannot_take_the_name_of_a_built_in_backend(tmp_path, monkeypatch):
+    register(tmp_path, "other-backend", fsdp2="other:Backend")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkerStartFailed, match="registered by tandem and by other-backend"):
+        backend_named("fsdp2")
+
+
+def test_a_package_that_is_found_twice_is_one(tmp_path, monkeypatch):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        register(tmp_path / folder, "same-backend", own="same:Backend")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert known_backends()["own"] == ""
 
 
 @pytest.mark.parametrize("name", ["fsdp3", "base", "loop"])
