@@ -10,7 +10,7 @@ for a worker to serve.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -48,7 +48,10 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
         if given is not None:
             epoch = int(given)
             if epoch < self._newest:
-                return grpc.unary_unary_rpc_method_handler(self._refusal(epoch))
+                return cast(  # of streams: it reads no request
+                    "grpc.RpcMethodHandler[Request, Reply]",
+                    grpc.stream_unary_rpc_method_handler(self._refusal(epoch)),  # type: ignore[arg-type]
+                )
             self._newest = epoch
         handler = await continuation(handler_call_details)
         if given is None or handler is None or not handler.request_streaming:
@@ -78,9 +81,11 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
 
     def _refusal(
         self, epoch: int
-    ) -> Callable[[Request, grpc.aio.ServicerContext[Request, Reply]], Awaitable[Reply]]:
+    ) -> Callable[
+        [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[Reply]
+    ]:
         async def refuse(
-            _request: Request, context: grpc.aio.ServicerContext[Request, Reply]
+            _requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
         ) -> Reply:
             await self._refuse(epoch, context)
             raise AssertionError("abort raises")

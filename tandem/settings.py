@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.request_settings import HttpSettings, LimitSettings, OpenAISettings
 from tandem.sharing_settings import GroupSettings, SharingSettings
+from tandem.worker import MOST_PAYLOAD_BYTES
 from tandem.worker_settings import PoolSettings, SamplerSettings, TrainerSettings
 
 
@@ -190,6 +191,7 @@ class GatewaySettings(BaseSettings):
     max_payload_bytes: int = Field(
         64 * 2**20,
         ge=1,
+        le=MOST_PAYLOAD_BYTES,
         description="Body of one request, decompressed; 413. Of JSON less: see limits.md.",
     )
     max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")

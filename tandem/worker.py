@@ -61,6 +61,22 @@ GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
+MOST_PAYLOAD_BYTES = 2**30
+"""The largest payload of an operation that a gateway may be set to accept."""
+MOST_REQUEST_BYTES: dict[WorkerKind, int] = {
+    "trainer": MOST_PAYLOAD_BYTES + 64 * 2**20,
+    "sampler": 64 * 2**20,
+}
+"""The largest request of each kind of worker: a payload with its loss, or the tokens of one prompt
+with its targets, which came in a body of 16 MiB."""
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    # Callers without the secret may connect, too: these bound the memory that they fill. A window
+    # that grows with the bandwidth would hold megabytes for each of their connections. A request
+    # that a handler reads is given a window of its own size.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_allowed_incoming_connections", 256),
+]
+"""Of the gRPC server of a worker or an agent."""
 
 
 # --- What is said -----------------------------------------------------------------------------

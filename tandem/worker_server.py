@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -21,10 +21,13 @@ from tandem.epoch import EpochInterceptor
 from tandem.telemetry import get_log, serve_metrics
 from tandem.worker import (
     GRPC_OPTIONS,
+    MOST_REQUEST_BYTES,
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
     SECRET_METADATA_KEY,
+    SERVER_OPTIONS,
     VERSION_METADATA_KEY,
+    WorkerKind,
     WorkerReport,
     WorkerSpec,
     own_version,
@@ -32,6 +35,12 @@ from tandem.worker import (
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+
+
+def server_options(kind: WorkerKind) -> list[tuple[str, int]]:
+    """Return the options of the gRPC server of a worker: its requests have real bounds."""
+    largest = ("grpc.max_receive_message_length", MOST_REQUEST_BYTES[kind])
+    return [*(each for each in GRPC_OPTIONS if each[0] != largest[0]), largest, *SERVER_OPTIONS]
 
 
 class WorkerServer:
@@ -45,7 +54,7 @@ class WorkerServer:
         self._health = _Health()
         self._secret = SecretInterceptor(spec.secret)
         self.grpc = grpc.aio.server(
-            options=GRPC_OPTIONS, interceptors=[self._secret, EpochInterceptor()]
+            options=server_options(spec.kind), interceptors=[self._secret, EpochInterceptor()]
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
@@ -131,11 +140,18 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata).get(SECRET_METADATA_KEY, "")
         raw = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(raw, self._secret):
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+            # Before a handler of single requests is called, gRPC has read the request, however
+            # large: a handler of streams reads none that it does not ask for.
+            return cast(
+                "grpc.RpcMethodHandler[Request, Reply]",
+                grpc.stream_unary_rpc_method_handler(_refuse),  # type: ignore[arg-type]
+            )
         self.called_at = time.monotonic()
         return await continuation(handler_call_details)
 
 
-async def _refuse(_request: Request, context: grpc.aio.ServicerContext[Request, Reply]) -> Reply:
+async def _refuse(
+    _requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
+) -> Reply:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the worker's secret is missing or wrong")
     raise AssertionError("abort raises")

@@ -32,7 +32,13 @@ from tandem.host import this_host
 from tandem.settings import settings_fault
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
-from tandem.worker import WorkerHandle, WorkerKind, WorkerSpec, set_process_limits
+from tandem.worker import (
+    SERVER_OPTIONS,
+    WorkerHandle,
+    WorkerKind,
+    WorkerSpec,
+    set_process_limits,
+)
 from tandem.worker_settings import PoolSettings
 
 if TYPE_CHECKING:
@@ -211,7 +217,7 @@ async def serving(
     nothing is left of an earlier agent's workers; stop every worker after it."""
     certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
-    server = grpc.aio.server(interceptors=[EpochInterceptor()])
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     _listen_here(server, data_dir)
     if listening is not None and certificate is not None:

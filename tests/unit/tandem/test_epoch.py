@@ -34,7 +34,7 @@ async def heard(door: EpochInterceptor, epoch: int | None) -> bool:
     refusal = await door.intercept_service(handle, SimpleNamespace(invocation_metadata=metadata))
     if refusal is not None:
         with pytest.raises(Refused) as caught:
-            await refusal.unary_unary(b"", Context())
+            await refusal.stream_unary(iter(()), Context())
         code, details, trailing = caught.value.args
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert trailing[NEWEST_EPOCH_METADATA_KEY] in details
