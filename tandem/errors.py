@@ -86,7 +86,25 @@ from tandem.v1 import common_pb2
 Category = Literal["user", "server"]
 
 _MAX_CHARACTERS = 4000
-_FOLDERS = re.compile(r"""(?:^|(?<=[\s'"`(=,:|<\[{]))/(?:[^\s/'"`]+/)+""")
+_SLASH = r"(?:\\*/|%(?:25)*2[Ff])"
+"""Also escaped, as in JSON, and percent-encoded, as in an address, once or more often."""
+_ROOTS = (
+    r"\bfile:(?://[^\s/'\"`]*)?/+",  # file:///srv, file://localhost/srv
+    r"(?<=://)/+",  # https:///srv
+    r"(?<=[^\s:/]/)/+",  # https://example.org//srv
+    r"(?<![\w.~/\\%:-])(?:~[\w.-]*)?/+",  # /srv, //srv, ~/srv, ~ann/srv
+    r"(?<=:)(?:~[\w.-]*)?\\*/(?!/)",  # of a scheme's name a double slash follows
+    r"(?<![\w.-])%(?:25)*2[Ff]",
+    r"(?<=\\[nrt])/",  # a line of a text that is quoted
+    r"(?<![\w.~/\\%-])\\+/",
+)
+_FOLDERS = re.compile(
+    rf"(?:{'|'.join(_ROOTS)})"
+    # A name of up to three words; in quotes of any number.
+    rf"(?:(?:[^\s/'\"`<>]{{1,255}}?(?: [\w.()+-]{{1,64}}){{0,2}}){_SLASH}+)+"
+    r"(?![\s'\"`)\],;:]|$)"
+)
+_QUOTED = re.compile(rf"""(?<=(['"`]))(?:~[\w.-]*)?{_SLASH}[^'"`\n]*{_SLASH}(?=[^'"`\n]+\1)""")
 
 
 def _snake(name: str) -> str:
@@ -158,11 +176,12 @@ def unusable_directory(data_dir: Path, error: OSError) -> InvalidRequest:
 
 def without_paths(text: str) -> str:
     """Return the sentence of a library, a worker or the system with absolute paths cut to their
-    last part, for clients, whom the folders of this machine do not concern.
+    last part, for clients, whom the folders of this machine do not concern. A path may be in an
+    address: libraries take the folder of a model for its name on a hub.
 
     Literal example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
     """
-    return _FOLDERS.sub("", text)
+    return _FOLDERS.sub("", _QUOTED.sub("", text))
 
 
 def describe(error: BaseException, *, typed: bool = False) -> str:

@@ -11,7 +11,7 @@ from gateway.runs.replay import ReplayLog, Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient, WorkerUnavailable
-from tandem.errors import LimitExceeded, StorageFailed, TandemError, describe
+from tandem.errors import LimitExceeded, StorageFailed, TandemError, describe, without_paths
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
@@ -158,6 +158,6 @@ class SnapshotTaker:
 
     def _note_none(self, reason: str) -> None:
         self._next_at = time.monotonic() + _PAUSE
-        self.problem = reason
+        self.problem = without_paths(reason)
         self._metrics.snapshots.labels(outcome="none").inc()
         self._log.warning("no_snapshot", reason=reason)

@@ -122,3 +122,62 @@ def test_an_error_without_a_sentence_names_the_error_that_it_was_raised_during()
 def test_a_typed_description_begins_with_the_type():
     assert errors.describe(ValueError("a shape"), typed=True) == "ValueError: a shape"
     assert errors.describe(ValueError(), typed=True) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("see https://hf.co//srv/secret/tiny/tree/main.", "see https://hf.co/main."),
+        ("'https://hf.co//srv/secret/tiny' for files", "'https://hf.co/tiny' for files"),
+        ("https://hf.co/%2Fsrv%2Fsecret%2Ftiny", "https://hf.co/tiny"),
+        ("https://hf.co/x?path=%2fsrv%2fsecret%2ftiny&y=1", "https://hf.co/x?path=tiny&y=1"),
+        ("https://hf.co/x?path=/srv/secret/tiny&y=1", "https://hf.co/x?path=tiny&y=1"),
+        ("twice: %252Fsrv%252Fsecret%252Ftiny", "twice: tiny"),
+        ("https:///srv/secret/tiny", "https://tiny"),
+        ("file:///srv/secret/tiny", "tiny"),
+        ("file://localhost/srv/secret/tiny and", "tiny and"),
+        ("file:/srv/secret/tiny", "tiny"),
+        ("sqlite:////srv/secret/tandem.db", "sqlite://tandem.db"),
+        ("No such file: '/srv/my secret folder of old/tiny'", "No such file: 'tiny'"),
+        ("no config in /srv/my secret/tiny today", "no config in tiny today"),
+        ("--model=/srv/secret/tiny", "--model=tiny"),
+        ("model;/srv/secret/tiny", "model;tiny"),
+        ("model->/srv/secret/tiny", "model->tiny"),
+        ("@/srv/secret/tiny", "@tiny"),
+        ("in ~/secret/tiny and ~ann/secret/tiny", "in tiny and tiny"),
+        (r'{"path": "\/srv\/secret\/tiny"}', '{"path": "tiny"}'),
+        (r"'first\n/srv/secret/tiny\n'", r"'first\ntiny\n'"),
+        ("PosixPath('/srv/secret/tiny')", "PosixPath('tiny')"),
+        ("the folder /srv/secret/tiny/ is empty", "the folder tiny/ is empty"),
+        ("/srv/secret/a:/srv/secret/b", "b"),
+        ("//srv/secret/tiny", "tiny"),
+        (
+            'Traceback:\n  File "/opt/secret/lib/a.py", line 3, in read\nOSError: /srv/secret/tiny',
+            'Traceback:\n  File "a.py", line 3, in read\nOSError: tiny',
+        ),
+    ],
+)
+def test_no_folder_of_the_machine_is_told_however_it_is_written(said, told):
+    assert errors.without_paths(said) == told
+    assert "secret" not in errors.without_paths(f"{said} | {said}")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "tinker://s-1:train:0/sampler_weights/a",
+        "https://example.org/a/b?c=d/e#f, see http://example.org:80/x/y/z",
+        "org/model/variant and 3 / 4 of and/or 5 tokens/s, 26/11/2026",
+        "the stop </s> and/or <s>",
+        "https://hf.co/api/models/org%2Ftiny",
+        "0.5/1.0/2.0, a ratio of 1//2",
+        "dtype torch.float32 (n/a)",
+    ],
+)
+def test_what_is_no_path_of_the_machine_stays(said):
+    assert errors.without_paths(said) == said
+
+
+@pytest.mark.parametrize("piece", ["/", "%2F", "/a", "a/", "~", "\\/", "'/", " a", "file://"])
+def test_a_text_of_any_length_is_cut(piece):
+    assert len(errors.without_paths(piece * 10_000)) <= len(piece) * 10_000
