@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
+from tandem.names import is_run_id, model_name_fault, name_fault
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -16,10 +17,6 @@ KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 SHORTEST_TTL = 3600
 LONGEST_TTL = 315_576_000
 """Seconds: an hour, and ten years."""
-
-_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._/-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -63,21 +60,15 @@ def split_request_id(request_id: str) -> tuple[str, int] | None:
 def check_name(name: str) -> str:
     """Return the name of a checkpoint, which becomes part of a folder's name. Raise
     `InvalidRequest` if it cannot."""
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"the name {name[:140]!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ -, "
-            "and no dot in front"
-        )
+    if why := name_fault(name):
+        raise InvalidRequest(why)
     return name
 
 
-def check_model_name(name: str) -> str:
-    """Raise `InvalidRequest` for a name that a client could not ask for."""
-    if not _MODEL_NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"the model name {name[:210]!r} is not allowed: 1 to 200 of A-Z a-z 0-9 . _ - /"
-        )
-    return name
+def check_model_name(name: str) -> None:
+    """Raise `InvalidRequest` for what is no name of a base model."""
+    if why := model_name_fault(name):
+        raise InvalidRequest(why)
 
 
 def split_model_name(name: str) -> tuple[str, bool]:
@@ -126,7 +117,7 @@ def make_checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath
     known = next((k for k in KINDS if k == kind), None)
     if known is None:
         raise UnknownWeights(f"there are no {kind[:100]!r}; known: {', '.join(KINDS)}")
-    if not _RUN_ID.fullmatch(run_id):
+    if not is_run_id(run_id):
         raise InvalidRequest(f"{run_id[:140]!r} is not the id of a training run")
     return CheckpointPath(run_id=run_id, kind=known, name=check_name(name))
 

@@ -50,7 +50,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
             if epoch < self._newest:
                 return cast(  # of streams: it reads no request
                     "grpc.RpcMethodHandler[Request, Reply]",
-                    grpc.stream_unary_rpc_method_handler(self._refusal(epoch)),  # type: ignore[arg-type]
+                    grpc.stream_unary_rpc_method_handler(self._refusal(epoch)),
                 )
             self._newest = epoch
         handler = await continuation(handler_call_details)

@@ -8,16 +8,14 @@ the model was removed. The files of a model with a record never change, for runs
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from tandem.names import is_model_name
+
 RECORD_NAME = ".tandem-model.json"
 """Hidden, so that nothing takes it for a file of the model."""
-_PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_PART}(/{_PART}){{0,2}}")
-"""Names that are folders of the directory: NAME, ORG/NAME or ORG/NAME/VARIANT."""
 
 
 class ModelRecord(BaseModel):
@@ -47,4 +45,4 @@ def models_in(directory: Path) -> dict[str, Path]:
         for record in directory.glob(f"{depth}/{RECORD_NAME}")
     )
     named = {str(folder.relative_to(directory)): folder for folder in found}
-    return {name: named[name] for name in sorted(named) if MODEL_NAME.fullmatch(name)}
+    return {name: named[name] for name in sorted(named) if is_model_name(name)}

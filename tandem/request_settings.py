@@ -5,6 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+MOST_PAYLOAD_BYTES = 2**30
+"""The largest payload of an operation that a gateway may be set to accept."""
+
 
 class LimitSettings(BaseSettings):
     """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.

@@ -13,9 +13,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.request_settings import HttpSettings, LimitSettings, OpenAISettings
+from tandem.request_settings import MOST_PAYLOAD_BYTES, HttpSettings, LimitSettings, OpenAISettings
 from tandem.sharing_settings import GroupSettings, SharingSettings
-from tandem.worker import MOST_PAYLOAD_BYTES
 from tandem.worker_settings import PoolSettings, SamplerSettings, TrainerSettings
 
 

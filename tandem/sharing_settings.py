@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tandem.names import GROUP_PATTERN
+
 Share = Literal["when_full", "always", "never"]
 
 
@@ -62,7 +64,7 @@ class GroupSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(pattern=GROUP_PATTERN)
     devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
     awake: int = Field(1, ge=0, description="Workers awake at once; 0: all, always.")

@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem import __version__
 from tandem.certificate import Certificate
+from tandem.request_settings import MOST_PAYLOAD_BYTES
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler"]
@@ -61,8 +62,6 @@ GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
-MOST_PAYLOAD_BYTES = 2**30
-"""The largest payload of an operation that a gateway may be set to accept."""
 MOST_REQUEST_BYTES: dict[WorkerKind, int] = {
     "trainer": MOST_PAYLOAD_BYTES + 64 * 2**20,
     "sampler": 64 * 2**20,

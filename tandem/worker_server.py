@@ -144,7 +144,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
             # large: a handler of streams reads none that it does not ask for.
             return cast(
                 "grpc.RpcMethodHandler[Request, Reply]",
-                grpc.stream_unary_rpc_method_handler(_refuse),  # type: ignore[arg-type]
+                grpc.stream_unary_rpc_method_handler(_refuse),
             )
         self.called_at = time.monotonic()
         return await continuation(handler_call_details)

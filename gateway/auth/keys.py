@@ -25,6 +25,7 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
+from tandem.names import OWNER_PATTERN, Label
 from tandem.settings import GatewaySettings
 
 Role = Literal["admin", "member", "reader", "metrics"]
@@ -59,8 +60,6 @@ class Key:
 
 
 def _key_name(name: str) -> str:
-    if not name.isprintable():
-        raise ValueError("the name of a key has printable characters only")
     if name == BOOTSTRAP_NAME:
         raise ValueError(f"the name {name!r} is that of the key of TANDEM_BOOTSTRAP_KEY")
     return name
@@ -69,9 +68,9 @@ def _key_name(name: str) -> str:
 class NewKey(BaseModel):
     """A key to make. `expires_in` is in seconds; without it, the key does not expire."""
 
-    owner: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}$")
+    owner: str = Field(pattern=OWNER_PATTERN)
     role: Role
-    name: Annotated[str, Field(max_length=100), AfterValidator(_key_name)] = ""
+    name: Annotated[Label, Field(max_length=100), AfterValidator(_key_name)] = ""
     expires_in: float | None = Field(None, gt=0, le=LONGEST_LIFE, allow_inf_nan=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from tandem.errors import (
 )
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
+from tandem.names import is_name
 from tandem.telemetry import get_log
 from tandem.worker import (
     LOOPBACK,
@@ -231,7 +231,7 @@ class ProcessLauncher:
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
         deadline = asyncio.get_running_loop().time() + spec.start_timeout
-        assert re.fullmatch(r"[\w.-]+", spec.worker_id), spec.worker_id  # it names a file
+        assert is_name(spec.worker_id), spec.worker_id  # it names a file
         line = spec.model_dump_json().encode() + b"\n"
         if len(line) > MAX_SPEC_BYTES:
             raise WorkerStartFailed(

@@ -27,7 +27,8 @@ from typing import cast
 from tandem.cli.tables import byte_size
 from tandem.errors import ServerError, StorageFull, UserError, describe
 from tandem.model_config import INDEX_NAME
-from tandem.model_store import MODEL_NAME, RECORD_NAME, ModelRecord, read_record
+from tandem.model_store import RECORD_NAME, ModelRecord, read_record
+from tandem.names import model_name_fault
 from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]
@@ -85,11 +86,8 @@ class _Listing:
 def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
     """Download the model unless it is there, and write its record. Raises `UserError` for what is
     not there or no model, `ServerError` for what may work later, `OSError`."""
-    if not MODEL_NAME.fullmatch(wanted.name):
-        raise UserError(
-            f"{wanted.name[:200]!r} is no name for a model: one to three parts of A-Z a-z 0-9 "
-            ". _ - with / between them"
-        )
+    if why := model_name_fault(wanted.name):
+        raise UserError(why)
     _choose_cache(wanted.directory)
     with _locked(wanted):
         if (record := read_record(wanted.folder)) is not None:

@@ -6,7 +6,6 @@ run, which stands for the weights that the run last saved for sampling: a model 
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from gateway.core import Gateway
 from gateway.identifiers import relative_version_folder
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
+from tandem.names import is_run_id
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
 _SCHEME = "tinker://"
 _MAX_LISTED = 1000
 
@@ -57,7 +56,7 @@ class ModelDirectory:
                         "(tinker://RUN/sampler_weights/NAME)"
                     )
                 yield await self._target(await self._versions.version(checkpoint.version))
-        elif _RUN_ID.fullmatch(name):
+        elif is_run_id(name):
             with ExitStack() as pinned:
                 with self._checkpoints.pins.resolving(name):
                     version = await self._newest(name, caller)

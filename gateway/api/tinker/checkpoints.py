@@ -40,6 +40,7 @@ from tandem.errors import (
     UnknownSession,
     UnknownWeights,
 )
+from tandem.names import Label
 
 _TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "weights": "training",
@@ -71,7 +72,7 @@ class CopyWeights(BaseModel):
     source_path: str
     session_id: str | None = None
     model_seq_id: int | None = Field(None, ge=0, lt=10**18)
-    destination_project_id: str | None = Field(None, max_length=200)
+    destination_project_id: Annotated[Label, Field(max_length=200)] | None = None
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
 

@@ -28,6 +28,7 @@ from gateway.sessions.queries import Cursor, EndReason, SessionFilters, SessionR
 from gateway.sessions.registry import Metadata, NewSession
 from gateway.usage.trace_exports import PREFIX
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
+from tandem.names import Label
 
 _LONGEST_DETAIL = 4000
 """Characters. Every operation that the end of a session fails repeats them."""
@@ -39,7 +40,7 @@ files_router = Router(tag="SDK")
 class CreateSession(BaseModel):
     user_metadata: Metadata | None = None
     display_name: str | None = Field(None, max_length=500)
-    project_id: str | None = Field(None, max_length=200)
+    project_id: Annotated[Label, Field(max_length=200)] | None = None
     tags: list[Annotated[str, Field(max_length=200)]] = Field(default_factory=list, max_length=100)
     sdk_version: str = Field("", max_length=64)
 
@@ -61,7 +62,7 @@ class Finish(BaseModel):
 
 
 class Project(BaseModel):
-    project_id: Annotated[str, Field(min_length=1, max_length=200)]
+    project_id: Annotated[Label, Field(min_length=1, max_length=200)]
 
 
 class SearchCursor(Cursor):

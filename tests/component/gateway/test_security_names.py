@@ -264,6 +264,34 @@ def test_the_parsers_let_nothing_through(form):
                 check(bad)
 
 
+@pytest.mark.parametrize("name", [
+    "evil/../../x", "a/..", "../a", "a/./b", "a//b", "/a", "a/", "a/.hidden/b", "a/b/c/d", "a/b\n",
+    "a/" + "b" * 129, "a" * 100 + "/" + "b" * 100,
+])  # fmt: skip
+def test_each_part_of_a_models_name_is_a_name(name, world):
+    with pytest.raises(UserError):
+        check_model_name(name)
+    with world.client(world.keys["admin"]) as client:
+        answer = client.post(f"{OWN}/models", json={"name": name, "path": str(world.folder)})
+        refused(answer, name)
+        assert "model name" in answer.json()["error"]
+
+
+def test_names_of_models_with_up_to_three_parts_are_good():
+    for name in ("tiny", "org/tiny", "org/tiny/variant", "_a/-b/c.d-e_f", "a..b", "a" * 128):
+        check_model_name(name)
+
+
+@pytest.mark.parametrize("label", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a\u2028b", "a\u200bb", "\x85"])
+def test_labels_have_nothing_that_hides_or_turns_round_text(label, world):
+    with world.client(world.keys["admin"]) as client:
+        new = {"owner": "eve", "role": "member", "name": label}
+        refused(client.post(f"{OWN}/keys", json=new), label)
+        project = {"project_id": label}
+        refused(client.put(f"{API}/sessions/{world.session}/project", json=project), label)
+        refused(client.post(f"{API}/create_session", json={"tags": [], **project}), label)
+
+
 async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):
     launcher = ProcessLauncher(data_dir=tmp_path)
     spec = WorkerSpec(

@@ -93,7 +93,7 @@ async def test_what_cannot_be_a_key_is_refused_with_what_is_wrong(database):
     for owner in ("", "../x", "a b", "-a", "a" * 65, "\u00e9", "a/b", "a\n"):
         with pytest.raises(ValidationError, match="owner"):
             NewKey(owner=owner, role="member")
-    with pytest.raises(ValidationError, match="name of a key"):
+    with pytest.raises(ValidationError, match="printable"):
         new(name="a\x1b[31m")
     for expires_in in (0.0, -1.0, 1e12, float("nan")):
         with pytest.raises(ValidationError, match="expires_in"):
