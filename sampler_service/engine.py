@@ -135,9 +135,10 @@ class EngineRequest:
     Literal example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
     temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`. Sample i with seed s is a
     function of (s, i), the request and the weights; without a seed it is random. Temperature 0 is
-    greedy. `topk` alternatives are recorded per sampled token. `adapter` names an adapter that was
-    added to the engine; None samples from the loaded weights alone. A `streamed` request yields an
-    `EngineDelta` per sample and step.
+    greedy. With `max_tokens` 0, samples are empty: the prompt is scored alone. `topk` alternatives
+    are recorded per sampled token. `adapter` names an adapter that was added to the engine; None
+    samples from the loaded weights alone. A `streamed` request yields an `EngineDelta` per sample
+    and step.
     """
 
     id: str
@@ -158,8 +159,14 @@ class EngineRequest:
 
     @property
     def distinct_samples(self) -> int:
-        """How many samples are computed: greedy samples of one prompt are all alike."""
-        return self.num_samples if self.temperature > 0 else 1
+        """How many samples are computed: greedy and empty samples of one prompt are all alike."""
+        return self.num_samples if self.temperature > 0 and self.max_tokens else 1
+
+    @property
+    def computed_prompt(self) -> list[int]:
+        """The prompt tokens that are computed: nothing follows from the last one, unless tokens are
+        sampled."""
+        return self.prompt if self.max_tokens else self.prompt[:-1] or self.prompt
 
 
 @dataclass(frozen=True)

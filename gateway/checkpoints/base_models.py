@@ -15,7 +15,9 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
+from tandem.model_config import model_length, text_config
 from tandem.model_store import RECORD_NAME, models_in
+from tandem.sample_limits import SampleLimits
 from tandem.telemetry import get_log
 
 _MAX_LENGTH = 2**31 - 1
@@ -68,6 +70,7 @@ class BaseModels:
         self._entries: dict[str, BaseModelEntry] = {}
         self._unfit: dict[str, str] = {}
         self._longest: dict[str, int] = {}
+        self._vocabularies: dict[BaseModelEntry, int] = {}
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
@@ -115,6 +118,19 @@ class BaseModels:
         or what the KV cache of the engine that answered last holds, if that is less."""
         known = (entry.max_length, self._longest.get(entry.name))
         return min((length for length in known if length), default=None)
+
+    async def limits(self, entry: BaseModelEntry) -> SampleLimits:
+        """Return what a model allows of a sample, as far as is known."""
+        vocabulary = self._vocabularies.get(entry)
+        if vocabulary is None:
+            vocabulary = await asyncio.to_thread(_read_vocabulary, Path(entry.path))
+            if vocabulary is not None:
+                self._vocabularies[entry] = vocabulary
+        return SampleLimits(
+            vocabulary=vocabulary,
+            max_length=self.context_length(entry),
+            model_length=entry.max_length,
+        )
 
     async def add(self, *, name: str, path: str) -> BaseModelEntry:
         """Register a model, or give a registered name another path. Raise `InvalidRequest`."""
@@ -176,8 +192,14 @@ def _read_max_length(path: Path) -> int | None:
         raise InvalidRequest(f"{config} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):
         raise InvalidRequest(f"{config} names no architecture")
-    nested = content.get("text_config")
-    source = nested if isinstance(nested, dict) else content
-    length = source.get("max_position_embeddings")
-    known = type(length) is int and 0 < length <= _MAX_LENGTH
-    return length if known else None
+    length = model_length(path)
+    return length if length is not None and 0 < length <= _MAX_LENGTH else None
+
+
+def _read_vocabulary(path: Path) -> int | None:
+    """Return how many tokens a model's config names, None if its folder cannot be read."""
+    try:
+        size = text_config(path).get("vocab_size")
+    except (OSError, ValueError):
+        return None
+    return size if isinstance(size, int) else None

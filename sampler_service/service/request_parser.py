@@ -26,24 +26,13 @@ from sampler_service.engine import (
     PromptScoring,
 )
 from sampler_service.structured_output import Grammar, parse_structured_output
-from tandem.errors import (
-    EmptyBatch,
-    InvalidRequest,
-    MalformedPayload,
-    SequenceTooLong,
-    TokenOutOfVocabulary,
-)
+from tandem.errors import InvalidRequest, MalformedPayload, TokenOutOfVocabulary
+from tandem.sample_limits import MAX_TOPK, SampleLimits, check_cells
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
-MAX_SAMPLES = 16384
-MAX_ANSWER_TOKENS = 2**24
-"""Tokens of all samples of a request: an answer of at most 128 MiB."""
-MAX_TOPK = 1000
-MAX_CELLS = 2**22
-"""Tokens times alternatives per token: 32 MiB of ids and logprobs in an answer."""
 MIN_TEMPERATURE = 0.01
-"""vLLM raises a smaller one to this, which would be another distribution than the one asked for."""
+"""A smaller one counts as this, as in vLLM, whose logits would overflow. 0 is greedy."""
 
 _DTYPES = {wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 
@@ -64,23 +53,16 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
 
     `prompt_tokens` are little-endian int32. Without `max_tokens`, as many as fit are sampled.
     """
+    limits = SampleLimits(
+        vocabulary=facts.vocabulary,
+        max_length=facts.max_length,
+        model_length=facts.model_length,
+    )
+    max_tokens = limits.check(message)
+    assert max_tokens is not None, "an engine has a length"
     params = message.params
-    prompt = _prompt(message.prompt_tokens, facts)
-    if not 1 <= message.num_samples <= MAX_SAMPLES:
-        raise InvalidRequest(
-            f"num_samples is {message.num_samples}; 1 to {MAX_SAMPLES} are possible"
-        )
-    _check_distribution(params)
-    topk, limit = message.topk_sample_logprobs, min(MAX_TOPK, facts.vocabulary)
-    if not 0 <= topk <= limit:
-        raise InvalidRequest(f"topk_sample_logprobs is {topk}; 0 to {limit} are possible")
-    max_tokens = _max_tokens(params, prompt=len(prompt), facts=facts)
-    if message.num_samples * max_tokens > MAX_ANSWER_TOKENS:
-        raise InvalidRequest(
-            f"{message.num_samples} samples of up to {max_tokens} tokens may come to more than "
-            f"{MAX_ANSWER_TOKENS} tokens in one answer; ask for fewer, or lower max_tokens"
-        )
-    _check_cells("topk_sample_logprobs", message.num_samples * max_tokens * topk)
+    prompt: list[int] = np.frombuffer(message.prompt_tokens, "<i4").tolist()
+    temperature = _temperature(params)
     stop_token_ids, stop_strings = _stops(params, facts)
     grammar = parse_structured_output(message.structured)
     if grammar is not None:
@@ -91,77 +73,30 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
         prompt=prompt,
         num_samples=message.num_samples,
         max_tokens=max_tokens,
-        temperature=params.temperature,
+        temperature=temperature,
         top_k=params.top_k if params.top_k > 0 else -1,
         top_p=params.top_p,
         seed=params.seed if params.HasField("seed") else None,
         stop_token_ids=stop_token_ids,
         stop_strings=stop_strings,
-        topk=topk,
-        scoring=_prompt_scoring(message, targets, prompt=len(prompt), facts=facts),
+        topk=message.topk_sample_logprobs,
+        scoring=_prompt_scoring(message, targets, prompt=len(prompt), temperature=temperature),
     )
     return ParsedRequest(
         request=request, prompt_logprobs=message.prompt_logprobs, targets=targets, grammar=grammar
     )
 
 
-def _prompt(payload: bytes, facts: EngineFacts) -> list[int]:
-    if len(payload) % 4:
-        raise MalformedPayload(
-            f"prompt_tokens has {len(payload)} bytes, which are not int32 tokens"
-        )
-    tokens = np.frombuffer(payload, "<i4")
-    if not len(tokens):
-        raise EmptyBatch("the prompt is empty; sampling needs at least one token")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= facts.vocabulary:
-        wrong = low if low < 0 else high
-        raise TokenOutOfVocabulary(
-            f"token {wrong} of the prompt is outside the vocabulary of {facts.vocabulary} tokens"
-        )
-    if len(tokens) >= facts.max_length:
-        raise SequenceTooLong(
-            f"the prompt has {len(tokens)} tokens; with at least one more, {_limit(facts)}"
-        )
-    return tokens.tolist()  # type: ignore[no-any-return]
-
-
-def _max_tokens(params: sampler_pb2.SamplingParams, *, prompt: int, facts: EngineFacts) -> int:
-    room = facts.max_length - prompt
-    if not params.HasField("max_tokens"):
-        return room
-    if params.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {params.max_tokens}; at least 1 is needed")
-    if params.max_tokens > room:
-        raise SequenceTooLong(
-            f"{prompt} prompt tokens and max_tokens {params.max_tokens} are too many: "
-            f"{_limit(facts)}"
-        )
-    return params.max_tokens
-
-
-def _limit(facts: EngineFacts) -> str:
-    """Say how long a sequence may be, and why."""
-    if facts.max_length >= facts.model_length:
-        return f"the model's length is {facts.max_length}"
-    return (
-        f"this sampler's longest sequence has {facts.max_length} tokens, the model's "
-        f"{facts.model_length}; its KV cache and TANDEM_SAMPLER_MAX_MODEL_LEN bound it"
-    )
-
-
-def _check_distribution(params: sampler_pb2.SamplingParams) -> None:
+def _temperature(params: sampler_pb2.SamplingParams) -> float:
+    """Return the temperature that is sampled with, after a check of the distribution."""
     temperature = params.temperature
     if not math.isfinite(temperature) or temperature < 0:
         raise InvalidRequest(f"temperature is {temperature}; it must be a number of at least 0")
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise InvalidRequest(
-            f"temperature is {temperature}; use 0 (greedy) or at least {MIN_TEMPERATURE}"
-        )
     if not 0 < params.top_p <= 1:  # NaN is refused, too
         raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1")
     if params.top_k < -1:
         raise InvalidRequest(f"top_k is {params.top_k}; use -1 for all tokens, or at least 1")
+    return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
 def _stops(
@@ -169,11 +104,6 @@ def _stops(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if not params.stop_given:
         return facts.end_tokens, ()
-    for token in params.stop_token_ids:
-        if not 0 <= token < facts.vocabulary:
-            raise TokenOutOfVocabulary(
-                f"stop token {token} is outside the vocabulary of {facts.vocabulary} tokens"
-            )
     if not all(params.stop_strings):
         raise InvalidRequest("a stop string is empty; use an empty list to stop nowhere")
     return tuple(params.stop_token_ids), tuple(params.stop_strings)
@@ -283,8 +213,8 @@ def _check_targets(targets: TargetTensor, *, prompt: int, facts: EngineFacts) ->
     if not distinct:
         raise InvalidRequest("target_prompt_logprobs names no token: every cell is -1")
     # Bound the answer's size, both with and without the cells that are left out.
-    _check_cells("target_prompt_logprobs", prompt * distinct)
-    _check_cells("target_prompt_logprobs", len(ids))
+    check_cells("target_prompt_logprobs", prompt * distinct)
+    check_cells("target_prompt_logprobs", len(ids))
 
 
 def _prompt_scoring(
@@ -292,19 +222,16 @@ def _prompt_scoring(
     targets: TargetTensor | None,
     *,
     prompt: int,
-    facts: EngineFacts,
+    temperature: float,
 ) -> PromptScoring | None:
     """Return what a request asks about its prompt of `prompt` tokens, None if nothing.
 
     Raises `InvalidRequest` if a number is out of its range.
     """
-    for name, k, limit in (
-        ("topk_prompt_logprobs", message.topk_prompt_logprobs, min(MAX_TOPK, facts.vocabulary)),
-        ("prompt_alt_tokens_k", message.prompt_alt_tokens_k, MAX_TOPK),  # with replacement
-    ):
-        if not 0 <= k <= limit:
-            raise InvalidRequest(f"{name} is {k}; 0 to {limit} are possible")
-        _check_cells(name, prompt * k)
+    draws = message.prompt_alt_tokens_k
+    if not 0 <= draws <= MAX_TOPK:
+        raise InvalidRequest(f"prompt_alt_tokens_k is {draws}; 0 to {MAX_TOPK} are possible")
+    check_cells("prompt_alt_tokens_k", prompt * draws)
     first = 1 if message.prompt_logprobs or message.topk_prompt_logprobs else None
     if message.HasField("prompt_logprobs_last_n"):
         last = message.prompt_logprobs_last_n
@@ -322,16 +249,8 @@ def _prompt_scoring(
         topk=message.topk_prompt_logprobs,
         target_positions=targets.rows[asked] + 1 if targets is not None else asked,
         target_ids=targets.ids[asked] if targets is not None else asked,
-        draws=message.prompt_alt_tokens_k,
-        draw_temperature=message.params.temperature,
+        draws=draws,
+        draw_temperature=temperature,
         draw_seed=(message.params.seed % 2**64 if message.params.HasField("seed") else None),
     )
     return scoring if scoring.start is not None else None
-
-
-def _check_cells(name: str, cells: int) -> None:
-    """Raise `InvalidRequest` if one answer would hold too many logprobs."""
-    if cells > MAX_CELLS:
-        raise InvalidRequest(
-            f"{name} asks for {cells} logprobs; at most {MAX_CELLS} are possible in one request"
-        )

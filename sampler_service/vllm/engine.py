@@ -235,7 +235,7 @@ class VllmEngine:
             )
         id_ = self._engine.add_request(
             _sample_id(request.id, index),
-            {"type": "token", "prompt_token_ids": request.prompt},
+            {"type": "token", "prompt_token_ids": request.computed_prompt},
             parameters,
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
         )
@@ -287,7 +287,7 @@ class VllmEngine:
         pending.outputs[index] = completion
         pending.grammars.pop(index, None)
         cached = output.num_cached_tokens or 0
-        pending.computed_tokens += len(request.prompt) - cached
+        pending.computed_tokens += len(request.computed_prompt) - cached
         if index == 0:
             pending.cached_tokens = cached
             if request.scoring is not None:
@@ -401,7 +401,7 @@ class VllmEngine:
                 id="score",
                 prompt=list(tokens),
                 num_samples=1,
-                max_tokens=1,
+                max_tokens=0,
                 temperature=0.0,
                 scoring=PromptScoring(first=1),
             )

@@ -55,14 +55,14 @@ class PendingRequest:
         if len(output.token_ids) == reported and not finished:
             return None
         self.reported[index] = len(output.token_ids)
-        new = _sample_of(output, start=reported)
+        new = self._sample(output, start=reported)
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
         """Return the result, once all samples have ended."""
         request = self.request
         samples = [
-            replace(_sample_of(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
+            replace(self._sample(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
             for index in sorted(self.outputs)
         ]
         if len(samples) == 1:
@@ -85,13 +85,15 @@ class PendingRequest:
             )
         return EngineResult(id=self.request.id, samples=(), failure=error)
 
-
-def _sample_of(output: CompletionOutput, *, start: int = 0) -> SampledTokens:
-    """Return a sample, or its part from token `start` on."""
-    logprobs: SampledLogprobs = output.logprobs
-    return SampledTokens(
-        tokens=np.asarray(output.token_ids[start:], np.int32),
-        logprobs=logprobs.own(start),
-        stopped=output.finish_reason == _STOPPED,
-        topk=logprobs.topk(start),
-    )
+    def _sample(self, output: CompletionOutput, *, start: int = 0) -> SampledTokens:
+        """Return a sample, or its part from token `start` on. Of a request for no tokens, it is
+        empty: vLLM samples one at least."""
+        if not self.request.max_tokens:
+            start = len(output.token_ids)
+        logprobs: SampledLogprobs = output.logprobs
+        return SampledTokens(
+            tokens=np.asarray(output.token_ids[start:], np.int32),
+            logprobs=logprobs.own(start),
+            stopped=output.finish_reason == _STOPPED and self.request.max_tokens > 0,
+            topk=logprobs.topk(start),
+        )

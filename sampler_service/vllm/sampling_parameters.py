@@ -28,7 +28,7 @@ def parameters_of(
     if scoring is not None and scoring.start is not None:
         extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
     parameters = GrammarParameters(
-        max_tokens=request.max_tokens,
+        max_tokens=max(1, request.max_tokens),  # vLLM knows no fewer: `pending.py` drops it
         top_k=request.top_k,
         top_p=request.top_p,
         seed=_child_seed(request.seed or 0, index) if seeded else None,

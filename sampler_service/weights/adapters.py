@@ -203,7 +203,7 @@ class AdapterCache:
                 id=_canary_id(version.name),
                 prompt=canary.tokens,
                 num_samples=1,
-                max_tokens=1,
+                max_tokens=0,
                 temperature=0.0,
                 scoring=PromptScoring(first=1),
                 adapter=version.name,

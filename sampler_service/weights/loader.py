@@ -298,7 +298,7 @@ def verified_manifest(
     if len(canary.tokens) != len(canary.logprobs) + 1:
         raise LoadFailed(f"{version.name}: the canary has no logprob for each token")
     tokens = canary.tokens
-    if min(tokens) < 0 or max(tokens) >= facts.vocabulary or len(tokens) >= facts.max_length:
+    if min(tokens) < 0 or max(tokens) >= facts.vocabulary or len(tokens) > facts.max_length:
         raise LoadFailed(f"{version.name}: the canary is no prompt for the model")
     return manifest
 

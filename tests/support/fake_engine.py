@@ -91,7 +91,7 @@ class FakeEngine:
         assert self.cache_empty, "the KV cache still refers to what was lost in a sleep"
         self.requests[request.id] = request
         self.admitted.append(request.id)
-        self.left[request.id] = request.max_tokens
+        self.left[request.id] = max(1, request.max_tokens)
 
     def step(self) -> StepOutput:
         if self.broken:

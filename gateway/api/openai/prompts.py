@@ -62,9 +62,8 @@ def prompts_of(
 def sampling_params(
     request: InferenceRequest, tokenizer: ModelTokenizer
 ) -> sampler_pb2.SamplingParams:
-    """Return the parameters of the engine, with the model's end tokens beside the stop tokens. An
-    engine samples at least one token. Raise `InvalidField` for stop strings or token ids that
-    are none."""
+    """Return the parameters of the engine, with the model's end tokens beside the stop tokens.
+    Raises `InvalidField` for wrong stop strings or token ids."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
         raise InvalidField(
@@ -77,9 +76,8 @@ def sampling_params(
             "stop_token_ids holds a number that is not a token id", param="stop_token_ids"
         )
     ends = [] if request.ignore_eos else [t for t in tokenizer.end_tokens if t not in tokens]
-    limit = request.max_tokens
     return sampler_pb2.SamplingParams(
-        max_tokens=None if limit is None else max(1, limit),
+        max_tokens=request.max_tokens,
         seed=request.seed,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=request.top_k or -1,

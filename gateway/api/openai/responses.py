@@ -96,8 +96,6 @@ class Choice:
     ) -> Json:
         """Add the tokens, and return what they add to the response; `sample` is that of a whole
         response."""
-        if self._request.max_tokens == 0:  # an engine samples at least one token
-            tokens = SampledTokens(finish=tokens.finish and "length")
         self._add(tokens)
         shows_logprobs = self._request.alternatives is not None and stage != "opening"
         written: Json = {
@@ -249,8 +247,7 @@ class ResponseBuilder:
     def count(self, sample: tinker_pb2.SampleResponse) -> None:
         """Count the usage of a prompt whose samples are finished."""
         self._cached_tokens += sample.prompt_cache_hit_tokens
-        if self._request.max_tokens != 0:
-            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
+        self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
 
     def opening(self) -> list[Json]:
         """Return the parts that begin the choices of a stream, before any token is sampled."""

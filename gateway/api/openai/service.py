@@ -27,6 +27,7 @@ from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
+from tandem.sample_limits import SampleLimits
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
@@ -71,8 +72,11 @@ class InferenceService:
         gateway = self._gateway
         max_choices = gateway.settings.openai.max_choices
         async with self.models.resolve(request.model, caller) as target:
+            limits = await gateway.models.limits(target.model)
             async with self._preparation.turn(caller.owner):
-                sample_requests, builder = await asyncio.to_thread(self._prepare, request, target)
+                sample_requests, builder = await asyncio.to_thread(
+                    self._prepare, request, target, limits
+                )
             choices = len(sample_requests) * (request.n or 1)
             if choices > max_choices:
                 raise InvalidField(
@@ -110,15 +114,17 @@ class InferenceService:
                 generation.cancel()
 
     def _prepare(
-        self, request: InferenceRequest, target: SamplingTarget
+        self, request: InferenceRequest, target: SamplingTarget, limits: SampleLimits
     ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
         """Return one engine request per prompt, and the builder of the response; called in a
         thread. Raises `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
         `TokenOutOfVocabulary`."""
         tokenizer = self._tokenizer(target.model)
         params = sampling_params(request, tokenizer)
-        prompts = prompts_of(request, tokenizer, max_length=target.model.max_length)
+        prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
         requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
+        for each in requests:
+            limits.check(each)
         builder = ResponseBuilder(
             request,
             tokenizer=tokenizer,

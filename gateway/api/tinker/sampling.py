@@ -1,7 +1,7 @@
 """Sampling sessions and samples.
 
-What needs no model to be seen in the body of asample is refused at once; the sampler knows the
-vocabulary and the model's length, and says the rest in its answer.
+A request that cannot succeed is refused at once, as far as the gateway knows the model
+(`tandem/sample_limits.py`). The sampler checks it again and says the rest in its answer.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tandem.errors import (
     InvalidRequest,
     Overloaded,
     SequenceTaken,
+    SequenceTooLong,
     SessionFinished,
     StorageFull,
     TokenOutOfVocabulary,
@@ -52,6 +53,7 @@ from tandem.errors import (
     UnknownWeights,
     UnsupportedInput,
 )
+from tandem.sample_limits import SampleLimits, scores_prompt
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
@@ -165,12 +167,15 @@ class SamplerInfo(Answer):
         SequenceTaken,
         UnknownModel,
         UnknownWeights,
+        SequenceTooLong,
+        TokenOutOfVocabulary,
         Overloaded,
         StorageFull,
     ],
     rules=[
         "Either a `sampling_session_id` with a `seq_id`, or a `base_model`, or a `model_path`.",
-        "The prompt is text alone, with at least one token; every token is a token id.",
+        "The prompt is text alone, with at least one token; every token is one of the vocabulary.",
+        "The prompt and `max_tokens` fit into the model's context; 0 needs logprobs of the prompt.",
     ],
     body_limit=TOKENS_BODY,
     most_values=MOST_TOKENS,
@@ -192,8 +197,11 @@ async def asample(request: BoundedRequest) -> Response:
     body, message, digest = await request.read(read)
     session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
+    limits: SampleLimits | None = None
     with suppress(UnknownModel):  # its sampler may run all the same
-        await read_ahead(gateway.models.get(session.base_model).path, gateway.settings)
+        model = gateway.models.get(session.base_model)
+        await read_ahead(model.path, gateway.settings)
+        limits = await gateway.models.limits(model)
     if (accepted := gateway.futures.get(request_id)) is not None:
         if accepted.digest != digest:
             raise SequenceTaken(
@@ -202,6 +210,8 @@ async def asample(request: BoundedRequest) -> Response:
                 "(join_sampling_session), and numbers from there"
             )
     else:
+        if limits is not None:
+            limits.check(message)
         sampler = sampler_of(gateway, session)
         message.operation_id = request_id
         message.session_id = session.session_id
@@ -332,6 +342,10 @@ def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
             **params.model_dump(exclude={"stop"}), stop_given=params.stop is not None
         ),
     )
+    if params.max_tokens == 0 and not scores_prompt(message):
+        raise InvalidRequest(
+            "max_tokens is 0; at least 1 is needed, unless logprobs of the prompt are asked for"
+        )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     for stop in stops:
         if isinstance(stop, str):

@@ -193,6 +193,33 @@ def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(client):
     assert error.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_without_room_for_its_answer_is_refused_with_the_numbers(client, stream):
+    sentence = (
+        "Prompt length plus max_tokens exceeds the model's context window: 60 prompt tokens + "
+        "5 max_tokens > 64."
+    )
+    error = refusal(
+        openai.BadRequestError, complete, client, prompt="x" * 60, max_tokens=5, stream=stream
+    )
+    assert (error.code, sentence in error.message) == ("context_length_exceeded", True)
+    chats = [{"role": "user", "content": "x" * 80}]
+    error = refusal(openai.BadRequestError, chat, client, messages=chats, stream=stream)
+    assert "+ 1 max_tokens > 64" in error.message
+
+
+def test_a_text_that_fills_the_context_is_scored_by_an_echo(client):
+    choice = complete(client, prompt="x" * 64, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert (len(choice.text), len(choice.logprobs.tokens), choice.finish_reason) == (
+        64,
+        64,
+        "length",
+    )
+    assert complete(client, prompt="x" * 64, echo=True, max_tokens=0).choices[0].text == "x" * 64
+    error = refusal(openai.BadRequestError, complete, client, prompt="x" * 64, echo=True)
+    assert "64 prompt tokens + 16 max_tokens > 64" in error.message
+
+
 def test_a_body_that_is_too_large_or_not_json(gate):
     with gate.http() as http:
         large = http.post("/v1/completions", content=b"x" * (2**20 + 1))

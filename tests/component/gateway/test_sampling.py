@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 
 import httpx
 import numpy as np
 import pytest
+import tinker
 from tinker import types
 from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
 from gateway.futures.completion_feed import CLIENT_BLOCK
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import asample, new_sampler
-from tests.support.gateway.running import KEY, running_gateway
+from tests.support.gateway.running import KEY, make_model, running_gateway
 from tests.support.waiting import wait_until
 
 TOKENS = [1, 2, 3]
@@ -370,17 +372,19 @@ def test_the_sdk_tells_its_user_why_it_waits(tmp_path, caplog):
 
 
 def test_a_large_result_is_announced_by_its_size_first(gate, sampling):
-    long = types.ModelInput.from_ints(list(range(1000)) * 160)
-    answer = sampling.sample(long, 1, PARAMS).result()
-    assert list(answer.sequences[0].tokens[:2]) == [999, 998]
-    request_id = f"{sampling._sampling_session_id}:0"
+    sampling.sample(PROMPT, 1, PARAMS).result()  # starts the engine
+    engine_of(gate, sampling).speak = lambda _prompt: list(range(1000)) * 160
+    answer = sampling.sample(PROMPT, 1, PARAMS).result()
+    assert list(answer.sequences[0].tokens[:2]) == [0, 1]
+    request_id = f"{sampling._sampling_session_id}:1"
     with gate.http() as client:
         ask = {"request_id": request_id, "allow_metadata_only": True}
         announced = client.post("/api/v1/retrieve_future", json=ask).json()
         whole = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
         assert announced["status"] == "complete_metadata"
         assert announced["response_payload_size"] == len(whole.content) > 2**20
-        small = asample(client, sampling._sampling_session_id, 1).json()["request_id"]
+        engine_of(gate, sampling).speak = lambda prompt: prompt
+        small = asample(client, sampling._sampling_session_id, 2).json()["request_id"]
         gate.retrieve(small)
         at_once = client.post("/api/v1/retrieve_future", json=ask | {"request_id": small})
         assert at_once.headers["content-type"] == "application/x-protobuf"
@@ -443,6 +447,80 @@ def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
         assert list(future.result().sequences[0].tokens) == [n + 1, n]
     with gate.http() as client:
         assert 'route="retrieve_futures",status="200"' in client.get("/metrics").text
+
+
+# --- Requests that cannot succeed ----------------------------------------------------------
+
+
+def refused(client, **changes) -> str:
+    """Return what a sample of the model `tiny`, of 64 tokens, is refused with at once."""
+    answer = client.post("/api/v1/asample", json={**SAMPLE, **changes})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+SAMPLE = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5] * 60}]}, "num_samples": 1}
+
+
+def test_a_prompt_that_does_not_fit_is_refused_at_once(gate, sampling):
+    long = types.ModelInput.from_ints([5] * 60)
+    with pytest.raises(
+        tinker.BadRequestError,
+        match=r"Prompt length plus max_tokens exceeds the model's context window: "
+        r"60 prompt tokens \+ 5 max_tokens > 64\.",
+    ):
+        sampling.sample(long, 1, types.SamplingParams(max_tokens=5)).result()
+    with pytest.raises(tinker.BadRequestError, match=r"65 prompt tokens \+ 1 max_tokens > 64"):
+        sampling.compute_logprobs(types.ModelInput.from_ints([5] * 65)).result()
+    with gate.http() as client:
+        params = {"max_tokens": 32000}
+        assert "60 prompt tokens + 32000 max_tokens > 64" in refused(client, sampling_params=params)
+        full = {"prompt": {"chunks": [{"tokens": [5] * 64}]}, "sampling_params": {}}
+        assert "64 prompt tokens + 1 max_tokens > 64" in refused(client, **full)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"prompt": {"chunks": [{"tokens": [5, 99]}]}}, "token 99 of the prompt is outside"),
+        ({"prompt": {"chunks": [{"tokens": [5, -1]}]}}, "token -1 of the prompt is outside"),
+        ({"sampling_params": {"stop": [99]}}, "stop token 99 is outside the vocabulary of 90"),
+        ({"topk_sample_logprobs": 91}, "topk_sample_logprobs is 91; 0 to 90"),
+        ({"topk_prompt_logprobs": 91}, "topk_prompt_logprobs is 91; 0 to 90"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
+    ],
+)
+def test_a_request_outside_the_model_is_refused_at_once(gate, tmp_path, changes, why):
+    folder = make_model(tmp_path / "counted")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 90}))
+    gate.run(gate.gateway.models.add(name="counted", path=str(folder)))
+    with gate.http() as client:
+        params = {"sampling_params": {"max_tokens": 2}}
+        assert why in refused(client, **{**params, "base_model": "counted", **changes})
+
+
+def test_a_prompt_that_fills_the_context_is_scored(gate, sampling):
+    full = types.ModelInput.from_ints([5] * 64)
+    assert len(sampling.compute_logprobs(full).result()) == 64
+    params = types.SamplingParams(max_tokens=0)
+    answer = sampling.sample(full, 2, params, include_prompt_logprobs=True).result()
+    assert [list(sequence.tokens) for sequence in answer.sequences] == [[], []]
+    assert len(answer.prompt_logprobs) == 64
+
+
+def test_a_repeated_request_that_was_accepted_is_not_refused_later(gate, sampling):
+    sampling.sample(PROMPT, 1, PARAMS).result()
+    with gate.http() as client:
+        first = asample(client, sampling._sampling_session_id, 7).json()
+        gate.retrieve(first["request_id"])
+        gate.gateway.models.note_longest("tiny", 2)
+        try:
+            assert asample(client, sampling._sampling_session_id, 7).json() == first
+            assert asample(client, sampling._sampling_session_id, 8).status_code == 400
+        finally:
+            gate.gateway.models.note_longest("tiny", 64)
 
 
 def test_clients_hear_how_long_a_sequence_of_their_engine_may_be(gate, sampling):

@@ -93,7 +93,7 @@ def test_a_sequence_is_as_long_as_the_cache_holds_where_the_model_allows_more(di
         assert client.sample(prompt, max_tokens=1, stop=[]).reply.max_length == longest
         refusal = client.refusal(client.request([*prompt, 5], max_tokens=1))
         assert refusal.type == "sequence_too_long"
-        assert f"{longest} tokens, the model's 100000" in refusal.message
+        assert f"> {longest}. The model's own length is 100000" in refusal.message
 
 
 def test_more_requests_than_sequences_are_all_answered(tied_adapters: SamplerClient):

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.sampler_worker import (
+    LENGTH,
     Sampled,
     SamplerClient,
     plain_distribution,
@@ -319,3 +320,38 @@ def test_a_group_whose_first_sample_ends_at_once_is_whole(sampler: SamplerClient
     for one, other in zip(plain.samples, stopped.samples, strict=True):
         end = one.tokens.index(first) + 1 if first in one.tokens else 4
         assert other.tokens == one.tokens[:end]
+
+
+# --- Prompts that fill the context -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, None])
+def test_a_prompt_as_long_as_the_model_is_scored(
+    sampler: SamplerClient, model: Path, max_tokens: int | None
+):
+    prompt = fresh(77, LENGTH)
+    answer = sampler.sample(prompt, max_tokens=max_tokens, prompt_logprobs=True, prompt_topk=2, n=2)
+    assert answer.prompt_logprobs is not None
+    expected = plain_logprobs(model, prompt)
+    assert np.abs(answer.prompt_logprobs[1:] - expected).max() < 1e-4
+    assert [(list(s.tokens), s.stopped) for s in answer.samples] == [([], False)] * 2
+
+
+def test_a_suffix_and_targets_of_a_full_prompt_are_scored(sampler: SamplerClient, model: Path):
+    prompt = fresh(78, LENGTH)
+    suffix = sampler.sample(prompt, max_tokens=1, prompt_logprobs=True, last_n=1).prompt_logprobs
+    assert suffix is not None
+    expected = plain_logprobs(model, prompt)
+    assert abs(suffix[-1] - expected[-1]) < 1e-4
+    own = np.asarray(prompt[1:])[:, None]
+    targets = sampler.sample(prompt, max_tokens=1, targets=dense(own))
+    scores = np.frombuffer(targets.message.target_prompt_logprobs.dense, "<f4")
+    assert np.abs(scores - expected).max() < 1e-4
+
+
+def test_a_request_for_no_tokens_returns_none_and_reads_the_cache(sampler: SamplerClient):
+    prompt = fresh(79, 3 * BLOCK + 5)
+    sampler.sample(prompt, max_tokens=1)
+    answer = sampler.sample(prompt, max_tokens=0, topk=2, stop=[])
+    assert [list(s.tokens) for s in answer.samples] == [[]]
+    assert answer.message.prompt_cache_hit_tokens == 3 * BLOCK

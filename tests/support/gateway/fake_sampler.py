@@ -62,6 +62,9 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
             return sampler_pb2.SampleReply(failure=self.sample_error.to_failure())
         prompt = np.frombuffer(request.prompt_tokens, np.int32)
         tokens = np.array(self.speak(prompt.tolist()), np.int32)
+        if request.params.HasField("max_tokens") and not request.params.max_tokens:
+            tokens = tokens[:0]
+        ended = None if len(tokens) else tinker_pb2.STOP_REASON_LENGTH
         response = tinker_pb2.SampleResponse(
             prompt_cache_hit_tokens=1, tandem_weight_version=request.version.name
         )
@@ -82,6 +85,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         for _ in range(request.num_samples):
             sequence = response.sequences.add(
                 tokens=tokens.tobytes(),
+                stop_reason=ended,
                 logprobs=(-np.arange(len(tokens), dtype=np.float32)).tobytes(),
             )
             if request.in_flight:
@@ -114,7 +118,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
             self.gate = gate
         response = tinker_pb2.SampleResponse.FromString(reply.response)
         longest = max((len(s.tokens) // 4 for s in response.sequences), default=0)
-        for at in range(longest):
+        for at in range(max(1, longest)):
             for index, sequence in enumerate(response.sequences):
                 delta = _delta(index, sequence, at, k=request.topk_sample_logprobs)
                 yield sampler_pb2.SampleEvent(delta=delta)
@@ -139,9 +143,9 @@ def _delta(index: int, sequence, at: int, *, k: int) -> sampler_pb2.SampleDelta:
         index=index,
         tokens=sequence.tokens[here],
         logprobs=sequence.logprobs[here],
-        finished=4 * at + 4 == len(sequence.tokens),
+        finished=4 * at + 4 >= len(sequence.tokens),
         stop_reason=sequence.stop_reason,
     )
     if k:
-        delta.topk.CopyFrom(_topk(1, k))
+        delta.topk.CopyFrom(_topk(len(delta.tokens) // 4, k))
     return delta

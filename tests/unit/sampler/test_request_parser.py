@@ -65,11 +65,10 @@ def engine_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> En
         (message(num_samples=0), InvalidRequest),
         (message(num_samples=-3), InvalidRequest),
         (message(num_samples=10**6), InvalidRequest),
-        (message(max_tokens=0), InvalidRequest),
+        (message(max_tokens=-1), InvalidRequest),
         (message(temperature=-0.5), InvalidRequest),
         (message(temperature=math.nan), InvalidRequest),
         (message(temperature=math.inf), InvalidRequest),
-        (message(temperature=0.001), InvalidRequest),
         (message(top_p=0.0), InvalidRequest),
         (message(top_p=1.5), InvalidRequest),
         (message(top_p=math.nan), InvalidRequest),
@@ -203,7 +202,55 @@ def test_a_seed_of_zero_is_a_seed_and_no_seed_is_none():
 
 @pytest.mark.parametrize("request_", [message(prompt=[5] * 16), message(prompt=[5] * 13)])
 def test_a_refusal_says_whether_the_model_or_its_sampler_is_too_short(request_):
-    with pytest.raises(SequenceTooLong, match=r"the model's length is 16$"):
+    with pytest.raises(SequenceTooLong, match=r"1[36] prompt tokens \+ 4 max_tokens > 16\.$"):
         parse_request(request_, FACTS)
-    with pytest.raises(SequenceTooLong, match="has 16 tokens, the model's 64; its KV cache"):
+    with pytest.raises(SequenceTooLong, match=r"> 16\. The model's own length is 64"):
         parse_request(request_, replace(FACTS, model_length=64))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 0, 1])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 2},
+        {"prompt_alt_tokens_k": 2},
+        {"target_prompt_tokens": tensor([[7]] * 15)},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 1},
+    ],
+)
+def test_a_prompt_that_fills_the_context_is_scored_without_a_sample(max_tokens, scores):
+    request = asked(message(prompt=[5] * 16), **scores)
+    request.params.ClearField("max_tokens")
+    if max_tokens is not None:
+        request.params.max_tokens = max_tokens
+    parsed = engine_request(request, FACTS)
+    assert (parsed.max_tokens, len(parsed.prompt), len(parsed.computed_prompt)) == (0, 16, 15)
+    assert parsed.scoring is not None
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 2])
+def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_wanted_token(max_tokens):
+    request = message(prompt=[5] * 16)
+    request.params.ClearField("max_tokens")
+    if max_tokens is not None:
+        request.params.max_tokens = max_tokens
+    if max_tokens == 2:  # the SDK never asks for so many where it wants none
+        request.prompt_logprobs = True
+    with pytest.raises(SequenceTooLong, match=f"16 prompt tokens \\+ {max_tokens or 1} max_tokens"):
+        parse_request(request, FACTS)
+
+
+def test_a_longer_prompt_than_the_context_is_not_scored():
+    request = asked(message(prompt=[5] * 17, max_tokens=0), prompt_logprobs=True)
+    with pytest.raises(SequenceTooLong, match=r"17 prompt tokens \+ 0 max_tokens > 16"):
+        parse_request(request, FACTS)
+
+
+def test_a_tiny_temperature_counts_as_the_smallest_that_can_be_computed():
+    for temperature in (1e-8, 0.001, 0.009):
+        assert engine_request(message(temperature=temperature), FACTS).temperature == 0.01
+    assert engine_request(message(temperature=0.0), FACTS).temperature == 0
+    assert engine_request(message(temperature=0.02), FACTS).temperature == 0.02
+    draws = asked(message(temperature=0.001), prompt_alt_tokens_k=1)
+    assert engine_request(draws, FACTS).scoring.draw_temperature == 0.01
