@@ -26,7 +26,7 @@ _PATH_PARTS: Mapping[str, Sequence[str]] = {
     "session_id": (SESSION, "s-ffffffffffff"),
     "kind": ("weights", "sampler_weights", "external_weights", "others"),
     "name": ("kept", "export", "other"),
-    "file": ("model.safetensors", ".metadata", "checkpoint.json"),
+    "file": ("model.safetensors", "rank-0-0.safetensors", "checkpoint.json"),
     "key_id": ("k-000000000000",),
     "model": ("tiny", RUN, "tinker://" + RUN + "/sampler_weights/policy"),
 }

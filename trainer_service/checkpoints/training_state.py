@@ -1,4 +1,4 @@
-"""Checkpoints: weights, optimizer state and counters, in torch's distributed format.
+"""Checkpoints: weights, optimizer state and counters. `shards` has the format of their files.
 
 A checkpoint can be loaded into another number of ranks. Like a weight version it is written into
 a partial directory, `checkpoint.json` with checksums last, and appears by one rename. That of a
@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, ConfigDict, ValidationError
-from torch.distributed.checkpoint import SavePlan, SavePlanner
+from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, _item_size, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from tandem.errors import CheckpointDamaged, CheckpointMismatch, NameTaken, ServerError, describe
 from tandem.v1 import common_pb2, trainer_pb2
@@ -42,11 +36,9 @@ from tandem.weights.store import (
 )
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
-from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
+from trainer_service.checkpoints.shards import Layout, ShardReader, ShardWriter, read_layout
 from trainer_service.checkpoints.storage import (
-    FILE_BYTES,
     ByteCount,
-    HashedFile,
     agree,
     check_free_space,
     storage_error,
@@ -60,6 +52,9 @@ if TYPE_CHECKING:
 
 
 RECORD_NAME = "checkpoint.json"
+_MOST_RECORD_BYTES = 32 * 2**20
+_MOST_STATES = 3
+"""Tensors that an optimizer has for one parameter."""
 
 
 class CheckpointRecord(BaseModel):
@@ -72,14 +67,14 @@ class CheckpointRecord(BaseModel):
 
     format: int = 1
     run_id: str
-    step: int
-    last_seq_id: int
+    step: int = Field(ge=0, lt=2**63)
+    last_seq_id: int = Field(ge=0, lt=2**63)
     architecture: str
     optimizer: bool
     training: TrainingSpec = TrainingSpec()
     base_model: str = ""
     base_fingerprint: str = ""
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = Field(default=0, ge=0)
     parameters: dict[str, list[int]]
     files: list[FileEntry]
 
@@ -115,7 +110,7 @@ def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | N
     path = Path(request.path)
     try:
         record = _read_record(path)
-    except (OSError, ValidationError):
+    except (OSError, CheckpointDamaged):
         return None
     ours = (request.header.run_id, request.header.seq_id)
     if not all(ours) or (record.run_id, record.last_seq_id) != ours:
@@ -160,7 +155,7 @@ def write_shards(
 ) -> list[FileEntry]:
     """Writes this rank's part of the state. Returns, on the first rank, the files of all ranks.
     Raises `OSError` on all ranks if one cannot."""
-    writer = _Writer(partial, group=group)
+    writer = ShardWriter(partial, group=group)
     try:
         with _quiet():
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -202,20 +197,23 @@ def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) 
 def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRecord:
     """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or
     `CheckpointMismatch` when it is of another model, of other layers than this run trains, or,
-    if `optimizer`, of another kind of optimizer."""
+    if `optimizer`, of another kind of optimizer.
+
+    The headers are read before the files: a file then has no more bytes than the run's state needs,
+    whatever was put in its place.
+    """
     try:
         record = _read_record(path)
         _match(record, path.name, trainer, optimizer=optimizer)
+        layout = read_layout(path, files=_names(record))
+        _match_layout(layout, record, path.name, trainer.backend, optimizer=optimizer)
         request = trainer_pb2.LoadCheckpointRequest(path=str(path))
         trainer.control.broadcast(Op.VERIFY_CHECKPOINT, request)
         verify(path, trainer)
-        read_layout(path, files=_names(record))
     except OSError as error:
         raise CheckpointDamaged(
             f"checkpoint {path.name} cannot be read: {describe(error)}"
         ) from error
-    except ValidationError as error:
-        raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
     return record
 
 
@@ -278,6 +276,41 @@ def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimiz
         )
 
 
+def _match_layout(
+    layout: Layout,
+    record: CheckpointRecord,
+    name: str,
+    backend: TrainerBackend,
+    *,
+    optimizer: bool,
+) -> None:
+    """Raises `CheckpointDamaged` unless the files hold the whole state that the record tells of,
+    and nothing else. `_match` has compared the record with this run."""
+    saved = {tensor: list(each.shape) for tensor, each in layout.items()}
+    wanted = {f"model.{tensor}": shape for tensor, shape in record.parameters.items()}
+    if optimizer and record.optimizer:
+        states = backend.optimizer.state_shapes()
+        wanted.update({f"optimizer.{tensor}": list(shape) for tensor, shape in states.items()})
+    if odd := sorted(tensor for tensor in wanted if saved.get(tensor) != wanted[tensor]):
+        raise CheckpointDamaged(
+            f"checkpoint {name} is damaged: {odd[0]} must have the shape {wanted[odd[0]]}, and "
+            f"{f'has {saved[odd[0]]}' if odd[0] in saved else 'is missing'}"
+        )
+    states_of: Counter[str] = Counter()
+    for tensor in saved.keys() - wanted.keys():
+        parameter = tensor.removeprefix("optimizer.").rpartition(".")[0]
+        states_of[parameter] += 1
+        if (
+            not record.optimizer
+            or not tensor.startswith("optimizer.")
+            or saved[tensor] not in ([], record.parameters.get(parameter))
+            or states_of[parameter] > _MOST_STATES
+        ):
+            raise CheckpointDamaged(
+                f"checkpoint {name} is damaged: {tensor[:100]!r} is no part of its state"
+            )
+
+
 def _trained_by(lora: LoraSpec | None) -> str:
     """Says what a run trains, as far as a checkpoint must match it: the seed need not."""
     if lora is None:
@@ -291,8 +324,22 @@ def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
 
 
 def _read_record(path: Path) -> CheckpointRecord:
-    content = read_again(Path.read_bytes, path / RECORD_NAME)
-    return CheckpointRecord.model_validate_json(content)
+    """Raises `OSError`, or `CheckpointDamaged` for what is no record of ours."""
+    try:
+        return read_again(_parse_record, path / RECORD_NAME)
+    except ValueError as error:  # pydantic's is one
+        raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
+
+
+def _parse_record(file: Path) -> CheckpointRecord:
+    with check_own_file(file.parent, file.name).open("rb") as stream:
+        content = stream.read(_MOST_RECORD_BYTES + 1)
+    if len(content) > _MOST_RECORD_BYTES:
+        raise ValueError(f"{file.name} has more than {_MOST_RECORD_BYTES} bytes")
+    record = CheckpointRecord.model_validate_json(content)
+    if len(_names(record)) < len(record.files):
+        raise ValueError(f"{file.name} names a file twice")
+    return record
 
 
 def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
@@ -310,7 +357,7 @@ def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     with _quiet():
         dcp.load(
             state,
-            storage_reader=CheckpointReader(path, files=_names(record), group=control.group),
+            storage_reader=ShardReader(path, files=_names(record), group=control.group),
             process_group=control.group,
             no_dist=control.size == 1,
         )
@@ -345,90 +392,6 @@ def _bytes_needed(backend: TrainerBackend) -> int:
     each = backend.training.state_bytes
     elements = sum(int(tensor.numel()) for tensor in backend.parameters().values())
     return elements * (each.weight + each.moments) + 2**20
-
-
-class _HashedFiles(FileSystem):  # type: ignore[misc]
-    """The files that a rank writes, hashed meanwhile."""
-
-    def __init__(self) -> None:
-        self.progress = ByteCount()
-        self._files: dict[str, FileEntry] = {}
-
-    @contextmanager
-    def create_stream(self, path: Path, mode: str) -> Iterator[HashedFile]:
-        assert mode == "wb"
-        with closing(HashedFile(path, progress=self.progress)) as file:
-            yield file
-        self._files[path.name] = file.entry()
-
-    def rename(self, path: Path, new_path: Path) -> None:
-        path.rename(new_path)
-        self._files[new_path.name] = self._files.pop(path.name).model_copy(
-            update={"name": new_path.name}
-        )
-
-    def take(self) -> list[FileEntry]:
-        """Return the files since this was called last."""
-        taken, self._files = list(self._files.values()), {}
-        return taken
-
-
-class _Results(list[WriteResult]):
-    """What a rank has written, and into which files."""
-
-    files: list[FileEntry]
-
-
-class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Writes a rank's part into files of bounded size, and says what the disk said. Torch closes
-    also a tensor that could not be written whole, and then complains that it is too short.
-
-    `files` are those of all ranks, once the first rank has finished the checkpoint.
-    """
-
-    def __init__(self, path: Path, *, group: dist.ProcessGroup | None) -> None:
-        # Tensors are copied from the device one by one: ahead, they would be so on GPU 0.
-        super().__init__(path, per_thread_copy_ahead=0)
-        self.fs = _HashedFiles()
-        self.files: list[FileEntry] = []
-        self._group = group
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        def write() -> _Results:
-            results = _Results()
-            for number, items in enumerate(_divided(plan.items)):
-                prefix = plan.storage_data.prefix + (f"{number}_" if number else "")
-                part = replace(plan, items=items, storage_data=_StoragePrefix(prefix))
-                results += super(_Writer, self).write_data(part, planner).wait()
-            results.files = self.fs.take()
-            return results
-
-        done: Future[list[WriteResult]] = Future()
-        try:
-            done.set_result(together(self._group, write, progress=self.fs.progress))
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        return done
-
-    def finish(self, metadata: Metadata, results: list[_Results]) -> None:
-        super().finish(metadata, results)
-        self.files = [*self.fs.take(), *(entry for each in results for entry in each.files)]
-
-
-def _divided(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """The items of each file."""
-    file: list[WriteItem] = []
-    size = 0
-    for item in items:
-        item_size = _item_size(item)
-        if file and size + item_size > FILE_BYTES:
-            yield file
-            file, size = [], 0
-        file.append(item)
-        size += item_size
-    yield file
 
 
 def _os_error_in(error: CheckpointException) -> OSError:

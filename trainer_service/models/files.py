@@ -7,6 +7,8 @@ Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then t
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import struct
 from collections.abc import Mapping
@@ -139,6 +141,12 @@ STORED_TYPES = {
     "torch.bool": "BOOL",
 }
 """What the format calls the types of tensors that a version may have, by torch's names."""
+_WIDTHS = {
+    name: 1 if name == "BOOL" else int(name.strip("BFIU")) // 8 for name in STORED_TYPES.values()
+}
+"""Bytes of an element. Base models have other types, too."""
+MOST_HEADER_BYTES = 32 * 2**20
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -165,26 +173,64 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Lists the tensors of a file in file order. Raises `InvalidRequest`."""
+    """Lists the tensors of a file in file order. Raises `InvalidRequest`.
+
+    The file may come from anybody. Its tensors fill it without gaps and overlaps, and none has more
+    bytes than the file: nothing that a header says makes its reader allocate more.
+    """
     try:
         with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = dict(json.loads(stream.read(length)))
+            if length > min(size - 8, MOST_HEADER_BYTES):
+                raise ValueError(f"its header cannot have {length} bytes")
+            header = json.loads(stream.read(length), object_pairs_hook=_without_repetitions)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         header.pop(_METADATA, None)
-        places = [
-            StoredTensor(
-                file=file,
-                name=name,
-                dtype=str(entry["dtype"]),
-                shape=tuple(entry["shape"]),
-                start=8 + length + int(entry["data_offsets"][0]),
-                bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-            )
-            for name, entry in header.items()
-        ]
-    except (struct.error, ValueError, LookupError, TypeError) as error:
+        start = 8 + length
+        places = [_place(file, name, entry, start) for name, entry in header.items()]
+        places.sort(key=lambda place: (place.start, place.bytes))
+        for place in places:
+            if place.start != start:
+                raise ValueError(f"{place.name[:100]!r} does not begin where another tensor ends")
+            start += place.bytes
+        if start != size:
+            raise ValueError(f"its tensors end at byte {start}, and the file at byte {size}")
+    except (struct.error, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{file.name} is not a safetensors file: {describe(error)}") from error
-    return {place.name: place for place in sorted(places, key=lambda place: place.start)}
+    return {place.name: place for place in places}
+
+
+def _without_repetitions(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header names something twice")
+    return found
+
+
+def _place(file: Path, name: str, entry: object, start: int) -> StoredTensor:
+    """Read what a header says of one tensor; those of the file begin at byte `start`."""
+    match entry:
+        case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [begin, end]}:
+            numbers = [begin, end, *shape]
+        case _:
+            raise ValueError(f"its header lacks a part of {name[:100]!r}")
+    if len(shape) > _MOST_DIMENSIONS or not all(
+        type(number) is int and 0 <= number < 2**63 for number in numbers
+    ):
+        raise ValueError(f"the shape or place of {name[:100]!r} is not possible")
+    width = _WIDTHS.get(dtype)
+    if end < begin or (width is not None and end - begin != math.prod(shape) * width):
+        raise ValueError(f"{name[:100]!r} cannot have {end - begin} bytes")
+    return StoredTensor(
+        file=file,
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        start=start + begin,
+        bytes=end - begin,
+    )
 
 
 class TensorWriter:

@@ -62,9 +62,21 @@ class AdamW:
     def state(self, *, create: bool) -> dict[str, Tensor]:
         return self._moments.state(create=create or self._moments.begun)
 
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return moment_shapes(self._moments.parameters)
+
     def reset(self) -> None:
         self.drop_gradients()
         self._moments.reset()
+
+
+def moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of AdamW's state tensors for these parameters."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters.items():
+        shapes[f"{name}.step"] = ()
+        shapes[f"{name}.exp_avg"] = shapes[f"{name}.exp_avg_sq"] = tuple(parameter.shape)
+    return shapes
 
 
 class Moments:

@@ -41,6 +41,10 @@ class Optimizer(Protocol):
         """
         ...
 
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of all state tensors, whether there are any yet or not."""
+        ...
+
     def reset(self) -> None:
         """Drops gradients and state, as if no step had been made."""
         ...

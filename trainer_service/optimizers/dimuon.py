@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tandem.errors import GradientsNotFinite
-from trainer_service.optimizers.adamw import Moments
+from trainer_service.optimizers.adamw import Moments, moment_shapes
 from trainer_service.optimizers.base import AdamWSettings, DiMuonSettings, StepSettings, clip
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ class DiMuon:
             **self._plain.state(create=create),
             **self._sharded.state(create=create),
             **self._moments.state(create=create),
+        }
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        others = self._moments.parameters
+        return moment_shapes(others) | {
+            f"{name}.momentum_buffer": tuple(each.shape)
+            for name, each in self._parameters.items()
+            if name not in others
         }
 
     def reset(self) -> None:

@@ -52,7 +52,7 @@ def test_tandem_lists_and_deletes_checkpoints(gate, training, tandem_command):
 def test_tandem_exports_checkpoints_of_every_kind(training, tandem_command, tmp_path):
     step(training)
     saves = {
-        training.save_state("a").result().path: {"__0_0.distcp", ".metadata", "checkpoint.json"},
+        training.save_state("a").result().path: {"rank-0-0.safetensors", "checkpoint.json"},
         training.save_weights_for_sampler("a").result().path: {"model.safetensors", "config.json"},
         training.save_weights_external("a").result().path: {"model.safetensors", "config.json"},
     }

@@ -60,7 +60,7 @@ def test_only_an_overwriting_save_replaces_a_state(gate, training, rest):
     assert listed(rest, training.model_id)[path].user_metadata is None
     wait_until(lambda: len(place(gate, training.model_id)) == 1)
     (folder,) = place(gate, training.model_id)
-    assert (folder / "__0_0.distcp").read_bytes() == b"state of step 1"
+    assert (folder / "rank-0-0.safetensors").read_bytes() == b"state of step 1"
 
 
 def test_weights_for_sampling_and_for_download_are_never_replaced(training):

@@ -25,7 +25,7 @@ def test_a_copied_state_outlives_its_source_and_continues_it(gate, service, trai
     assert run_of(copy) != training.model_id
     assert copy.endswith("/weights/mine")
     (source,), (target,) = place(gate, training.model_id), place(gate, run_of(copy))
-    for name in ("__0_0.distcp", ".metadata", "checkpoint.json"):
+    for name in ("rank-0-0.safetensors", "checkpoint.json"):
         assert (target / name).stat().st_ino == (source / name).stat().st_ino, "no byte is copied"
     found = listed(rest, run_of(copy))[copy]
     assert (found.size_bytes, found.user_metadata, found.public) == (21, {"a": "b"}, False)

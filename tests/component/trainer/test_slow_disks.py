@@ -45,7 +45,7 @@ def write_slowly(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
 def fail_to_write(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
     if rank == 1:
         (folder / "partial").mkdir(exist_ok=True)
-        (folder / "partial" / "__1_0.distcp").write_bytes(b"there already")
+        (folder / "partial" / "rank-1-0.safetensors").write_bytes(b"there already")
     try:
         return write_shards({f"of rank {rank}": torch.ones(4)}, folder / "partial", group=group)
     except OSError as error:
@@ -90,7 +90,7 @@ def test_a_slow_disk_trips_no_collective_and_its_files_are_known_to_rank_0(tmp_p
     assert of_the_other == []
     for entry in files:
         assert entry == checksum_file(tmp_path / "partial" / entry.name)
-    assert {entry.name for entry in files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert {entry.name for entry in files} == {"rank-0-0.safetensors", "rank-1-0.safetensors"}
 
 
 def test_a_rank_that_cannot_write_is_the_error_of_all(tmp_path):

@@ -52,7 +52,7 @@ def test_a_file_that_another_rank_finds_damaged_is_refused_and_training_goes_on(
         two.optim_step()
         assert not two.save(tmp_path / "a").HasField("failure")
         for number in range(2):  # the ranks share the files between them
-            file = tmp_path / "a" / f"__{number}_0.distcp"
+            file = tmp_path / "a" / f"rank-{number}-0.safetensors"
             whole = file.read_bytes()
             file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
             reply = two.load(tmp_path / "a", optimizer=True)

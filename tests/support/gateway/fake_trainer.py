@@ -252,9 +252,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         await self._apply("save", request)
         folder = Path(request.path)
         folder.mkdir(parents=True)  # noqa: ASYNC240
-        (folder / "__0_0.distcp").write_bytes(b"state of step %d" % self.step)
-        (folder / ".metadata").write_bytes(b"layout")
-        entries = [checksum_file(folder / name) for name in (".metadata", "__0_0.distcp")]
+        (folder / "rank-0-0.safetensors").write_bytes(b"state of step %d" % self.step)
+        entries = [checksum_file(folder / "rank-0-0.safetensors")]
         record = {
             "step": self.step,
             "seq_id": request.header.seq_id,

@@ -24,7 +24,7 @@ from tests.support.local_trainer import (
     weights,
 )
 from tests.support.worker_process import RUN
-from trainer_service.checkpoints import restricted_reader, storage, training_state
+from trainer_service.checkpoints import shards, storage, training_state
 from trainer_service.service.operations import Operations
 
 ADAMW = trainer_pb2.AdamWParams(
@@ -186,7 +186,7 @@ def test_a_damaged_snapshot_is_refused_and_leaves_the_trainer_as_it_was(models, 
     operations = make(models["qwen3"], None)
     step(operations, 1, snapshot=tmp_path / "s1")
     written(operations, tmp_path / "s1")
-    file = next(tmp_path.glob("s1/*.distcp"))
+    file = next(tmp_path.glob("s1/*.safetensors"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -204,7 +204,7 @@ def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_st
     step(operations, 1, snapshot=tmp_path / "s1")
     written(operations, tmp_path / "s1")
     monkeypatch.setattr("tandem.weights.manifest._BLOCK_BYTES", 4096)
-    monkeypatch.setattr(restricted_reader, "_PIECE", 4096)
+    monkeypatch.setattr(shards, "_PIECE", 4096)
     told: dict[str, list[int]] = {"verified": [], "loaded": []}
 
     class Recorded(storage.ByteCount):
@@ -218,8 +218,8 @@ def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_st
             super().__setattr__(attribute, value)
 
     monkeypatch.setattr(training_state, "ByteCount", lambda: Recorded("verified"))
-    monkeypatch.setattr(restricted_reader, "ByteCount", lambda: Recorded("loaded"))
-    size = sum(file.stat().st_size for file in tmp_path.glob("s1/*.distcp"))
+    monkeypatch.setattr(shards, "ByteCount", lambda: Recorded("loaded"))
+    size = sum(file.stat().st_size for file in tmp_path.glob("s1/*.safetensors"))
     other = make(models["qwen3"], None)
     assert not restore(other, tmp_path / "s1").HasField("failure")
     assert equal(weights(other), weights(operations))

@@ -21,7 +21,7 @@ from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
 from trainer_service.backends.base import Export
-from trainer_service.checkpoints import publish, storage, training_state
+from trainer_service.checkpoints import publish, shards, storage, training_state
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.service.operations import Operations
 
@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):
     save_to(operations, tmp_path / "a")
     train(operations, 1)
     before = weights(trainer)
-    (data,) = (tmp_path / "a").glob("*.distcp")
+    (data,) = (tmp_path / "a").glob("*.safetensors")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_hashed_while_it_is_written_and_not_read_again(
         patched.setattr(training_state, "checksum_file", read)
         assert not save_to(operations, tmp_path / "a").HasField("failure")
     record = training_state.check(tmp_path / "a", operations.trainer, optimizer=False)
-    assert {entry.name for entry in record.files} == {".metadata", "__0_0.distcp"}
+    assert {entry.name for entry in record.files} == {"rank-0-0.safetensors"}
 
 
 def test_files_have_a_bounded_size_unless_a_tensor_is_larger(models, tmp_path, monkeypatch):
@@ -244,10 +244,10 @@ def test_files_have_a_bounded_size_unless_a_tensor_is_larger(models, tmp_path, m
     operations = Operations(trainer)
     sizes = [each.numel() * 4 for each in trainer.backend.parameters().values()]
     most = sorted(sizes)[-2] + 1
-    monkeypatch.setattr(training_state, "FILE_BYTES", most)
+    monkeypatch.setattr(shards, "FILE_BYTES", most)
     save_to(operations, tmp_path / "a")
     record = training_state.check(tmp_path / "a", trainer, optimizer=False)
-    files = [entry for entry in record.files if entry.name.endswith(".distcp")]
+    files = [entry for entry in record.files if entry.name.endswith(".safetensors")]
     assert len(files) >= sum(sizes) // most
     overhead = 4096 * len(sizes)  # each tensor has a header
     assert sorted(entry.bytes for entry in files)[-2] <= most + overhead
