@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tinker
 import torch
+from safetensors.torch import load_file
 from tinker import ServiceClient, TrainingClient, types
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.plain_model import load, plain_logprobs
 from tests.support.sdk import largest_difference, logprobs, run_tinker, sequences, supervised, train
@@ -26,7 +26,7 @@ def next_steps(run: TrainingClient) -> list[float]:
     return found
 
 
-def state_of(stack: TestStack, path: str, scratch: Path) -> dict[str, torch.Tensor]:
+def state_of(stack: TestStack, path: str) -> dict[str, torch.Tensor]:
     """Every tensor of a saved state: weights, moments and step counts."""
     run_id, _kind, name = path.removeprefix("tinker://").split("/")
     folder = stack.data_dir / "checkpoints" / run_id.replace(":", "_")
@@ -34,9 +34,8 @@ def state_of(stack: TestStack, path: str, scratch: Path) -> dict[str, torch.Tens
         lambda: (found := list(folder.glob(f"{name}-*"))) and len(found) == 1 and found,
         what=f"{path} has one folder",
     )
-    flat = scratch / "flat.pt"
-    dcp_to_torch_save(saved, flat)
-    return torch.load(flat)
+    (file,) = saved.glob("*.safetensors")
+    return load_file(file)
 
 
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -46,15 +45,15 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
-    stack: TestStack, service: ServiceClient, run: TrainingClient, tmp_path: Path
+    stack: TestStack, service: ServiceClient, run: TrainingClient
 ) -> None:
     """From another session, after the source is deleted, and while the first run went on."""
     train(run, seed=176)
     path = run.save_state("source", overwrite=True).result(timeout=240).path
-    before = state_of(stack, path, tmp_path)
+    before = state_of(stack, path)
     assert any(name.startswith("optimizer.") for name in before)
     expected = next_steps(run)
-    after = state_of(stack, run.save_state("after", overwrite=True).result(240).path, tmp_path)
+    after = state_of(stack, run.save_state("after", overwrite=True).result(240).path)
     changed = [n for n in before if n.startswith("model.") and not torch.equal(before[n], after[n])]
     assert changed, "the steps moved the weights"
 
@@ -65,13 +64,9 @@ def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
     rest.delete_checkpoint_from_tinker_path(path).result(timeout=240)
     with stack.service() as other:
         continued = other.create_training_client_from_state_with_optimizer(copy).result(timeout=240)
-        assert_same_bits(
-            before, state_of(stack, continued.save_state("x").result(240).path, tmp_path)
-        )
+        assert_same_bits(before, state_of(stack, continued.save_state("x").result(240).path))
         assert next_steps(continued) == expected
-        assert_same_bits(
-            after, state_of(stack, continued.save_state("y").result(240).path, tmp_path)
-        )
+        assert_same_bits(after, state_of(stack, continued.save_state("y").result(240).path))
 
 
 def test_a_downloaded_state_computes_the_trainers_logprobs_in_transformers(
