@@ -43,11 +43,18 @@ class Nobody:
 
 @contextmanager
 def operations_on_gpu(
-    tmp_path: Path, *, dtype: str, training: TrainingSpec, **settings: Any
+    tmp_path: Path,
+    *,
+    dtype: str,
+    training: TrainingSpec,
+    max_length: int = 512,
+    **settings: Any,
 ) -> Iterator[Operations]:
     """Those of a trainer of one rank in this process, of a model whose state is 1 GiB or more.
     `settings` are further ones of `TrainerSettings`."""
-    write_tiny_model(tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192))
+    write_tiny_model(
+        tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192, max_length=max_length)
+    )
     spec = WorkerSpec(
         worker_id="trainer-gpu",
         kind="trainer",

@@ -7,10 +7,12 @@ A loss gets one micro-batch at a time. `DatumLayout` tells it which entries belo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tandem.errors import UnknownLossSetting
+from trainer_service.same_bits import same_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +124,7 @@ class DatumLayout:
 
     def datum_sums(self, values: Tensor) -> Tensor:
         """[E] added up by datum: [datums]."""
-        return values.new_zeros(self.datums).index_add(0, self.datum, values)
+        return _sums(values, self.datum, self.datums)
 
     def datum_means(self, values: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean of [E] by datum: [datums]; 0 for a datum without weight."""
@@ -136,11 +138,16 @@ class DatumLayout:
         """
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
-        zeros = values.new_zeros(max(self.sequences, 1))  # prompts, too, are added to some sequence
-        counts = zeros.index_add(0, of, weights)
-        sums = zeros.index_add(0, of, values * weights)
+        count = max(self.sequences, 1)  # prompts, too, are added to some sequence
+        counts, sums = _sums(weights, of, count), _sums(values * weights, of, count)
         means = sums / counts.where(counts != 0, counts.new_ones(()))
         return means[of] * (self.sequence >= 0)
+
+
+def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
+    """[E] added up by the index `of` each: [count]."""
+    with same_bits() if values.is_cuda else nullcontext():
+        return values.new_zeros(count).index_add(0, of, values)
 
 
 @dataclass(frozen=True)

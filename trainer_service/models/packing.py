@@ -2,26 +2,25 @@
 
 Everything that a transformer computes token by token (projections, norms, feed-forward layers,
 the head) is independent of where a sequence begins; positions are given, and attention is told by a
-tensor where each begins. It is registered with transformers as an attention implementation. On a
-CPU it is an operator of its own: every run of equally long sequences is one causal call of torch's
-kernel, on a view of the row. On a GPU it is PyTorch's attention of variable length, which has never
-been run here. `docs/performance.md` has measurements.
+tensor where each begins. It is registered with transformers as an attention implementation. It is
+an operator of its own. On a CPU every run of equally long sequences is one causal call of torch's
+kernel, on a view of the row. On a GPU the row is one call of torch's FlashAttention.
+`docs/performance.md` has measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tandem.errors import describe
+from trainer_service.same_bits import same_bits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,8 +31,6 @@ IMPLEMENTATION = "tandem_packed"
 _TRIAL = "tandem_trial"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """By the type of the logits: how far a packed row may be off."""
-_TOLD_OF_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
-"""Torch 2.11 takes fewer heads of keys and values without being told."""
 Run = tuple[int, int]
 """Equally long neighbours of a row: how many sequences, and the tokens of each."""
 
@@ -54,13 +51,11 @@ def row_inputs(
     positions: NDArray[np.int64], bounds: NDArray[np.int32], device: str
 ) -> dict[str, Tensor | int]:
     """What a model gets with the tokens of a packed row."""
-    inputs: dict[str, Tensor | int] = {
+    return {
         "position_ids": torch.from_numpy(positions).to(device, non_blocking=True),
         "bounds": torch.from_numpy(bounds).to(device, non_blocking=True),
+        "longest": max(2, int(np.diff(bounds).max())),  # 1 is a constant to a compiler
     }
-    if device != "cpu":  # where the kernel would have to ask the device
-        inputs["longest"] = int(np.diff(bounds).max())
-    return inputs
 
 
 def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
@@ -185,10 +180,7 @@ def packed_attention(
     if kept < size:  # the kernels take one head size, and zeros add nothing
         value = pad(value, (0, size - kept))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.device.type != "cuda":
-        attended = _Packed.apply(q, k, v, bounds, scaling, sliding_window or 0)
-    else:
-        attended = _on_gpu(q, k, v, bounds, longest, scaling, sliding_window)
+    attended = _Packed.apply(q, k, v, bounds, longest, scaling, sliding_window or 0)
     return attended[None, ..., :kept], None
 
 
@@ -208,54 +200,36 @@ def _whole(
     return attended
 
 
-def _on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _TOLD_OF_GROUPS else {}
-    attended: Tensor = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        # A window counts the token itself, the kernel only those before it.
-        window_size=((window or 0) - 1, 0),
-        **groups,
-    )
-    return attended
-
-
-# --- The operator of a CPU --------------------------------------------------------------------
+# --- The operator -----------------------------------------------------------------------------
 #
-# Tokens come first in its tensors, as in `varlen_attn`: query [T, heads, head size], the same for
-# what it returns, and `sums` [T, heads], the logarithms of softmax's denominators. It gets the
-# bounds as a tensor, so that a compiled model is the same one whatever its rows are made of.
+# Tokens come first in its tensors: query [T, heads, head size], the same for the result. `sums` are
+# the logarithms of softmax's denominators: [T, heads] on a CPU, [heads, T] on a GPU. It gets the
+# bounds as a tensor, so that a compiled model is the same one whatever its rows are made of. A
+# GPU's kernel wants to know the length of the `longest` sequence besides.
 
 _KERNELS = torch.ops.aten
 _OPERATORS = torch.library.Library("tandem", "DEF")
 _OPERATORS.define(
-    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor bounds, float? scale,"
-    " int window) -> (Tensor, Tensor)",
+    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor bounds, SymInt longest,"
+    " float? scale, int window) -> (Tensor, Tensor)",
     tags=torch.Tag.needs_exact_strides,
 )
 _OPERATORS.define(
     "packed_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out,"
-    " Tensor sums, Tensor bounds, float? scale, int window) -> (Tensor, Tensor, Tensor)",
+    " Tensor sums, Tensor bounds, SymInt longest, float? scale, int window)"
+    " -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.needs_exact_strides,
 )
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int,
 ) -> tuple[Tensor, ...]:
     found = []
     for q, k, v in _runs(bounds, query, key, value):
@@ -276,6 +250,7 @@ def _backward(
     out: Tensor,
     sums: Tensor,
     bounds: Tensor,
+    longest: int,
     scale: float | None,
     window: int,
 ) -> tuple[Tensor, ...]:
@@ -290,9 +265,78 @@ def _backward(
     return _rows(found)
 
 
+def _forward_on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    out, sums, *_ = _KERNELS._flash_attention_forward(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        0.0,
+        not window,
+        False,
+        scale=scale,
+        **_window_on_gpu(window),
+    )
+    return out, sums
+
+
+def _backward_on_gpu(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int,
+) -> tuple[Tensor, ...]:
+    none = query.new_empty(0)  # dropout draws no numbers
+    state = query.new_zeros(2, dtype=torch.uint64)
+    with same_bits():
+        found: tuple[Tensor, ...] = _KERNELS._flash_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            out,
+            sums,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            not window,
+            state,
+            none,
+            scale=scale,
+            **_window_on_gpu(window),
+        )
+    return found
+
+
+def _window_on_gpu(window: int) -> dict[str, int]:
+    """A window counts the token itself, the kernel only those before it."""
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
 def _shapes(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    sums = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=sums)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    tokens, heads = query.shape[:2]
+    shape = (heads, tokens) if query.device.type == "cuda" else (tokens, heads)
+    return query.new_empty(query.shape), query.new_empty(shape, dtype=dtype)
 
 
 def _gradients(
@@ -303,6 +347,8 @@ def _gradients(
 
 _OPERATORS.impl("packed_attention", _forward, "CPU")
 _OPERATORS.impl("packed_attention_backward", _backward, "CPU")
+_OPERATORS.impl("packed_attention", _forward_on_gpu, "CUDA")
+_OPERATORS.impl("packed_attention_backward", _backward_on_gpu, "CUDA")
 torch.library.register_fake("tandem::packed_attention", _shapes, lib=_OPERATORS)
 torch.library.register_fake("tandem::packed_attention_backward", _gradients, lib=_OPERATORS)
 
@@ -318,20 +364,20 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
         key: Tensor,
         value: Tensor,
         bounds: Tensor,
+        longest: int,
         scale: float | None,
         window: int,
     ) -> Tensor:
-        out, sums = torch.ops.tandem.packed_attention(query, key, value, bounds, scale, window)
+        given = longest, scale, window
+        out, sums = torch.ops.tandem.packed_attention(query, key, value, bounds, *given)
         ctx.save_for_backward(query, key, value, out, sums, bounds)
-        ctx.scale, ctx.window = scale, window
+        ctx.given = given
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found = torch.ops.tandem.packed_attention_backward(
-            gradient, *ctx.saved_tensors, ctx.scale, ctx.window
-        )
-        return (*found, None, None, None)
+        found = torch.ops.tandem.packed_attention_backward(gradient, *ctx.saved_tensors, *ctx.given)
+        return (*found, None, None, None, None)
 
 
 def _runs(bounds: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch import Tensor
 
 from tests.support.architectures import write_model
 from tests.support.local_trainer import make
@@ -187,11 +189,13 @@ def test_the_operators_are_what_they_say_to_a_compiler() -> None:
     bounds = torch.from_numpy(bounds_of(LENGTHS))
     checks = ("test_schema", "test_faketensor")
     operators = torch.ops.tandem
-    torch.library.opcheck(operators.packed_attention, (*rows, bounds, None, 0), test_utils=checks)
-    out, sums = operators.packed_attention(*rows, bounds, None, 0)
+    torch.library.opcheck(
+        operators.packed_attention, (*rows, bounds, 9, None, 0), test_utils=checks
+    )
+    out, sums = operators.packed_attention(*rows, bounds, 9, None, 0)
     torch.library.opcheck(
         operators.packed_attention_backward,
-        (torch.ones_like(out), *rows, out, sums, bounds, None, 0),
+        (torch.ones_like(out), *rows, out, sums, bounds, 9, None, 0),
         test_utils=checks,
     )
 
@@ -219,3 +223,65 @@ def test_a_trainer_tells_whether_it_packs_and_logs_why_it_cannot(model, monkeypa
     (line,) = (line for line in lines if line["event"] == "rows_padded")
     assert line["reason"] == "NotImplementedError: no kernel takes float32"
     assert (line["dtype"], line["device"]) == ("float32", "cpu")
+
+
+class Kernels:
+    """Notes the mode in which torch's kernel for GPUs is called."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.failing = failing
+        self.modes: list[tuple[bool, ...]] = []
+
+    def _flash_attention_backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *others: object,
+        **more: object,
+    ) -> tuple[Tensor, ...]:
+        self.modes.append(mode())
+        if self.failing:
+            raise RuntimeError("CUDA error")
+        return query, key, value
+
+
+def mode() -> tuple[bool, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+def backward_on_gpu() -> None:
+    row = torch.zeros(4, 2, 8)
+    sums, bounds = torch.zeros(2, 4), torch.tensor([0, 4], dtype=torch.int32)
+    packing._backward_on_gpu(row, row, row, row, row, sums, bounds, 4, None, 0)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("warned", [None, False, True])
+def test_torch_adds_in_one_order_in_the_gpu_s_backward_kernel_and_nowhere_else(
+    monkeypatch, failing, warned
+) -> None:
+    """Whatever the mode was before, and whether or not the kernel fails."""
+    kernels = Kernels(failing=failing)
+    monkeypatch.setattr(packing, "_KERNELS", kernels)
+    torch.use_deterministic_algorithms(warned is not None, warn_only=bool(warned))
+    before = mode()
+    try:
+        with pytest.raises(RuntimeError, match="CUDA error") if failing else nullcontext():
+            backward_on_gpu()
+        assert kernels.modes == [(True, False, False)]
+        assert mode() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_row_of_single_tokens_tells_a_compiler_no_constant() -> None:
+    """A length of one would be compiled by itself, in the middle of a run."""
+    bounds = bounds_of([1, 1])
+    assert row_inputs(np.zeros(2, np.int64), bounds, "cpu")["longest"] == 2
+    assert row_inputs(np.zeros(16, np.int64), bounds_of([9, 7]), "cpu")["longest"] == 9
