@@ -8,6 +8,7 @@ The sources are Hugging Face's `config.json`, `generation_config.json`, `tokeniz
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -77,31 +78,41 @@ def has_experts(directory: Path) -> bool:
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the generation config, else of the config, else of the
-    tokenizer, else none."""
-    for config in (read_json(directory / "generation_config.json"), text_config(directory)):
-        value = config.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(token) for token in value)
-    return _tokenizer_end_token(directory)
+    """Return the end-of-sequence tokens that the generation config, the config and the tokenizer
+    name, as vLLM does: each file may name an end token that the others lack. Ids outside the
+    vocabulary, which a default of a config may be, are left out."""
+    config = text_config(directory)
+    named: list[object] = []
+    for ids in (
+        read_json(directory / "generation_config.json").get("eos_token_id"),
+        config.get("eos_token_id"),
+        _tokenizer_end_token(directory),
+    ):
+        named += ids if isinstance(ids, list) else [ids]
+    vocabulary = config.get("vocab_size")
+    end = vocabulary if isinstance(vocabulary, int) else sys.maxsize
+    return tuple(dict.fromkeys(id_ for id_ in named if type(id_) is int and 0 <= id_ < end))
 
 
-def _tokenizer_end_token(directory: Path) -> tuple[int, ...]:
-    """Return the tokenizer's end token, read from its files without loading it, or none."""
-    name = read_json(directory / "tokenizer_config.json").get("eos_token")
+def _tokenizer_end_token(directory: Path) -> int | None:
+    """Return the tokenizer's end token, read from its files without loading it."""
+    config = read_json(directory / "tokenizer_config.json")
+    name = config.get("eos_token") or read_json(directory / "special_tokens_map.json").get(
+        "eos_token"
+    )
     content = name.get("content") if isinstance(name, dict) else name
-    if not isinstance(content, str):
-        return ()
+    for id_, token in cast(dict[str, Json], config.get("added_tokens_decoder", {})).items():
+        if token.get("content") == content:
+            return int(id_)  # spares a start the larger file
     tokenizer = read_json(directory / "tokenizer.json")
     for added in cast(list[Json], tokenizer.get("added_tokens", [])):
         if added.get("content") == content:
-            return (int(cast(int, added["id"])),)
+            return cast(int, added["id"])
     vocabulary = cast(Json, tokenizer.get("model", {})).get("vocab", {})
-    if isinstance(vocabulary, dict) and content in vocabulary:
-        return (int(vocabulary[content]),)
-    return ()
+    if isinstance(vocabulary, dict):
+        return cast(int | None, vocabulary.get(content))
+    pieces = [piece for piece, _score in cast(list[tuple[str, float]], vocabulary)]
+    return pieces.index(content) if content in pieces else None
 
 
 def why_untrained(config: Mapping[str, object]) -> str:

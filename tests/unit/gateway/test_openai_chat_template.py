@@ -196,19 +196,3 @@ def test_a_template_is_found_in_every_place_that_models_have_it(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e")
     assert find_template(tmp_path, {}) == {"default": "d", "tool_use": "e"}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"generation_config.json": {"eos_token_id": [3, 4]}}, (3, 4)),
-        ({"generation_config.json": {}, "config.json": {"eos_token_id": 5}}, (5,)),
-        ({"config.json": {"text_config": {"eos_token_id": 6}}}, (6,)),
-    ],
-)
-def test_the_end_tokens_are_those_of_the_models_configs(tmp_path, config, expected):
-    folder = write_speaking_model(tmp_path / "m", byte_tokenizer())
-    assert ModelTokenizer("m", folder).end_tokens == (byte_tokenizer().token_to_id("<eos>"),)
-    for name, content in config.items():
-        (folder / name).write_text(json.dumps(content))
-    assert ModelTokenizer("m", folder).end_tokens == expected
