@@ -16,6 +16,7 @@ import datetime as dt
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn, cast
@@ -44,6 +45,9 @@ _OWN_FIELDS = frozenset(
     }
 )
 """Variables of a template that `chat_template_kwargs` may not set."""
+
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+"""The values of a message's fields that say nothing; clients send them for what is absent."""
 
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
@@ -93,7 +97,7 @@ class ChatTemplate:
             **given,
             "messages": messages,
             "tools": tools,
-            "documents": request.documents,
+            "documents": request.documents or None,
             "add_generation_prompt": request.add_generation_prompt,
         }
         try:
@@ -145,18 +149,20 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
 
 
 def _message(message: Json, *, at: int) -> Json:
-    """Return a message as templates expect it: its content is a text, and the arguments of its
-    tool calls are objects."""
+    """Return a message as templates expect it: its content is a text, the arguments of its tool
+    calls are objects, and other fields without content are left out."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong_message(at, "has no role")
-    changed = {**message, "content": _text(message.get("content"), at=at)}
-    calls = message.get("tool_calls")
+    # A template may ask whether a field is there.
+    known = {name: value for name, value in message.items() if value not in _EMPTY}
+    known["content"] = _text(message.get("content"), at=at)
+    calls = known.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
             raise _wrong_message(at, "has tool_calls that are not a list")
-        changed["tool_calls"] = [_tool_call(call, at=at) for call in calls]
-    return changed
+        known["tool_calls"] = [_tool_call(call, at=at) for call in calls]
+    return known
 
 
 def _text(content: object, *, at: int) -> str:
@@ -168,10 +174,11 @@ def _text(content: object, *, at: int) -> str:
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind == "text" else part
+        is_text = kind in ("text", "refusal")
+        text = part.get(kind) or "" if is_text else part
         if not isinstance(text, str):
-            if kind == "text":
-                raise _wrong_message(at, "has a text part without text")
+            if is_text:
+                raise _wrong_message(at, f"has a {kind} part without text")
             raise UnsupportedInput(
                 f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
             )
@@ -180,18 +187,17 @@ def _text(content: object, *, at: int) -> str:
 
 
 def _tool_call(call: object, *, at: int) -> Json:
-    """Parse the arguments, which clients send as JSON in a text and templates write themselves."""
+    """Parse the arguments, which clients send as JSON in a text and templates write themselves. A
+    text that is not JSON, as a model may have written it, stays a text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise _wrong_message(at, "has a tool call without a function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise _wrong_message(at, f"has call arguments that are not JSON: {error}") from error
-    return {**call, "function": {**function, "arguments": parsed}}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):
+            arguments = orjson.loads(arguments)
+    present = {name: value for name, value in call.items() if value is not None}
+    return {**present, "function": {**function, "arguments": arguments}}
 
 
 def _wrong_message(at: int, what: str) -> InvalidField:

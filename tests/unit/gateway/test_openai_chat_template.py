@@ -104,6 +104,69 @@ def test_a_calls_arguments_are_written_out_by_the_template():
     assert '<|assistant|>(add {"a": 1})</s>\n<|tool|>2</s>' in render(CHAT_TEMPLATE, messages)
 
 
+FIELDS = (
+    "{% for m in messages %}{{ m.role }}:"
+    "{% for name in m | sort %}{% if name != 'role' %} {{ name }}={{ m[name] }}{% endif %}"
+    "{% endfor %};{% endfor %}"
+)
+"""Shows which fields a template is given."""
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"tool_calls": []},
+        {"tool_calls": None, "function_call": None},
+        {"refusal": None, "annotations": [], "audio": None},
+        {"reasoning_content": "", "name": ""},
+        {"metadata": {}},
+    ],
+)
+def test_fields_without_content_do_not_reach_the_template(empty):
+    message = {"role": "assistant", "content": "fine"}
+    assert (
+        render(FIELDS, [message | empty]) == render(FIELDS, [message]) == "assistant: content=fine;"
+    )
+
+
+def test_an_answer_of_the_client_is_a_message_of_the_next_request():
+    from openai.types.chat import ChatCompletionMessage
+
+    answer = ChatCompletionMessage(role="assistant", content="fine")
+    assert render(FIELDS, [answer.model_dump()]) == "assistant: content=fine;"
+    silent = ChatCompletionMessage(role="assistant", content=None, refusal="no")
+    assert render(FIELDS, [silent.model_dump()]) == "assistant: content= refusal=no;"
+
+
+def test_a_false_or_zero_field_is_content():
+    message = {"role": "user", "content": "x", "seen": False, "score": 0}
+    assert render(FIELDS, [message]) == "user: content=x score=0 seen=False;"
+
+
+def test_a_refusal_and_an_empty_part_are_text():
+    parts = [{"type": "text", "text": None}, {"type": "refusal", "refusal": "no"}]
+    assert render(FIELDS, [{"role": "assistant", "content": parts}]) == "assistant: content=\nno;"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": ', '"{\\"a\\": "'),
+        ("city=Köln", '"city=Köln"'),
+        ("", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_that_are_not_json_are_passed_on_as_text(arguments, shown):
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = (
+        "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    )
+    assert render(template, [{"role": "assistant", "tool_calls": [call]}]) == shown
+
+
 @pytest.mark.parametrize(
     ("messages", "changes", "error", "sentence"),
     [
@@ -117,16 +180,16 @@ def test_a_calls_arguments_are_written_out_by_the_template():
             "part of type 'image_url'",
         ),
         (
-            [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"function": {"arguments": "{"}}],
-                }
-            ],
+            [{"role": "assistant", "tool_calls": [{"function": None}]}],
             {},
             InvalidField,
-            "not JSON",
+            "a tool call without a function",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": {"function": {}}}],
+            {},
+            InvalidField,
+            "tool_calls that are not a list",
         ),
         (MESSAGES, {"tool_choice": "required", "tools": TOOLS}, InvalidField, "tool_choice"),
         (MESSAGES, {"continue_final_message": True}, InvalidField, "add_generation_prompt"),
