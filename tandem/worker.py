@@ -74,6 +74,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # that a handler reads is given a window of its own size.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_allowed_incoming_connections", 256),
+    # gRPC would let other programs listen on its port, too.
+    ("grpc.so_reuseport", 0),
 ]
 """Of the gRPC server of a worker or an agent."""
 

@@ -10,6 +10,7 @@ What is changed in vLLM is changed here. The modules beside this one say what fo
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from tandem.errors import WorkerStartFailed
 
@@ -156,6 +158,19 @@ def check_triton(settings: SamplerSettings) -> None:
             "vLLM's second model runner (TANDEM_SAMPLER_MODEL_RUNNER=v2) needs Triton for this "
             "device, which is not installed; v1 does not"
         )
+
+
+def meet_in_a_file() -> None:
+    """Let the workers of an engine find each other by a file. Before 0.32, vLLM looks for a free
+    port, lets go of it, and listens there seconds later: another engine that starts meanwhile may
+    have it then."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    def new_file(_ip: str, _port: int) -> str:
+        return f"file://{tempfile.gettempdir()}/tandem-{uuid4().hex}"
+
+    for module in (multiproc_executor, uniproc_executor):
+        module.get_distributed_init_method = new_file
 
 
 # --- The engine, in the process of its core ------------------------------------------------

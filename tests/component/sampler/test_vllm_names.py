@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sampler_service.vllm.internals import NAMES, check_version, copy_blocks_singly
+from sampler_service.vllm.internals import NAMES, check_version, copy_blocks_singly, meet_in_a_file
 
 
 def test_the_installed_version_was_checked():
@@ -52,3 +52,16 @@ def test_blocks_are_copied_one_by_one_as_vllm_copies_them_at_once(monkeypatch):
             getattr(gpu_model_runner, name)(caches, 6, copies)
             assert all(map(torch.equal, caches, wanted))
             assert torch.equal(caches[1][5], caches[1][2])
+
+
+def test_engines_that_start_at_once_meet_in_files_of_their_own_and_take_no_port():
+    import torch.distributed as dist
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    meet_in_a_file()
+    modules = [multiproc_executor, uniproc_executor]
+    found = [each.get_distributed_init_method("127.0.0.1", 1) for each in modules * 10]
+    assert len(set(found)) == 20
+    assert {each.partition("://")[0] for each in found} == {"file"}
+    dist.init_process_group("gloo", init_method=found[0], rank=0, world_size=1)
+    dist.destroy_process_group()
