@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import custom_losses
 from gateway.api.errors import ErrorResponses
+from gateway.api.hosts import HostBoundary
 from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
@@ -44,6 +45,7 @@ from gateway.api.tinker import (
 )
 from gateway.auth.bootstrap import read_bootstrap_key
 from gateway.core import Gateway
+from gateway.counted_lines import CountedLines
 from gateway.housekeeping import Housekeeping
 from gateway.http_connection import BoundedProtocol, Connections
 from gateway.metrics import Metrics
@@ -177,6 +179,7 @@ def create_app(
         registry=metrics.registry,
         errors=errors,
     )
+    app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
     app.router.default = _unknown_path
     path_operations(app)
     return app
@@ -239,6 +242,10 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
 class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends the long polls when it shuts down."""
 
+    def __init__(self, config: uvicorn.Config, *, malformed: CountedLines) -> None:
+        super().__init__(config)
+        self._malformed = malformed
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
@@ -256,6 +263,11 @@ class GatewayServer(uvicorn.Server):
             # Not before: loading all this stops the event loop, for long on a machine that is slow.
             self._heart = asyncio.create_task(send_heartbeats())
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        self._malformed.write()
+        return await super().on_tick(counter)
+
     def _announce(self) -> None:
         pid = os.getpid()
         endpoint = Endpoint(url=self.url, pid=pid, born=born(pid), api_key=self.gateway.api_key)
@@ -271,6 +283,7 @@ class GatewayServer(uvicorn.Server):
             self._announcement.unlink(missing_ok=True)
             self.gateway.futures.release_waiters()
         await super().shutdown(sockets)
+        self._malformed.write(closing=True)
 
     def _why_deaf(self, error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
@@ -300,11 +313,13 @@ class GatewayServer(uvicorn.Server):
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     """Return a server for an application of `create_app`. It does not run yet."""
     metrics = app.state.metrics
+    malformed = CountedLines(first="malformed_request", more="malformed_requests")
     protocol = partial(
         BoundedProtocol,
         settings=settings.http,
         metrics=metrics,
         all_connections=Connections(settings.http.max_connections, metrics=metrics),
+        malformed=malformed,
     )
     config = uvicorn.Config(
         app,
@@ -321,7 +336,7 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         timeout_keep_alive=settings.http.keep_alive,
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
     )
-    return GatewayServer(config)
+    return GatewayServer(config, malformed=malformed)
 
 
 def _tell(sentence: str) -> None:

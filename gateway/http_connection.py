@@ -18,11 +18,13 @@ from collections import Counter, OrderedDict
 from http import HTTPStatus
 from typing import Literal
 
+import httptools
 import orjson
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from gateway.counted_lines import CountedLines
 from gateway.metrics import Metrics
 from tandem.request_settings import HttpSettings
 
@@ -127,9 +129,11 @@ class BoundedProtocol(HttpToolsProtocol):
         settings: HttpSettings,
         metrics: Metrics,
         all_connections: Connections,
+        malformed: CountedLines,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._all = all_connections
+        self._malformed = malformed
         self.known = False
         self.address = ""
         self._settings = settings
@@ -158,7 +162,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The request was answered as if it asked for none; the client may only go on in
+            # another protocol.
+            self._note_malformed("upgrade")
+        except httptools.HttpParserError:
+            self._note_malformed("not HTTP")
+            self._refuse(HTTPStatus.BAD_REQUEST, "malformed_payload", "the request is not HTTP/1.1")
+            return
         if self._refused or self.transport.is_closing():
             return
         if self._header_bytes > self._settings.max_header_bytes:  # headers so far, or trailers
@@ -276,6 +290,11 @@ class BoundedProtocol(HttpToolsProtocol):
             and not self._in_headers
             and (self.cycle is None or self.cycle.response_complete)
         )
+
+    def _note_malformed(self, reason: str) -> None:
+        """Count what uvicorn would log each time."""
+        self._metrics.malformed_requests.labels(reason=reason).inc()
+        self._malformed.note(reason=reason, address=self.address)
 
     def _refuse_headers(self) -> None:
         self._metrics.refusals.labels(limit="header_bytes").inc()

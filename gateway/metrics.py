@@ -50,6 +50,9 @@ class Metrics:
         self.refused_keys = self._counter(
             "refused_keys", "Requests whose key or token was refused.", "reason"
         )
+        self.malformed_requests = self._counter(
+            "malformed_requests", "Requests that are not HTTP/1.1, or ask for another.", "reason"
+        )
         self.refusals = self._counter("refusals", "Requests refused by a limit.", "limit")
         self.timeouts = self._counter(
             "timeouts", "Requests and connections ended because something took too long.", "what"

@@ -17,7 +17,6 @@ from typing import TextIO, cast
 
 import orjson
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
 
 Log = structlog.stdlib.BoundLogger
 
@@ -106,9 +105,3 @@ def log_context(**values: object) -> Iterator[None]:
     """Add ids to every log line written inside."""
     with structlog.contextvars.bound_contextvars(**values):
         yield
-
-
-def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> int:
-    """Serve /metrics from a thread; return the port, of port 0 the one that was free."""
-    server, _thread = start_http_server(port, addr=host, registry=registry)
-    return int(server.server_port)

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
-from tandem.telemetry import get_log, serve_metrics
+from tandem.metrics_server import MetricsServer
+from tandem.telemetry import get_log
 from tandem.worker import (
     GRPC_OPTIONS,
     MOST_REQUEST_BYTES,
@@ -76,7 +77,7 @@ class WorkerServer:
             threading.Thread(target=self._hold_lifeline, name="lifeline", daemon=True).start()
         return WorkerReport(
             address=f"{host}:{port}",
-            metrics_port=serve_metrics(registry, host=spec.host, port=spec.metrics_port),
+            metrics_port=MetricsServer(registry, host=spec.host).start(port=spec.metrics_port),
             pid=os.getpid(),
         )
 

@@ -35,7 +35,6 @@ from gateway.api.request_body import (
 )
 from gateway.auth.identity import Caller
 from gateway.auth.keys import Role as KeyRole
-from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
 from gateway.http_connection import BoundedProtocol
 from gateway.limits import Reservation
@@ -51,6 +50,7 @@ from tandem.errors import (
     TokenRefused,
     Unauthenticated,
 )
+from tandem.http_host import hosts_of, is_loopback, may_be_site
 
 Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
 """What a request needs: no key; no key from this machine, any key from elsewhere; a signed
@@ -111,9 +111,7 @@ class PathOperation(APIRoute):
         not for what a proxy on this machine passes on."""
         if self.role != "local":
             return self.role in OPEN_ROLES
-        client = scope.get("client")
-        passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
-        return client is not None and is_loopback(client[0]) and not passed_on
+        return is_from_this_machine(scope)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         """Called by FastAPI at registration. Raises `TypeError` for a route without a role."""
@@ -278,6 +276,15 @@ class Router(APIRouter):
                 "headers": _HEADERS.get(status, {}),
             }
         return found
+
+
+def is_from_this_machine(scope: Scope) -> bool:
+    """Whether a program of this machine asks, for itself: no proxy passes the request on, and its
+    Host is that of no site, whose page may run in a browser here."""
+    client = scope.get("client")
+    passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
+    near = client is not None and is_loopback(client[0]) and not passed_on
+    return near and not any(map(may_be_site, hosts_of(scope["headers"])))
 
 
 def identify(scope: Scope) -> Caller:

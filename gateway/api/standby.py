@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.errors import ErrorResponses, json_response
-from gateway.auth.keys import is_loopback
+from gateway.api.routing import is_from_this_machine
 from tandem.errors import StandingBy
 
 _REASON = "this gateway waits until the one that serves now has ended"
@@ -42,11 +42,10 @@ class StandbyBoundary:
         await (response or self._app)(scope, receive, send)
 
     async def _answer(self, scope: Scope) -> Response | None:
-        client = scope.get("client")
         match scope["path"]:
             case "/api/v1/healthz":
                 return json_response({"status": "ok"})
-            case "/metrics" if client is not None and is_loopback(client[0]):
+            case "/metrics" if is_from_this_machine(scope):
                 return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
             case "/api/v1/retrieve_future":
                 try:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
 from sqlalchemy import ColumnElement, insert, or_, select
 
+from gateway.counted_lines import CountedLines
 from gateway.metrics import Metrics
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import audit
-from tandem.telemetry import get_log, without_credentials
+from tandem.telemetry import without_credentials
 
 _INSERT = insert(audit)
 _MAX_ENTRIES = 10_000
@@ -31,9 +31,6 @@ UNKNOWN = "unknown"
 """The actor of an attempt without a valid key."""
 UNKNOWN_ROWS = 120
 """Such attempts that leave rows in a minute; the metrics count all of them."""
-
-_REFUSALS_INTERVAL = 60.0
-_NAMED_ADDRESSES = 10
 
 RESOURCES: Mapping[str, Sequence[str]] = {
     "checkpoints": ("checkpoint",),
@@ -101,46 +98,17 @@ class AuditLog:
 
 
 class RefusedKeys:
-    """Counts requests whose key or token was refused, and logs them without filling the disk: the
-    first at once, those of the minute after it as one line with their number. The keys themselves
-    are noted nowhere."""
+    """Counts requests whose key or token was refused, and logs them in counted lines. The keys
+    themselves are noted nowhere."""
 
     def __init__(self, *, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._clock = clock
-        self._logged_at: float | None = None
-        self._reasons: Counter[str] = Counter()
-        self._addresses: set[str] = set()
-        self._log = get_log()
+        self._lines = CountedLines(first="key_refused", more="keys_refused", clock=clock)
 
     def note(self, *, reason: str, address: str, path: str) -> None:
         self._metrics.refused_keys.labels(reason=reason).inc()
-        if self._logged_at is None:
-            self._logged_at = self._clock()
-            self._log.warning("key_refused", reason=reason, address=address, path=path[:200])
-            return
-        self._reasons[reason] += 1
-        if len(self._addresses) < _NAMED_ADDRESSES:
-            self._addresses.add(address)
+        self._lines.note(reason=reason, address=address, path=path[:200])
 
     def write(self, *, closing: bool = False) -> None:
-        """Log the number of those that have no line of their own, if their minute is over or the
-        gateway closes."""
-        now = self._clock()
-        if self._logged_at is None:
-            return
-        if now - self._logged_at < _REFUSALS_INTERVAL and not closing:
-            return
-        if not self._reasons:
-            self._logged_at = None
-            return
-        self._log.warning(
-            "keys_refused",
-            count=self._reasons.total(),
-            seconds=round(now - self._logged_at),
-            reasons=dict(self._reasons),
-            addresses=sorted(self._addresses),
-        )
-        self._logged_at = now
-        self._reasons.clear()
-        self._addresses.clear()
+        """Log the number of those that have no line of their own, if it is time."""
+        self._lines.write(closing=closing)

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
@@ -25,6 +24,7 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
+from tandem.http_host import is_loopback
 from tandem.names import OWNER_PATTERN, Label
 from tandem.settings import GatewaySettings
 
@@ -210,13 +210,6 @@ def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
         "make one first: tandem keys create --owner NAME --role admin "
         f"--data-dir {settings.data_dir}"
     )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def digest_of(secret: bytes) -> bytes:

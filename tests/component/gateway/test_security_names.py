@@ -216,7 +216,7 @@ def test_paths_that_a_client_library_would_tidy_are_refused_as_they_are(world):
     ):
         with socket.create_connection((host, port), timeout=60) as connection:
             connection.sendall(
-                f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+                f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
             )
             answer = b""
             while part := connection.recv(65536):

@@ -6,11 +6,12 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of, is_loopback
+from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
 from tandem.cli.keys import parse_duration
 from tandem.errors import InvalidRequest, UnknownKey, UserError
+from tandem.http_host import is_loopback
 from tests.support.postgres import on_sqlite, url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

@@ -1,0 +1,59 @@
+"""Log lines that strangers cause, which must not fill the disk."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tandem.telemetry import get_log
+
+_INTERVAL = 60.0
+_NAMED_ADDRESSES = 10
+
+
+class CountedLines:
+    """Logs the first event at once, as `first`, and those of the minute after it as one line with
+    their number, `more`."""
+
+    def __init__(
+        self, *, first: str, more: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._first = first
+        self._more = more
+        self._clock = clock
+        self._logged_at: float | None = None
+        self._reasons: Counter[str] = Counter()
+        self._addresses: set[str] = set()
+        self._log = get_log()
+
+    def note(self, *, reason: str, address: str, **about: str) -> None:
+        if self._logged_at is None:
+            self._logged_at = self._clock()
+            self._log.warning(self._first, reason=reason, address=address, **about)
+            return
+        self._reasons[reason] += 1
+        if len(self._addresses) < _NAMED_ADDRESSES:
+            self._addresses.add(address)
+
+    def write(self, *, closing: bool = False) -> None:
+        """Log the number of those that have no line of their own, if their minute is over or the
+        gateway closes."""
+        now = self._clock()
+        if self._logged_at is None:
+            return
+        if now - self._logged_at < _INTERVAL and not closing:
+            return
+        if not self._reasons:
+            self._logged_at = None
+            return
+        self._log.warning(
+            self._more,
+            count=self._reasons.total(),
+            seconds=round(now - self._logged_at),
+            reasons=dict(self._reasons),
+            addresses=sorted(self._addresses),
+        )
+        self._logged_at = now
+        self._reasons.clear()
+        self._addresses.clear()
