@@ -18,6 +18,7 @@ from gateway.api.routing import KEY_REFUSED, PathOperation
 from gateway.auth.audit import UNKNOWN, Entry
 from gateway.auth.identity import Caller
 from gateway.core import Gateway
+from gateway.http_connection import VITAL
 from gateway.metrics import Metrics
 from tandem.errors import InternalError
 from tandem.telemetry import get_log
@@ -66,7 +67,7 @@ class Turns:
 
 
 class RequestBoundary:
-    """Lets requests begin in turns, counts and times every one, notes changes in the audit log,
+    """Lets requests begin in turns, vital ones at once, counts and times every one, notes changes in the audit log,
     hands large answers over in pieces, and has the last word on errors."""
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
@@ -96,7 +97,8 @@ class RequestBoundary:
                 more = message.get("more_body", False) or end < len(whole)
                 await send({**message, "body": whole[start:end], "more_body": more})
 
-        await self._turns.begin()
+        if scope["path"] not in VITAL:
+            await self._turns.begin()
         try:
             await self._app(scope, receive, send_in_pieces)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets a sentence
