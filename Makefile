@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -48,6 +48,9 @@ lint: setup      ## ruff, mypy (strict), import-linter.
 
 bench: setup     ## Measures Tandem beside its floor, in one run; writes benchmarks/results/.
 	@.venv/bin/python -m benchmarks $(ARGS)
+
+bench-beats: setup ## Measures heartbeats and healthz beside 5,000 samples. ARGS=../other-checkout
+	@PYTHONPATH=. .venv/bin/python benchmarks/beats.py $(ARGS)
 
 bench-cluster: setup ## Measures the launcher of pods with 1,000 sessions. ARGS="--sessions 100"
 	@.venv/bin/python -m benchmarks.cluster $(ARGS)

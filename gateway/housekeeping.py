@@ -77,8 +77,8 @@ class Housekeeping:
 
     async def _do_round(self) -> None:
         """End the sessions whose heartbeats stopped. Drop results that were fetched, or not
-        fetched in time. Delete the names of expired checkpoints, and remove the unused files of
-        what lost its name since the last round."""
+        fetched in time. Delete the names of expired checkpoints, end idle sampling sessions, and
+        remove the unused files of what lost its name since the last round."""
         gateway = self._gateway
         await asyncio.gather(
             *(
@@ -99,17 +99,17 @@ class Housekeeping:
         gateway.keys.write_uses()
         gateway.refused_keys.write()
         await gateway.checkpoints.expire()
-        await self._collect(gateway.checkpoints.take_marked())
+        await self._collect([*gateway.checkpoints.take_marked(), *gateway.sampling.expire_idle()])
         if time.monotonic() >= self._next_housekeeping:
             self._next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
             await self.keep_house()
 
     async def keep_house(self) -> None:
-        """Do what is needed less often: large and old logs, idle sampling sessions, unused weight
-        versions, files that were still in use before, and expired results."""
+        """Do what is needed less often: large and old logs, unused weight versions, files that were
+        still in use before, and expired results."""
         gateway = self._gateway
         await self._tidy_logs()
-        touched = self._in_use | set(gateway.sampling.expire_idle())
+        touched = set(self._in_use)
         touched.update(run.id for run in gateway.runs.all() if run.parent)
         await self._collect(sorted(touched))
         gateway.collector.empty_trash_soon()

@@ -84,6 +84,11 @@ class Quotas:
             reserved.callback(ledger.reserve(owner, amount, forced=True).release)
         return reserved
 
+    @property
+    def unnamed_bytes(self) -> int:
+        """How many bytes of weights without a name an owner may have on disk."""
+        return self._settings.unnamed_bytes
+
     def note_refusal(self, limit: str) -> None:
         self._metrics.refusals.labels(limit=limit).inc()
 

@@ -34,6 +34,15 @@ def in_background(work: Callable[[], None], *, nice: int) -> None:
         thread.submit(work).result()
 
 
+def make_nicer(pid: int, *, by: int) -> None:
+    """Make the leader of a new session, its future children and its session nicer than this
+    process. Raises `OSError`."""
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    if (autogroup := Path(f"/proc/{pid}/autogroup")).exists():
+        autogroup.write_text(str(nice))
+
+
 @contextmanager
 def _nice_session(nice: int) -> Iterator[None]:
     """Make this process's session nicer, if it leads one, for as long as this lasts.

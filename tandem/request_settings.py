@@ -29,6 +29,12 @@ class LimitSettings(BaseSettings):
     checkpoint_bytes: int = Field(
         2**40, ge=0, description="All checkpoints of an owner, the new one included; 403."
     )
+    unnamed_bytes: int = Field(
+        16 * 2**30,
+        ge=0,
+        description="Weights without a name of an owner on disk; beyond it, those older than the "
+        "sampler_newest_kept newest of their run go before sampler_superseded_ttl is over.",
+    )
     queued_operations: int = Field(
         16_384, ge=1, description="Unfinished operations of an owner; 429."
     )

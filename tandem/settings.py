@@ -223,8 +223,8 @@ class GatewaySettings(BaseSettings):
     sampler_superseded_ttl: float = Field(
         300.0,
         gt=0,
-        description="The same for one of all weights when its run has saved "
-        "sampler_newest_kept newer versions since: each is a copy of the model.",
+        description="The same when its run has saved sampler_newest_kept newer versions since: "
+        "each is a copy of the model, or of its adapters.",
     )
     sampler_newest_kept: int = Field(
         4, ge=1, description="Versions of a run that sampler_superseded_ttl does not concern."

@@ -67,8 +67,9 @@ class Turns:
 
 
 class RequestBoundary:
-    """Lets requests begin in turns, vital ones at once, counts and times every one, notes changes in the audit log,
-    hands large answers over in pieces, and has the last word on errors."""
+    """Lets requests begin in turns, and `VITAL` ones at once; counts and times every one, notes
+    changes in the audit log, hands large answers over in pieces, and has the last word on errors.
+    """
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
         self._app = app

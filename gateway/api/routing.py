@@ -36,7 +36,7 @@ from gateway.api.request_body import (
 from gateway.auth.identity import Caller
 from gateway.auth.keys import Role as KeyRole
 from gateway.core import Gateway
-from gateway.http_connection import BoundedProtocol
+from gateway.http_connection import VITAL, BoundedProtocol
 from gateway.limits import Reservation
 from tandem.errors import (
     InvalidRequest,
@@ -89,7 +89,8 @@ class PathOperation(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request without a valid key of the role that is needed. Bound the open requests
-        of each owner, and release the memory that was reserved for the body."""
+        of each owner, vital ones excepted, and release the memory that was reserved for the body.
+        """
         gateway = cast(Gateway, scope["app"].state.gateway)
         state = scope.setdefault("state", {})
         owner = ""
@@ -98,7 +99,8 @@ class PathOperation(APIRoute):
             if self.role not in OPEN_ROLES:
                 check_role(caller, self.role)
             owner = caller.owner
-        open_request = gateway.limits.requests.reserve(owner)
+        vital = scope["path"] in VITAL
+        open_request = gateway.limits.requests.reserve(owner, forced=vital)
         body = state["body_reservation"] = Reservation(gateway.limits.bodies, owner, amount=0)
         try:
             await super().handle(scope, receive, send)

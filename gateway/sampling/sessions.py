@@ -213,8 +213,8 @@ class SamplingSessionRegistry:
         raise UnknownSampler(
             f"sampling session {sampling_session_id} has ended: its session has, its model or "
             f"weights were removed, or it was not used for {self.idle_ttl:g} s, or for "
-            f"{self.superseded_ttl:g} s when there were newer ones; save weights under a name to "
-            "keep them"
+            f"{self.superseded_ttl:g} s when there were newer ones, or newer weights needed its "
+            "room (TANDEM_LIMIT_UNNAMED_BYTES); save weights under a name to keep them"
         )
 
     async def known(self, sampling_session_id: str) -> bool:
@@ -229,28 +229,43 @@ class SamplingSessionRegistry:
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
-        """End the ephemeral ones that nobody used for their time, except the newest of each run
-        and those whose version is pinned; return the runs whose versions they named.
+        """End ephemeral sampling sessions that are not needed; return the runs whose versions they
+        named.
 
-        That time is `idle_ttl`, but `superseded_ttl` for one of all weights once its run has saved
-        `newest_kept` newer versions: each is a copy of the whole model.
+        The newest one of each run stays, and those whose version is pinned. Those of a run's
+        `newest_kept` newest versions end when unused for `idle_ttl`, older ones after
+        `superseded_ttl`. While all ephemeral versions of an owner have more than the limit of
+        `unnamed_bytes`, older ones end at once, the least recently used first.
         """
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
-        newer: defaultdict[str, list[str]] = defaultdict(list)  # a run's versions, newest first
-        ended = []
+        newer: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of each run, newest first
+        ended: list[SamplingSession] = []
+        spare: defaultdict[WeightVersion, list[SamplingSession]] = defaultdict(list)
+        held: dict[str, dict[str, int]] = defaultdict(dict)  # of each owner, bytes by version
         for s in reversed(list(self._active.values())):  # from the last created
             if s.kind not in ("snapshot", "inflight"):
                 continue
             versions = newer[s.version.run_id]
             is_newest = not versions
-            if s.version.name not in versions:
-                versions.append(s.version.name)
-            kept = s.version.adapter or versions.index(s.version.name) < self.newest_kept
+            kept = versions.setdefault(s.version.name, len(versions)) < self.newest_kept
             ttl = self.idle_ttl if kept else min(self.superseded_ttl, self.idle_ttl)
-            unused = now - s.used_at > ttl and relative_version_folder(s.version.name) not in in_use
-            if unused and not is_newest:
+            needed = is_newest or relative_version_folder(s.version.name) in in_use
+            if not needed and now - s.used_at > ttl:
                 ended.append(s)
+                continue
+            held[self._owner_of(s)][s.version.name] = s.version.bytes
+            if not needed and not kept:
+                spare[s.version].append(s)
+        for sessions in sorted(spare.values(), key=lambda same: max(s.used_at for s in same)):
+            versions = held[self._owner_of(sessions[0])]
+            if sum(versions.values()) > self.limits.unnamed_bytes:
+                del versions[sessions[0].version.name]
+                ended += sessions
         return self._end(ended)
+
+    def _owner_of(self, session: SamplingSession) -> str:
+        of = self.sessions.get(session.session_id)
+        return of.owner if of is not None else ""
 
     async def _add(
         self,

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 import psutil
 
 from tandem.agent.worker_process import kill_group
+from tandem.background import make_nicer
 from tandem.errors import describe
 from tandem.telemetry import get_log
 from tandem.worker import WorkerKind, without_secrets
@@ -28,6 +29,8 @@ _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
 """A library without which there are no workers of the kind."""
 
 _STDERR = 2
+_NICENESS = 5
+"""Added to the agent's: a gateway on the same cores answers while workers compute."""
 _LEAST_FREE_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.5
 _PRELOAD_SECONDS = 900.0
@@ -98,6 +101,8 @@ async def start_child(
             start_new_session=True,
             env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
         )
+        with suppress(OSError):  # it has ended, or the kernel takes no more changes now
+            make_nicer(process.pid, by=_NICENESS)
     except BaseException:
         os.close(lifeline_fd)
         os.close(report_fd)

@@ -245,7 +245,8 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing(patient):
 
 def test_open_requests_of_an_owner_are_bounded(tmp_path):
     with running_gateway(tmp_path, session_ttl=600, long_poll=20, limit={"requests": 2}) as gate:
-        run_id = gate.run_id(gate.session_id())
+        session_id = gate.session_id()
+        run_id = gate.run_id(session_id)
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
         with gate.http() as client:
@@ -258,6 +259,9 @@ def test_open_requests_of_an_owner_are_bounded(tmp_path):
         wait_until(lambda: gate.gateway.limits.requests.total == 2)
         with gate.http() as client:
             refused = client.get("/api/v1/sessions")
+            assert client.get("/api/v1/readyz").status_code == 200
+            beat = client.post("/api/v1/session_heartbeat", json={"session_id": session_id})
+            assert beat.status_code == 200, "without it, the session would end"
         assert (refused.status_code, refused.json()["limit"]) == (429, "requests")
         gate.run(trainer.gate.set)
         assert [poll.answer()[0] for poll in polls] == [200, 200]

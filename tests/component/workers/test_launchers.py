@@ -97,6 +97,20 @@ async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make,
     await launcher.wait_ready(handle.worker_id)
 
 
+def niceness_of(pid: int) -> set[int]:
+    """That of a process and, where the kernel groups processes by session, that of its session."""
+    found = {os.getpriority(os.PRIO_PROCESS, pid)}
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    return found | ({int(autogroup.read_text().split()[-1])} if autogroup.exists() else set())
+
+
+async def test_a_worker_leaves_the_processors_to_the_gateway(make):
+    launcher = await make("serve")
+    await launcher.start(spec())
+    pid = processes_of(launcher)["trainer-s-1-0"].pid
+    assert niceness_of(pid) == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)}
+
+
 async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
     launcher = await make("family")
     watch = launcher.watch()

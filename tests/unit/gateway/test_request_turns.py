@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.api.middleware import Turns
+import pytest
+
+from gateway.api.errors import ErrorResponses
+from gateway.api.middleware import RequestBoundary, Turns
 
 
 async def test_a_few_requests_begin_in_each_turn_and_what_they_began_goes_on_between():
@@ -30,3 +33,20 @@ async def test_a_request_that_does_not_wait_any_more_takes_no_turn():
     await asyncio.wait_for(last, timeout=30)
     assert gone.cancelled()
     await asyncio.wait_for(turns.begin(), timeout=30)
+
+
+@pytest.mark.parametrize("path", ["healthz", "readyz", "session_heartbeat"])
+async def test_health_and_heartbeats_begin_before_requests_that_wait_for_their_turn(path):
+    begun: list[str] = []
+
+    async def app(scope, _receive, _send) -> None:
+        begun.append(scope["path"])
+
+    boundary = RequestBoundary(app, errors=ErrorResponses({}))
+    boundary._turns = Turns(at_once=0)
+    boundary._note = lambda *_, **__: None
+    scopes = [{"type": "http", "path": f"/api/v1/{p}"} for p in ("asample", path)]
+    waiting, vital = (asyncio.create_task(boundary(s, None, None)) for s in scopes)
+    await asyncio.wait_for(vital, timeout=30)
+    assert begun == [f"/api/v1/{path}"]
+    waiting.cancel()
