@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from gateway.api.errors import InvalidField
@@ -15,7 +15,7 @@ from gateway.api.openai.schemas import (
     InferenceRequest,
     Json,
 )
-from gateway.api.openai.tokenizer import ModelTokenizer
+from gateway.api.openai.tokenizer import ModelTokenizer, offsets_of
 from tandem.errors import EmptyBatch, TokenOutOfVocabulary
 from tandem.v1 import sampler_pb2
 
@@ -26,10 +26,11 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is None where the client gave token ids."""
+    """`text` and `offsets`, where each token begins in it, are known where they are shown."""
 
     token_ids: Sequence[int]
     text: str | None = None
+    offsets: Sequence[int] = ()
 
 
 def prompts_of(
@@ -51,12 +52,25 @@ def prompts_of(
                 f"prompt holds {len(given)} prompts; 1 to {MAX_PROMPTS} are possible",
                 param="prompt",
             )
-    return [
-        Prompt(tokenizer.encode(one, add_special_tokens=special, max_length=max_length), text=one)
-        if isinstance(one, str)
-        else Prompt(one)
-        for one in given
-    ]
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            ids = tokenizer.encode(one, add_special_tokens=special, max_length=max_length)
+            prompts.append(Prompt(ids, text=one))
+        else:
+            prompts.append(Prompt(one))
+    return (
+        [_echoed(one, tokenizer, special=special) for one in prompts] if request.echo else prompts
+    )
+
+
+def _echoed(prompt: Prompt, tokenizer: ModelTokenizer, *, special: bool) -> Prompt:
+    """Return a prompt that an answer begins with."""
+    if prompt.text is not None:
+        offsets = tokenizer.offsets(prompt.text, add_special_tokens=special)
+        return replace(prompt, offsets=offsets)
+    text = tokenizer.decode(prompt.token_ids)
+    return replace(prompt, text=text, offsets=offsets_of(prompt.token_ids, tokenizer, text))
 
 
 def sampling_params(

@@ -8,8 +8,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from gateway.api.openai.prompts import Prompt
 from gateway.api.openai.schemas import ChatCompletionRequest, FinishReason, InferenceRequest, Json
@@ -58,10 +57,24 @@ class SampledTokens:
         )
 
 
+class Position(NamedTuple):
+    """A token as it is shown. `offset` is where it begins in the text of its choice, in characters;
+    the first token of a prompt has no logprob."""
+
+    token: int
+    logprob: float | None
+    alternatives: Alternatives
+    offset: int
+
+
 class Choice:
     """One choice of a completion, whose tokens become text as they arrive: `new_text` is what the
     last ones added, and may lag behind them. Stop tokens and stop strings are among the tokens,
-    and are not in the text unless `include_stop_str_in_output` is set."""
+    and are not in the text unless `include_stop_str_in_output` is set. `shown` are the tokens of
+    the last part. Where offsets are shown, a token waits until its place in the text is certain: a
+    stop string may end the text before it."""
+
+    has_offsets: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,11 +87,14 @@ class Choice:
     ) -> None:
         self.new_text = ""
         self.finish: FinishReason | None = None
+        self.shown: Sequence[Position] = ()
         self._request = request
         self._index = index
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._text_offset = 0
+        self._text_length = len(prompt.text or "") if request.echo else 0
+        self._decoded_length = self._text_length
+        self._waiting: list[Position] = []
         keep_stop = request.include_stop_str_in_output
         self._silent = frozenset[int]() if keep_stop else frozenset(params.stop_token_ids)
         self._cutter = StopCutter(params.stop_strings, keep=keep_stop)
@@ -97,71 +113,99 @@ class Choice:
         """Add the tokens, and return what they add to the response; `sample` is that of a whole
         response."""
         self._add(tokens)
+        self.shown = self._take_certain()
         shows_logprobs = self._request.alternatives is not None and stage != "opening"
         written: Json = {
             "index": self._index,
             **self._content(stage),
-            "logprobs": self._logprobs(tokens, sample) if shows_logprobs else None,
+            "logprobs": self._logprobs(sample) if shows_logprobs else None,
             "finish_reason": self.finish,
         }
         if self._request.return_token_ids:
-            written["token_ids"] = list(tokens.ids)
+            written["token_ids"] = [position.token for position in self.shown]
             if stage != "part":
                 written["prompt_token_ids"] = list(self._prompt.token_ids)
         return written
 
     def _add(self, tokens: SampledTokens) -> None:
-        spoken = [token for token in tokens.ids if token not in self._silent]
-        self.new_text = self._cutter.push(self._detokenizer.push(spoken))
+        self.new_text = ""
+        places = zip(tokens.ids, tokens.logprobs, tokens.alternatives, strict=True)
+        for token, logprob, alternatives in places:
+            offset = self._decoded_length + self._detokenizer.held_length
+            self._waiting.append(Position(token, logprob, alternatives, offset))
+            if token not in self._silent:
+                self._read(self._detokenizer.push([token]))
         if tokens.finish is not None:
-            self.new_text += self._cutter.push(self._detokenizer.finish()) + self._cutter.finish()
+            self._read(self._detokenizer.finish())
+            self.new_text += self._cutter.finish()
             self.finish = "stop" if self._cutter.stopped else tokens.finish
+        self._text_length += len(self.new_text)
+
+    def _read(self, text: str) -> None:
+        self._decoded_length += len(text)
+        self.new_text += self._cutter.push(text)
+
+    def _take_certain(self) -> Sequence[Position]:
+        """Return the waiting tokens whose place in the text is certain: all, once it has ended."""
+        end = self._text_length
+        if self.finish is not None:
+            certain = [p._replace(offset=min(p.offset, end)) for p in self._waiting]
+        elif not self.has_offsets or self._request.alternatives is None:
+            certain = self._waiting
+        else:
+            certain = [position for position in self._waiting if position.offset <= end]
+        self._waiting = self._waiting[len(certain) :]
+        return certain
 
     def _content(self, stage: Stage) -> Json:
         """Return the field that holds the new text."""
         if not self._request.echo or stage == "part":
             return {"text": self.new_text}
-        text = self._prompt.text
-        if text is None:
-            text = self._tokenizer.decode(self._prompt.token_ids)
-        return {"text": text + self.new_text}
+        return {"text": (self._prompt.text or "") + self.new_text}
 
-    def _logprobs(self, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None) -> Json:
+    def _logprobs(self, sample: tinker_pb2.SampleResponse | None) -> Json:
         """Return the logprobs of the tokens. In an echo, those of the prompt come first, and its
         first token has none."""
-        ids = tokens.ids
-        logprobs: Sequence[float | None] = tokens.logprobs
-        rows = tokens.alternatives
+        shown = self.shown
         if sample is not None and self._request.echo:
             prompt = self._prompt.token_ids
-            ids = [*prompt, *ids]
-            logprobs = [None, *array("f", sample.prompt_logprobs)[1:], *logprobs]
-            rows = [*_alternatives(sample.topk_prompt_logprobs, count=len(prompt)), *rows]
-        lengths = (len(self._tokenizer.token(token).text) for token in ids)
-        *offsets, self._text_offset = accumulate(lengths, initial=self._text_offset)
-        tops = [self._top(*position) for position in zip(ids, logprobs, rows, strict=True)]
+            logprobs: list[float | None] = [None, *array("f", sample.prompt_logprobs)[1:]]
+            rows = _alternatives(sample.topk_prompt_logprobs, count=len(prompt))
+            places = zip(prompt, logprobs, rows, self._prompt.offsets, strict=True)
+            shown = [*(Position(*place) for place in places), *shown]
         return {
-            "tokens": [self._token_name(token) for token in ids],
-            "token_logprobs": [None if x is None else _json_number(x) for x in logprobs],
-            "top_logprobs": tops if self._request.alternatives else None,
-            "text_offset": offsets,
+            "tokens": [self._token_name(position.token) for position in shown],
+            "token_logprobs": [
+                None if position.logprob is None else _json_number(position.logprob)
+                for position in shown
+            ],
+            "top_logprobs": [self._top(p) for p in shown] if self._request.alternatives else None,
+            "text_offset": [position.offset for position in shown],
         }
 
-    def _top(self, token: int, logprob: float | None, row: Alternatives) -> Json | None:
-        """Return the likeliest tokens, and the sampled one too if it is not among them."""
-        if logprob is None:
+    def _top(self, position: Position) -> Json | None:
+        """Return the likeliest tokens, and the sampled one too if it is not among them. Where
+        several tokens have one name, the sampled one has it, or else the likeliest; the others are
+        named by their ids."""
+        if position.logprob is None:
             return None
-        shown = row[: self._request.alternatives]
-        found: Json = {self._token_name(other): _json_number(value) for other, value in shown}
-        found.setdefault(self._token_name(token), _json_number(logprob))
+        own = self._token_name(position.token)
+        found: Json = {}
+        for token, logprob in position.alternatives[: self._request.alternatives]:
+            name = self._token_name(token)
+            if token != position.token and (name == own or name in found):
+                name = _id_name(token)
+            found[name] = _json_number(logprob)
+        found.setdefault(own, _json_number(position.logprob))
         return found
 
     def _token_name(self, token: int) -> str:
         """Return how logprobs name a token: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
-        character, or `"token_id:17"` if the client asked for names that are unique."""
-        if self._request.return_tokens_as_token_ids:
-            return f"token_id:{token}"
+        character, or `"token_id:17"` if the client asked for names that are unique, and for a row
+        of the model's vocabulary that is no token of its tokenizer."""
         found = self._tokenizer.token(token)
+        if self._request.return_tokens_as_token_ids or found is None:
+            return _id_name(token)
         if "\ufffd" not in found.text:
             return found.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found.raw)
@@ -170,6 +214,8 @@ class Choice:
 class ChatChoice(Choice):
     """What a choice of a chat has in another form."""
 
+    has_offsets = False
+
     def _content(self, stage: Stage) -> Json:
         if stage == "whole":
             return {"message": {"role": "assistant", "content": self.new_text, "refusal": None}}
@@ -177,22 +223,25 @@ class ChatChoice(Choice):
             return {"delta": {"role": "assistant", "content": ""}}
         return {"delta": {"content": self.new_text} if self.new_text or not self.finish else {}}
 
-    def _logprobs(self, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None) -> Json:
-        positions = zip(tokens.ids, tokens.logprobs, tokens.alternatives, strict=True)
+    def _logprobs(self, sample: tinker_pb2.SampleResponse | None) -> Json:
         content = [
             {
-                **self._entry(token, logprob),
-                "top_logprobs": [self._entry(*t) for t in row[: self._request.alternatives]],
+                **self._entry(position.token, position.logprob),
+                "top_logprobs": [
+                    self._entry(*other)
+                    for other in position.alternatives[: self._request.alternatives]
+                ],
             }
-            for token, logprob, row in positions
+            for position in self.shown
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> Json:
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        found = self._tokenizer.token(token)
         return {
             "token": self._token_name(token),
-            "logprob": _json_number(logprob),
-            "bytes": list(self._tokenizer.token(token).raw),
+            "logprob": None if logprob is None else _json_number(logprob),
+            "bytes": list(found.raw) if found is not None else [],
         }
 
 
@@ -262,7 +311,7 @@ class ResponseBuilder:
         tokens = SampledTokens.of(delta, delta.topk, finished=delta.finished)
         part = choice.write(tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
-        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
+        if choice.new_text or choice.finish or (shows_tokens and choice.shown):
             return [self._chunk(part)]
         return []
 
@@ -294,6 +343,10 @@ def _alternatives(topk: tinker_pb2.TopkLogprobs, *, count: int) -> list[Alternat
     cells = list(zip(array("i", topk.token_ids), array("f", topk.logprobs), strict=True))
     rows = (cells[start : start + topk.k] for start in range(0, len(cells), topk.k))
     return [[cell for cell in row if cell[1] > _NO_ALTERNATIVE] for row in rows]
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _json_number(logprob: float) -> float:

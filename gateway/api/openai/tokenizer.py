@@ -89,6 +89,19 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair is no text
             raise InvalidRequest(f"the prompt is not valid Unicode: {describe(error)}") from error
 
+    def offsets(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Return where each token of `encode` begins in the text, in characters. A token that is a
+        part of a character begins where the character does. A blank before a token, which some
+        tokenizers leave out, is the token's."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        offsets, end = [], 0
+        for (first, last), added in zip(
+            encoding.offsets, encoding.special_tokens_mask, strict=True
+        ):
+            offsets.append(end if added else min(first, end))
+            end = end if added else max(end, last)
+        return offsets
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens, special tokens included."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -115,11 +128,12 @@ class ModelTokenizer:
             )
         return self._template
 
-    def _token(self, id_: int) -> TokenText:
-        """Return one token as it reads within a text."""
+    def _token(self, id_: int) -> TokenText | None:
+        """Return one token as it reads within a text, None for a row of the model's vocabulary
+        that is no token."""
         piece = self._tokenizer.id_to_token(id_)
         if piece is None:
-            return TokenText(text="", raw=b"")
+            return None
         if id_ in self.special:
             return TokenText(text=piece, raw=piece.encode())
         text = self.decode_within_text([id_])
@@ -158,6 +172,15 @@ class Detokenizer:
         """Return the text that is certain with these tokens."""
         return "".join(self._push(token) for token in tokens if token not in self._skipped)
 
+    @property
+    def held_length(self) -> int:
+        """How many whole characters the tokens held back begin with, beyond the prompt's."""
+        if not self._held:
+            return 0
+        texts = (self._tokenizer.decode_within_text(self._held), self._prompt_text)
+        held, prompt = (len(text.rstrip(_REPLACEMENT)) for text in texts)
+        return max(0, held - prompt)
+
     def finish(self) -> str:
         """Return the text of the tokens held back, with U+FFFD for incomplete characters."""
         held, self._held = self._held, []
@@ -180,6 +203,16 @@ class Detokenizer:
         pairs = zip(prompt_text, text, strict=False)
         repeated = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return text[repeated:]
+
+
+def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> list[int]:
+    """Return where each token begins in the text that the tokens are decoded to."""
+    detokenizer = Detokenizer(tokenizer, context=(), skip_special_tokens=False)
+    offsets, end = [], 0
+    for token in tokens:
+        offsets.append(min(end + detokenizer.held_length, len(text)))
+        end += len(detokenizer.push([token]))
+    return offsets
 
 
 class StopCutter:

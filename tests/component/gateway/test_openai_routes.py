@@ -190,6 +190,7 @@ def test_a_stop_string_is_not_in_the_text_and_its_tokens_are_in_the_tokens(gate,
     assert choice.token_ids == ids("one STOP")
     assert choice.prompt_token_ids == ids("x")
     assert "".join(choice.logprobs.tokens) == "one STOP"
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 3, 3, 3, 3]
     body["include_stop_str_in_output"] = True
     assert complete(client, stop=" STOP", extra_body=body).choices[0].text == "one STOP"
 
@@ -208,7 +209,7 @@ def test_logprobs_of_a_completion(gate, client):
     found = complete(client, logprobs=2).choices[0].logprobs
     assert found.tokens == ["the", " ", "bytes:\\xe2\\x82", "bytes:\\xac", "<eos>"]
     assert found.token_logprobs == [0, -1, -2, -3, -4]
-    assert found.text_offset[:2] == [0, 3]
+    assert found.text_offset == [0, 3, 4, 4, 5]
     others = [TOKENIZER.decode([0]), TOKENIZER.decode([1])]
     assert found.top_logprobs[0] == {others[0]: 0, others[1]: -1, "the": 0}
     by_id = complete(client, logprobs=1, extra_body={"return_tokens_as_token_ids": True})
@@ -233,6 +234,25 @@ def test_an_echo_has_the_prompts_logprobs(gate, client):
     assert choice.logprobs.token_logprobs == [None, -1, -1, 0, -1]
     assert choice.logprobs.top_logprobs[0] is None
     assert choice.logprobs.text_offset == [0, 3, 4, 5, 6]
+
+
+def test_an_echo_of_token_ids_says_where_each_is_in_its_text(gate, client):
+    says(gate, "€!")
+    prompt = ids("é<bos>the €")
+    choice = complete(client, prompt=prompt, echo=True, logprobs=0).choices[0]
+    assert choice.text == "é<bos>the €€!"
+    assert choice.logprobs.text_offset == [0, 0, 1, 6, 9, 10, 10, 11, 11, 12, 13]
+
+
+def test_rows_that_are_no_tokens_are_named_by_their_ids(gate, client):
+    engine = says(gate, "a")
+    speak, engine.speak = engine.speak, lambda _prompt: [300, *ids("a"), 301, END]
+    found = complete(client, logprobs=0).choices[0]
+    assert (found.text, found.logprobs.tokens[::2]) == ("a", ["token_id:300", "token_id:301"])
+    assert found.logprobs.text_offset == [0, 0, 1, 1]
+    entry = chat(client, logprobs=True).choices[0].logprobs.content[0]
+    assert (entry.token, entry.bytes) == ("token_id:300", [])
+    engine.speak = speak
 
 
 def test_an_echo_without_new_tokens_scores_a_text(gate, client):
