@@ -46,28 +46,6 @@ def item(owner: object, index: object) -> object:
     raise TypeError(f"{type(owner).__name__}[{type(index).__name__}] is not allowed")
 
 
-def is_view(index: object) -> bool:
-    """Whether indexing a tensor with it only gives another view, and allocates nothing."""
-    entries = index if isinstance(index, tuple) else (index,)
-    return all(each is None or each is ... or isinstance(each, int | slice) for each in entries)
-
-
-def without_masks(index: object) -> object:
-    """Return the index with each mask replaced by the positions that it selects.
-
-    The result's size is then known from shapes alone.
-    """
-    found: list[object] = []
-    for entry in index if isinstance(index, tuple) else (index,):
-        if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
-            if entry.ndim == 0:
-                raise IndexError("a mask of no dimensions is not allowed as an index")
-            found.extend(entry.nonzero(as_tuple=True))
-        else:
-            found.append(entry)
-    return tuple(found)
-
-
 def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
     """Return a tensor in another dtype, or in another tensor's; its device stays."""
     for value in (*wanted, keywords.get("dtype"), keywords.get("other")):

@@ -119,34 +119,3 @@ PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The public name of each function that torch.fx records by a private one."""
-
-FACTORIES = _words("torch.arange torch.eye torch.full torch.linspace torch.ones torch.zeros")
-"""Functions that make a tensor from numbers, and are told on which device."""
-
-INSPECTIONS = _words(
-    "getattr torch.numel torch.is_floating_point",
-    "numel nelement size dim ndimension is_floating_point cpu",
-)
-"""Operations that read a tensor's properties and allocate nothing."""
-
-_SIZE_KEEPING = _words(
-    _ELEMENTWISE,
-    _REDUCING,
-    """
-chunk clone detach diagonal flatten flip movedim narrow permute ravel reshape roll select split
-squeeze swapaxes t transpose tril triu unbind unflatten unsqueeze full_like ones_like zeros_like
-bfloat16 bool contiguous double float half int long reshape_as to type type_as view view_as
-""",
-)
-
-SIZE_KEEPING = frozenset(
-    {
-        *_SIZE_KEEPING,
-        *(f"torch.{name}" for name in _SIZE_KEEPING),
-        *(f"torch.special.{name}" for name in MODULES["torch.special"]),
-        *(f"operator.{name}" for name in MODULES["operator"] - {"getitem", "matmul"}),
-        *(f"torch.nn.functional.{n}" for n in MODULES["torch.nn.functional"] - {"one_hot", "pad"}),
-    }
-)
-"""Operations whose tensors, intermediate ones included, are no larger than their arguments
-broadcast together."""

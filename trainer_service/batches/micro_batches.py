@@ -251,7 +251,7 @@ def layout_of(
         sequence=sequence,
         sequences=sequences,
         arrays={
-            name: tuple(torch.tensor(values[index]).to(device) for index in chosen.tolist())
+            name: tuple(torch.tensor(values[index]) for index in chosen.tolist())
             for name, values in batch.arrays.items()
         },
     )

@@ -108,7 +108,8 @@ class DatumLayout:
     `sequence` int64 [E]: which sampled sequence (0 … `sequences` - 1) each entry belongs to, or
     -1 for a prompt, if the client sent provenance spans; otherwise the same as `datum`.
     `sizes`: entries of each datum; `widths`: K of each datum's [N, K] targets, 0 for [N].
-    `arrays`: inputs declared with shape "free", one tensor of the client's shape per datum.
+    `arrays`: inputs declared with shape "free", one tensor of the client's shape per datum, on the
+    host.
 
     Literal example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
     """

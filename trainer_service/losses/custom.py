@@ -1,8 +1,8 @@
 """The loss "custom": a function of one datum that the client traced and registered.
 
-The function is computed for each datum on a leaf of its own, outside the model's graph, and
-differentiated there; the model receives the loss's value and its derivative by the logprobs. A
-mistake in a client's graph is thus found before it reaches a gradient of the model, and the
+Another process computes and differentiates the function, for each datum by itself, where the system
+bounds its memory and time. The model receives the loss's value and its derivative by the logprobs.
+A mistake in a client's graph is thus found before it reaches a gradient of the model, and the
 result is that of the SDK's own way (forward, derivative, weighted cross-entropy) in one pass.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem.custom_losses import read_custom_loss
-from tandem.custom_losses.interpreter import Interpreter, Limits, Result
-from tandem.errors import CustomLossFailed, UnknownLoss, describe
+from tandem.custom_losses.process import Limits, LossProcess
+from tandem.errors import CustomLossFailed, UnknownLoss
 from trainer_service.losses.base import (
     DatumLayout,
     DefinedLoss,
@@ -36,7 +38,7 @@ _COUNT = "datums"
 _FAILED = "failed"
 
 
-def custom_loss(definition: bytes, limits: Limits | None = None) -> Loss:
+def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | None = None) -> Loss:
     """Return the loss of one request, made from the JSON body of create_custom_loss.
 
     Raises `UnknownLoss` for a request without a definition, `MalformedPayload` or
@@ -49,7 +51,7 @@ def custom_loss(definition: bytes, limits: Limits | None = None) -> Loss:
             "ServiceClient.create_custom_loss and pass its handle to forward_backward_custom"
         )
     graph = read_custom_loss(definition)
-    request = _Request(graph, limits or Limits())
+    request = _Request(graph, definition, process, limits or Limits())
     return Loss(
         name="custom",
         compute=request.compute,
@@ -74,9 +76,14 @@ def custom_loss(definition: bytes, limits: Limits | None = None) -> Loss:
 class _Request:
     """The computation of one request in one process, perhaps in several threads."""
 
-    def __init__(self, graph: Graph, limits: Limits) -> None:
+    def __init__(
+        self, graph: Graph, definition: bytes, process: LossProcess, limits: Limits
+    ) -> None:
         self._graph = graph
-        self._interpreter = Interpreter(graph, limits)
+        self._definition = definition
+        self._process = process
+        self._limits = limits
+        self._seconds = 0.0  # over all datums
         self._lock = threading.Lock()
         self._failure: CustomLossFailed | None = None
 
@@ -93,10 +100,11 @@ class _Request:
         datum's other inputs in the client's shapes.
 
         A failure is kept for `metrics`, and the micro-batch counts as zero: the other ranks are
-        in the middle of the same operation, and none may leave it alone.
+        in the middle of the same operation, and none may leave it alone. The rest of the request is
+        not computed.
         """
         try:
-            value, gradient, sums = self._differentiate(logprobs, layout)
+            value, gradient, sums = self._evaluate(logprobs, layout)
         except CustomLossFailed as error:
             with self._lock:
                 self._failure = self._failure or error
@@ -110,56 +118,46 @@ class _Request:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         if sums[_FAILED]:
-            raise self._failure or self._interpreter.failed("the failure was on another rank")
+            raise self._failure or self._failed("the failure was on another rank")
         count = sums[_COUNT]
         return {
             name: sums[name] / count if name.endswith(":mean") else sums[name]
             for name in self._graph.metrics
         }
 
-    def _differentiate(
+    def _failed(self, sentence: str) -> CustomLossFailed:
+        return CustomLossFailed(f"the custom loss {self._graph.name!r} failed: {sentence}")
+
+    def _evaluate(
         self, logprobs: Tensor, layout: DatumLayout
     ) -> tuple[Tensor, Tensor, list[float]]:
         """Return the value, float64; its derivative by the logprobs [E]; the sums."""
-        wanted, rank = logprobs.requires_grad, self._graph.inputs[0].rank
-        leaves: list[Tensor] = []
-        results: list[Result] = []
-        with torch.set_grad_enabled(wanted):
-            pieces = logprobs.detach().split(layout.sizes)
-            for number, (piece, width) in enumerate(zip(pieces, layout.widths, strict=True)):
-                if (2 if width else 1) != rank:
-                    raise self._interpreter.failed(
-                        f"it was declared for logprobs of rank {rank}, not for the rank of "
-                        "these target_tokens"
-                    )
-                shaped = piece.clone().reshape(-1, width) if width else piece.clone()
-                leaf = shaped.requires_grad_(wanted)
-                others = [layout.arrays[each.name][number] for each in self._graph.inputs[1:]]
-                result = self._interpreter.run([leaf, *others])
-                if wanted and not result.loss.requires_grad:
-                    raise self._interpreter.failed("its loss does not depend on the logprobs")
-                leaves.append(leaf)
-                results.append(result)
-            values = torch.stack([result.loss.double() for result in results])
-            gradient = self._gradient(values, leaves) if wanted else torch.zeros_like(logprobs)
-        sums = [sum(result.metrics[name] for result in results) for name in self._graph.metrics]
-        return values.detach().sum(), gradient, [*sums, float(layout.datums), 0.0]
-
-    def _gradient(self, values: Tensor, leaves: list[Tensor]) -> Tensor:
-        failed = self._interpreter.failed
-        try:
-            found = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
-        except RuntimeError as error:
-            raise failed(f"its gradient: {describe(error).splitlines()[0]}"[:600]) from error
-        if any(each is None for each in found):
-            raise failed("its loss does not depend on the logprobs of every datum")
-        gradient = torch.cat([each.reshape(-1) for each in found])
-        if not bool(torch.isfinite(gradient).all()):
-            raise failed(
-                "its derivative by the logprobs is not finite, though the loss is; look for a "
-                "square root, a logarithm or a division at 0 behind a where"
-            )
-        return gradient
+        if self._failure is not None:
+            raise self._failure
+        rank, others = self._graph.inputs[0].rank, self._graph.inputs[1:]
+        pieces = logprobs.detach().cpu().split(layout.sizes)
+        datums = []
+        for number, (piece, width) in enumerate(zip(pieces, layout.widths, strict=True)):
+            if (2 if width else 1) != rank:
+                raise self._failed(
+                    f"it was declared for logprobs of rank {rank}, not for the rank of these "
+                    "target_tokens"
+                )
+            shaped = piece.reshape(-1, width) if width else piece
+            datums.append([shaped, *(layout.arrays[each.name][number] for each in others)])
+        found = self._process.evaluate(
+            self._graph,
+            self._definition,
+            datums,
+            gradient=logprobs.requires_grad,
+            limits=replace(self._limits, seconds=self._limits.seconds - self._seconds),
+        )
+        self._seconds += found.seconds
+        gradient = torch.zeros_like(logprobs)
+        if logprobs.requires_grad:
+            flat = torch.cat([each.reshape(-1) for each in found.gradients])
+            gradient = flat.to(logprobs.device)
+        return found.losses.sum(), gradient, [*found.metrics, float(layout.datums), 0.0]
 
 
-LOSS = DefinedLoss("custom", custom_loss)
+LOSS = DefinedLoss("custom", partial(custom_loss, process=LossProcess()))

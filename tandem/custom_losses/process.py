@@ -1,0 +1,312 @@
+"""The process in which the graphs of custom losses are computed, and its two ends.
+
+A graph comes from a client, and a single operation can take any memory and any time. The system
+bounds both here: `RLIMIT_AS` refuses memory, and `RLIMIT_CPU` ends the process. The trainer itself
+only sends numbers and receives numbers. It counts processor time, so that a busy machine refuses
+no loss that an idle one accepts.
+
+A message is a JSON object and the tensors that it describes, byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from tandem.custom_losses.graph import Graph, read_custom_loss
+from tandem.custom_losses.implementations import DTYPES
+from tandem.custom_losses.interpreter import Interpreter
+from tandem.errors import CustomLossFailed, InternalError
+
+_Json = dict[str, object]
+_LENGTH = struct.Struct("<Q")
+_START_SECONDS = 120.0
+_PATIENCE = 10.0
+"""Seconds of the clock that the process may take for each second of a processor, and
+`_START_SECONDS` besides: a machine may be busy, but no trainer waits for ever."""
+_RECYCLED_ABOVE = 2**28
+"""Bytes that a process may have kept of earlier graphs before another takes its place."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`memory`: bytes that one datum's graph may take. `seconds`: of processor time, for all graphs
+    of a request on one rank."""
+
+    memory: int = 2**30
+    seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The `losses` of some datums, float64. `gradients`: their derivatives by the logprobs, if they
+    were asked for. `metrics`: the sums, in the order of the graph's. `seconds`: the processor time
+    that all took."""
+
+    losses: Tensor
+    gradients: Sequence[Tensor]
+    metrics: tuple[float, ...]
+    seconds: float
+
+
+# --- The trainer's end ----------------------------------------------------------------------------
+
+
+class LossProcess:
+    """The process of one rank. It starts with the first graph, and again after it had to end. Calls
+    from several threads take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    def evaluate(
+        self,
+        graph: Graph,
+        definition: bytes,
+        datums: Sequence[Sequence[Tensor]],
+        *,
+        gradient: bool,
+        limits: Limits,
+    ) -> Evaluation:
+        """Compute the graph on each datum. A datum's tensors, on the host, are in the order of the
+        graph's inputs; `definition` is the body that the graph was read from.
+
+        Raises `CustomLossFailed`.
+        """
+        request: _Json = {
+            "gradient": gradient,
+            "memory": limits.memory,
+            "seconds": limits.seconds,
+            "inputs": len(graph.inputs),
+        }
+        body = torch.frombuffer(bytearray(definition), dtype=torch.uint8)
+        tensors = [body, *(tensor for datum in datums for tensor in datum)]
+        with self._lock:
+            child = self._running()
+            reply = _exchange(child, request, tensors, seconds=limits.seconds)
+            if reply is None or reply[0]["last"]:
+                self._child = None
+                self._stop()
+        if reply is None:
+            why = _cause(child.returncode, limits)
+            raise CustomLossFailed(f"the custom loss {graph.name!r} failed: {why}")
+        answer, [losses, *gradients] = reply
+        if failure := answer.get("failure"):
+            raise CustomLossFailed(str(failure))
+        numbers = answer["numbers"]
+        assert isinstance(numbers, list)
+        seconds, *metrics = map(float, numbers)
+        return Evaluation(
+            losses=losses, gradients=gradients, metrics=tuple(metrics), seconds=seconds
+        )
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            self._child = None
+            self._stop()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Return the process, which is started if there is none. Raises `InternalError`."""
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._child = child = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        self._stop = weakref.finalize(self, _kill, child)
+        if _exchange(child, {}, [], seconds=0.0) is None:
+            self._stop()
+            raise InternalError("the process that computes custom losses could not start")
+        return child
+
+
+def _exchange(
+    child: subprocess.Popen[bytes],
+    request: _Json,
+    tensors: Sequence[Tensor],
+    *,
+    seconds: float,
+) -> tuple[_Json, list[Tensor]] | None:
+    """Return the reply of the process, or nothing if it ends instead."""
+    assert child.stdin is not None and child.stdout is not None
+    patience = threading.Timer(_START_SECONDS + _PATIENCE * seconds, child.kill)
+    patience.daemon = True
+    patience.start()
+    try:
+        _send(child.stdin, request, tensors)
+        return _receive(child.stdout)
+    except (OSError, EOFError):
+        return None
+    finally:
+        patience.cancel()
+
+
+def _cause(code: int, limits: Limits) -> str:
+    """Return why the process ended."""
+    if code == -signal.SIGXCPU:
+        return _too_long(limits.seconds)
+    return (
+        f"its process ended ({code}): it may have taken more memory than {limits.memory >> 20} MiB "
+        "for a datum"
+    )
+
+
+def _too_long(seconds: float) -> str:
+    return f"it took more than {seconds:g} s of processor time on the request's datums"
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not sent cannot be now
+                pipe.close()
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+def _send(stream: IO[bytes], message: _Json, tensors: Sequence[Tensor]) -> None:
+    plain = [tensor.detach().contiguous() for tensor in tensors]
+    described = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in plain]
+    text = json.dumps({**message, "tensors": described}).encode()
+    stream.write(_LENGTH.pack(len(text)) + text)
+    for each in plain:
+        stream.write(_content(each))
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> tuple[_Json, list[Tensor]]:
+    """Raises `EOFError` if the other end has ended."""
+    (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
+    message: _Json = json.loads(_exactly(stream, length))
+    described = message["tensors"]
+    assert isinstance(described, list)
+    tensors = []
+    for dtype, shape in described:
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        content, done = _content(tensor), 0
+        while done < len(content):
+            read = stream.readinto(content[done:])  # type: ignore[attr-defined]
+            if not read:
+                raise EOFError
+            done += read
+        tensors.append(tensor)
+    return message, tensors
+
+
+def _exactly(stream: IO[bytes], count: int) -> bytes:
+    content = stream.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content
+
+
+def _content(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, not a copy of them."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+# --- The process itself ---------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the process that started this one, until it closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's, which closes the pipe
+    source = os.fdopen(os.dup(0), "rb")
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no message
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    most = _size() + _RECYCLED_ABOVE
+    while True:
+        try:
+            request, tensors = _receive(source)
+        except EOFError:
+            return
+        answer, results = _evaluate(request, tensors) if tensors else ({}, [])
+        del tensors
+        _send(target, {**answer, "last": _size() > most}, results)
+
+
+def _evaluate(request: _Json, tensors: list[Tensor]) -> tuple[_Json, list[Tensor]]:
+    """Return the answer to a request, and the losses and gradients."""
+    graph = _read(bytes(_content(tensors[0])))
+    gradient, count, memory = (request[name] for name in ("gradient", "inputs", "memory"))
+    assert isinstance(count, int) and isinstance(memory, int)
+    seconds = max(0.0, float(str(request["seconds"])))
+    began = time.process_time()
+    interpreter = Interpreter(graph, deadline=began + seconds)
+    losses: list[float] = []
+    gradients: list[Tensor] = []
+    sums = [0.0] * len(graph.metrics)
+    _limit(resource.RLIMIT_CPU, math.ceil(began + seconds) + 1)
+    if size := _size():
+        _limit(resource.RLIMIT_AS, size + memory)
+    try:
+        for start in range(1, len(tensors), count):
+            result = interpreter.run(tensors[start : start + count], gradient=bool(gradient))
+            losses.append(result.loss)
+            if result.gradient is not None:
+                gradients.append(result.gradient)
+            sums = [a + result.metrics[name] for a, name in zip(sums, graph.metrics, strict=True)]
+    except CustomLossFailed as error:
+        return {"failure": error.message}, [torch.zeros(0)]
+    finally:
+        _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+        _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    used = time.process_time() - began
+    return {"numbers": [used, *sums]}, [torch.tensor(losses, dtype=torch.float64), *gradients]
+
+
+@functools.lru_cache(maxsize=1)
+def _read(definition: bytes) -> Graph:
+    return read_custom_loss(definition)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a limit that can be raised again, as far as the system lets us."""
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = hard if most == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, hard))
+
+
+def _size() -> int:
+    """Return how many bytes of addresses this process uses; 0 where the system does not say, and
+    does not limit them either."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except FileNotFoundError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
