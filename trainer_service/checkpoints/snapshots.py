@@ -15,12 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
 from tandem.errors import InternalError, ServerError, TandemError, describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from trainer_service.checkpoints import training_state
+from trainer_service.checkpoints.staging import Copy, staging_of
 from trainer_service.checkpoints.storage import storage_error
 from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import RankTrainer
@@ -42,6 +41,7 @@ class Snapshots:
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self._trainer = trainer
         self._thread = thread
+        self._staging = staging_of(trainer.backend.device)
         self._path = ""
         self._newest: Future[trainer_pb2.AwaitSnapshotReply] = Future()
         self._log = get_log()
@@ -67,14 +67,21 @@ class Snapshots:
         began, trainer = time.perf_counter(), self._trainer
         live = training_state.state_of(trainer.backend)
         record = training_state.record_of(trainer, live, header)
-        copied = BlockingAsyncStager().stage(live)
+        copied = self._staging.copy(live)
         pause = time.perf_counter() - began
 
         def write() -> trainer_pb2.AwaitSnapshotReply:
-            return self._write(copied, record, path=Path(path), pause=pause)
+            try:
+                return self._write(copied, record, path=Path(path), pause=pause)
+            finally:
+                self._staging.end(copied)
 
         newest = self._newest
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
+
+    def free(self) -> None:
+        """Keep no host memory for the next one: the trainer goes to sleep."""
+        self._staging.free()
 
     def abandon(self, path: str) -> None:
         """Remove what `prepare` made, on rank 0, for a step that was not applied."""
@@ -93,7 +100,7 @@ class Snapshots:
 
     def _write(
         self,
-        state: dict[str, object],
+        state: Copy,
         record: CheckpointRecord,
         *,
         path: Path,

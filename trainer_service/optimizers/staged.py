@@ -311,3 +311,8 @@ def pin(tensor: Tensor) -> None:
         raise OutOfMemory(
             f"{size} bytes of host memory for states cannot be pinned (CUDA error {failed})"
         )
+
+
+def unpin(address: int) -> None:
+    """Undo `pin`, before the memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(address)

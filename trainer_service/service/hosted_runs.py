@@ -30,7 +30,11 @@ class HostedRuns:
     def __init__(self, first: RankTrainer, *, run_id: str) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
-        self.switching = Switching(self._control, lambda: _backends(self._runs.values()))
+        self.switching = Switching(
+            self._control,
+            lambda: _backends(self._runs.values()),
+            on_sleep=lambda: _free_copies(self._runs.values()),
+        )
         self._runs = {run_id: self._operations(first)}
         self._numbers = itertools.count(1)
 
@@ -104,7 +108,11 @@ class FollowedRuns:
     def __init__(self, first: RankTrainer) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
-        self._switching = Switching(self._control, lambda: _backends(self._runs.values()))
+        self._switching = Switching(
+            self._control,
+            lambda: _backends(self._runs.values()),
+            on_sleep=lambda: _free_copies(self._runs.values()),
+        )
         self._runs = {0: Follower(first, thread=self._thread)}
 
     def follow(self) -> NoReturn:
@@ -139,6 +147,11 @@ class FollowedRuns:
 def _backends(runs: Iterable[Operations | Follower]) -> list[TrainerBackend]:
     """Those of all runs, whose state sleeps and wakes together."""
     return [run.trainer.backend for run in runs]
+
+
+def _free_copies(runs: Iterable[Operations | Follower]) -> None:
+    for run in runs:
+        run.snapshots.free()
 
 
 def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> RankTrainer:

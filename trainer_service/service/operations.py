@@ -360,7 +360,7 @@ class Follower:
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self.trainer = trainer
-        self._snapshots = Snapshots(trainer, thread=thread)
+        self.snapshots = Snapshots(trainer, thread=thread)
 
     def apply(self, op: Op, payload: bytes) -> None:
         trainer = self.trainer
@@ -372,7 +372,7 @@ class Follower:
             self._optim_step(trainer_pb2.OptimStepRequest.FromString(payload))
         elif op == Op.SNAPSHOT:
             taken = trainer_pb2.TakeSnapshotRequest.FromString(payload)
-            self._snapshots.take(taken.path, taken.header)
+            self.snapshots.take(taken.path, taken.header)
         elif op == Op.DROP_GRADIENTS:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:
@@ -393,7 +393,7 @@ class Follower:
             trainer.optim_step(step_settings(step, optimizer=trainer.backend.training.optimizer))
         except GradientsNotFinite:
             return  # raised on all ranks alike; rank 0 tells the client
-        self._snapshots.take(step.snapshot, step.header)
+        self.snapshots.take(step.snapshot, step.header)
 
 
 def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTrainer) -> Batch:

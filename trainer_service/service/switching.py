@@ -18,9 +18,15 @@ class Switching:
     `follow`. `backends` are those whose state moves."""
 
     def __init__(
-        self, control: ControlGroup, backends: Callable[[], Sequence[TrainerBackend]]
+        self,
+        control: ControlGroup,
+        backends: Callable[[], Sequence[TrainerBackend]],
+        *,
+        on_sleep: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_sleep` frees host memory that a sleeping trainer does not need."""
         self._control = control
+        self._on_sleep = on_sleep
         self._offload = Offload(backends)
         self._slept = common_pb2.SleepRequest()
         self._suspended = False
@@ -96,6 +102,7 @@ class Switching:
                 return offload.describe()
             if op == Op.WAKE:
                 return offload.wake()
+            self._on_sleep()
             return offload.sleep(
                 enough_bytes=-(-request.enough_bytes // self._control.size),
                 spill_folder=request.spill_folder,
