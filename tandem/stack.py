@@ -20,12 +20,12 @@ from types import TracebackType
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tandem.environment import inherited
 from tandem.errors import ServerError, WorkerStartFailed, unusable_directory
 from tandem.own_machine import http_client
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
 from tandem.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
-from tandem.worker import without_secrets
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
@@ -93,7 +93,7 @@ class Stack:
         self._agent = SupervisedProcess(
             name="agent",
             command=[sys.executable, "-m", "tandem.agent", "--data-dir", str(data_dir)],
-            environment=without_secrets(environment),
+            environment=inherited(environment),
             log_path=data_dir / "logs" / "agent.log",
             patience=patience,
         )

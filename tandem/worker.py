@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import resource
 import select
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -318,11 +316,6 @@ class WorkerExit:
 
 # --- What the processes have in common ---------------------------------------------------------
 
-_SECRET_VARIABLES = re.compile(
-    r"TANDEM_DATABASE_URL|PGPASSWORD"
-    r"|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
-    re.IGNORECASE,
-)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -331,12 +324,6 @@ def own_version() -> str:
     that is another. Literal example: "0.1.0 (image 2026-11-23)"."""
     image = os.environ.get("TANDEM_IMAGE_VERSION", "")
     return __version__ if image in ("", __version__) else f"{__version__} (image {image})"
-
-
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that, by their names, hold secrets: agents and
-    workers inherit none of them."""
-    return {k: v for k, v in environment.items() if not _SECRET_VARIABLES.fullmatch(k)}
 
 
 def set_process_limits() -> None:

@@ -20,9 +20,10 @@ import psutil
 
 from tandem.agent.worker_process import kill_group
 from tandem.background import make_nicer
+from tandem.environment import inherited
 from tandem.errors import describe
 from tandem.telemetry import get_log
-from tandem.worker import WorkerKind, without_secrets
+from tandem.worker import WorkerKind
 from tandem.worker_settings import PoolSettings
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
@@ -99,7 +100,7 @@ async def start_child(
             stderr=output,
             pass_fds=(worker_report_fd, *([] if spec_fd is None else [spec_fd])),
             start_new_session=True,
-            env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
+            env={**inherited(os.environ), "PYTHONUNBUFFERED": "1"},
         )
         with suppress(OSError):  # it has ended, or the kernel takes no more changes now
             make_nicer(process.pid, by=_NICENESS)

@@ -59,7 +59,7 @@ class Machine:
                 env={
                     **os.environ,
                     **self._environment,
-                    "TEST_CHAOS_MARK": self.mark,
+                    "TANDEM_TEST_CHAOS_MARK": self.mark,
                     "TMPDIR": str(self.temporary),
                 },
                 stdin=subprocess.DEVNULL,

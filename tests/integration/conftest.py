@@ -22,9 +22,9 @@ from tests.support.waiting import wait_until
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
     mark = f"session-{uuid.uuid4().hex}"
-    os.environ["TEST_SESSION_MARK"] = mark
+    os.environ["TANDEM_TEST_SESSION_MARK"] = mark
     yield
-    del os.environ["TEST_SESSION_MARK"]
+    del os.environ["TANDEM_TEST_SESSION_MARK"]
     wait_until(lambda: not _left(mark), what="every process of the tests has ended")
 
 

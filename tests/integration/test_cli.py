@@ -55,7 +55,7 @@ def start(*arguments: str) -> Command:
     try:
         process = subprocess.Popen(
             [TANDEM, *arguments],
-            env={**os.environ, "TEST_COMMAND_MARK": mark},
+            env={**os.environ, "TANDEM_TEST_COMMAND_MARK": mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -28,7 +28,7 @@ import os, secrets
 draw = secrets.token_urlsafe
 def token_urlsafe(size=None):
     drawn = draw(size)
-    with open(os.environ["TEST_DRAWN"], "a") as file:
+    with open(os.environ["TANDEM_TEST_DRAWN"], "a") as file:
         print(drawn, file=file)
     return drawn
 secrets.token_urlsafe = token_urlsafe
@@ -48,7 +48,7 @@ def isolated(
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_TOKEN", ELSEWHERE)
         patched.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
-        patched.setenv("TEST_DRAWN", str(folder.parent / "drawn"))
+        patched.setenv("TANDEM_TEST_DRAWN", str(folder.parent / "drawn"))
         with running(folder, models={TIED: models[TIED]}, settings=settings) as stack:
             yield stack
 

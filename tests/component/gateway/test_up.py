@@ -151,7 +151,7 @@ def printed(command: subprocess.Popen[str]) -> dict:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_gateway_and_agent_however_up_ends(tmp_path, monkeypatch, number):
     mark = f"test-{uuid.uuid4().hex}"
-    monkeypatch.setenv("TEST_MARK", mark)
+    monkeypatch.setenv("TANDEM_TEST_MARK", mark)
     with started(TANDEM, *up(tmp_path), "--json") as command:
         printed(command)
         commands = [process.command for process in marked(mark)]

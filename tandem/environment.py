@@ -1,0 +1,49 @@
+"""The environment variables that an agent and its workers inherit: a list of those that they need.
+
+Whoever starts `tandem up` may have passwords and tokens of other programs in the environment. A
+list of the names to leave out would miss some, so this is one of the names to keep. Of a kept name,
+too, nothing passes that looks like a secret, such as HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_KEPT = re.compile(
+    r"""
+    # The system.
+    PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|TZ|LANG|LANGUAGE|LC_.*|TMPDIR|TMP|TEMP|TERM
+    |NO_COLOR|XDG_(CACHE|CONFIG|DATA)_HOME|XDG_RUNTIME_DIR
+    # The loader, the allocator and the interpreter.
+    |LD_.*|MALLOC_.*|GLIBC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX
+    # Compilers, with which torch and Triton build kernels.
+    |CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|CPATH|C_INCLUDE_PATH|CPLUS_INCLUDE_PATH|LIBRARY_PATH|MAX_JOBS
+    # Devices, and the libraries by which they compute and speak with each other.
+    |(CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|NVSHMEM|NCCL|UCX|FI|GLOO|TP|GRPC)_.*
+    # Arithmetic on cores.
+    |(OMP|GOMP|KMP|MKL|OPENBLAS|NUMEXPR|NUMBA|DNNL|ONEDNN)_.*
+    # Libraries of models.
+    |TORCH.*|(PYTORCH|TRITON|VLLM|FLASHINFER|FLASH_ATTENTION|HF|TRANSFORMERS)_.*
+    |(TOKENIZERS|SAFETENSORS)_.*
+    # Which node of a trainer with several this is.
+    |MASTER_ADDR|MASTER_PORT|PET_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|JOB_COMPLETION_INDEX
+    # Tandem's own, and so those of trainer backends that are installed beside it.
+    |TANDEM_.*
+    """,
+    re.VERBOSE,
+)
+_SECRET = re.compile(
+    r"TANDEM_DATABASE_.*|.*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|_PAT)S?"
+    r"(_ID|_FILE)?",
+    re.IGNORECASE,
+)
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return of an environment the part that agents and workers inherit."""
+    return {name: value for name, value in environment.items() if is_inherited(name)}
+
+
+def is_inherited(name: str) -> bool:
+    return _KEPT.fullmatch(name) is not None and _SECRET.fullmatch(name) is None
