@@ -25,7 +25,7 @@ from gateway.storage.tables import checkpoints, runs, sessions, weight_versions
 from tandem.errors import CheckpointDamaged, NameTaken, SessionFinished, TandemError, describe
 from tandem.weights import Manifest
 from tandem.weights.manifest import MANIFEST_NAME
-from tandem.weights.store import read_again, sync_name
+from tandem.weights.store import read_record, sync_name
 
 _REASON = "its database was lost; its checkpoints were taken back from the disk"
 
@@ -164,7 +164,7 @@ class CheckpointAdopter:
         sync_name(path)  # which a gateway that was killed may not have done
         if not checkpoint.version:
             return None
-        manifest = Manifest.model_validate_json(read_again(Path.read_bytes, path / MANIFEST_NAME))
+        manifest = Manifest.model_validate_json(read_record(path / MANIFEST_NAME))
         return WeightVersion(
             name=checkpoint.version,
             path=str(path),

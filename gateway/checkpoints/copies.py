@@ -34,7 +34,8 @@ from tandem.errors import (
     without_paths,
 )
 from tandem.weights import Manifest, PartialVersion, new_version_name
-from tandem.weights.store import fsync_path, give_name
+from tandem.weights.manifest import MANIFEST_NAME
+from tandem.weights.store import fsync_path, give_name, read_record
 
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS})
 _REASON = "it holds a copy of weights and cannot be trained"
@@ -201,7 +202,7 @@ def _link_files(
             _link(file, partial.path / name)
         record.write(partial.path)
         if copy.version:
-            manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+            manifest = Manifest.model_validate_json(read_record(folder / MANIFEST_NAME))
             changes = {
                 "version": copy.version,
                 "run_id": copy.path.run_id,

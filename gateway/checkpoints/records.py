@@ -16,7 +16,7 @@ from gateway.identifiers import CheckpointKind
 from gateway.storage.data_directory import write_private
 from tandem.errors import CheckpointDamaged
 from tandem.weights.manifest import RECORD_NAME
-from tandem.weights.store import check_own_file, read_again
+from tandem.weights.store import check_own_file, read_record
 from tandem.worker import TrainingSpec
 
 
@@ -46,10 +46,8 @@ class CheckpointRecord(BaseModel):
     def read(cls, folder: Path) -> CheckpointRecord:
         """Raise `CheckpointDamaged` if the folder does not say which checkpoint it holds."""
         try:
-            return cls.model_validate_json(read_again(_read, folder / RECORD_NAME))
+            record = cls.model_validate_json(read_record(folder / RECORD_NAME))
+            check_own_file(folder, RECORD_NAME)
         except (OSError, ValidationError) as error:
             raise CheckpointDamaged("it does not say which checkpoint it holds") from error
-
-
-def _read(file: Path) -> bytes:
-    return check_own_file(file.parent, file.name).read_bytes()
+        return record

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
 from sqlalchemy import Executable, Insert, insert, select, update
 
 from gateway.checkpoints.catalog import Checkpoint
@@ -21,7 +20,7 @@ from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, descri
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
 from tandem.weights.manifest import MANIFEST_NAME
-from tandem.weights.store import check_own_file, read_again
+from tandem.weights.store import check_own_file, read_record
 
 _STATE_RECORD = "checkpoint.json"
 """The file in which a trainer lists the files of its saved state."""
@@ -123,13 +122,12 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
     """
     try:
         if checkpoint.path.kind == "weights":
-            record = json.loads(read_again(Path.read_bytes, folder / _STATE_RECORD))
+            record = json.loads(read_record(folder / _STATE_RECORD))
             names = [_STATE_RECORD, *(str(entry["name"]) for entry in record["files"])]
         else:
-            content = read_again(Path.read_bytes, folder / MANIFEST_NAME)
-            manifest = Manifest.model_validate_json(content)
+            manifest = Manifest.model_validate_json(read_record(folder / MANIFEST_NAME))
             names = [entry.name for entry in manifest.files]
         return {name: check_own_file(folder, name) for name in names}
-    except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = without_paths(describe(error))
         raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {why}") from error

@@ -24,7 +24,7 @@ from tandem.model_config import model_files
 from tandem.weights import Checksum, Manifest, open_base
 from tandem.weights.delta import Bytes, Patch
 from tandem.weights.manifest import MANIFEST_NAME, PATCH_SUFFIX
-from tandem.weights.store import check_own_file, read_again
+from tandem.weights.store import check_own_file, read_record
 
 if TYPE_CHECKING:
     import torch
@@ -216,6 +216,6 @@ def _manifest_of(directory: Path) -> Manifest | None:
     """Return None for a model that was not published."""
     file = directory / MANIFEST_NAME
     try:
-        return Manifest.model_validate_json(read_again(Path.read_bytes, file))
+        return Manifest.model_validate_json(read_record(file))
     except FileNotFoundError:
         return None

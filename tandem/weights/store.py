@@ -34,6 +34,8 @@ from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum
 
 _PARTIAL_PREFIX = ".partial-"
 _SYNCS_AT_ONCE = 16
+MOST_RECORD_BYTES = 16 * 2**20
+"""Of a manifest, or of another record beside weights: enough for 100,000 tensors."""
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 Item = TypeVar("Item")
@@ -173,6 +175,27 @@ class PartialVersion:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def read_record(file: Path) -> bytes:
+    """Return the content of a small file beside weights, such as a manifest, as `read_again`.
+
+    Raises `OSError` if it has more than `MOST_RECORD_BYTES`, or is a link or no regular file.
+    Anybody may have written it.
+    """
+    return read_again(_read_record, file)
+
+
+def _read_record(file: Path) -> bytes:
+    # Without O_NONBLOCK, the writer of a pipe would be waited for.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as stream:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{file.name} is not a plain file")
+        if found.st_size > MOST_RECORD_BYTES:
+            raise OSError(f"{file.name} has more than {MOST_RECORD_BYTES} bytes")
+        return stream.read(MOST_RECORD_BYTES)
+
+
 def check_own_file(folder: Path, name: str) -> Path:
     """Return the path of a file that we wrote into a folder.
 
@@ -203,7 +226,7 @@ def open_version(
     file is missing, of another size or (unless `checksums` is off) damaged.
     """
     try:
-        content = read_again(Path.read_bytes, path / MANIFEST_NAME)
+        content = read_record(path / MANIFEST_NAME)
         manifest = Manifest.model_validate_json(content)
     except OSError as error:
         why = without_paths(describe(error))

@@ -31,6 +31,7 @@ from tandem.weights.store import (
     give_name,
     make_folder,
     read_again,
+    read_record,
     sync_name,
     write_synced,
 )
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 
 RECORD_NAME = "checkpoint.json"
-_MOST_RECORD_BYTES = 32 * 2**20
 _MOST_STATES = 3
 """Tensors that an optimizer has for one parameter."""
 
@@ -326,19 +326,12 @@ def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
 def _read_record(path: Path) -> CheckpointRecord:
     """Raises `OSError`, or `CheckpointDamaged` for what is no record of ours."""
     try:
-        return read_again(_parse_record, path / RECORD_NAME)
+        record = CheckpointRecord.model_validate_json(read_record(path / RECORD_NAME))
+        check_own_file(path, RECORD_NAME)
     except ValueError as error:  # pydantic's is one
         raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
-
-
-def _parse_record(file: Path) -> CheckpointRecord:
-    with check_own_file(file.parent, file.name).open("rb") as stream:
-        content = stream.read(_MOST_RECORD_BYTES + 1)
-    if len(content) > _MOST_RECORD_BYTES:
-        raise ValueError(f"{file.name} has more than {_MOST_RECORD_BYTES} bytes")
-    record = CheckpointRecord.model_validate_json(content)
     if len(_names(record)) < len(record.files):
-        raise ValueError(f"{file.name} names a file twice")
+        raise CheckpointDamaged(f"the record of checkpoint {path.name} names a file twice")
     return record
 
 

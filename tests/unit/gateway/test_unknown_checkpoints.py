@@ -11,8 +11,10 @@ from sqlalchemy import delete, event, insert
 from structlog.testing import capture_logs
 
 from gateway.auth.keys import KeyStore, NewKey
+from gateway.checkpoints.versions import files_of
 from gateway.storage.pairing import check_pair
 from gateway.storage.tables import audit, checkpoints
+from tandem.errors import CheckpointDamaged
 from tests.support.gateway.checkpoint_store import (
     DAY,
     PATH,
@@ -67,6 +69,19 @@ async def test_a_complete_checkpoint_that_the_database_does_not_know_is_kept_wit
     names = {file.name for file in (store.data_dir / STATE).iterdir()}
     assert names == {"checkpoint.json", "file", "tandem.json"}
     assert await store.collector.warnings() == []
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"files": 1}', None])
+async def test_a_record_that_somebody_put_in_its_place_is_damaged(store, content):
+    path = whole(store, STATE)
+    await store.checkpoints.put(checkpoint(store, STATE))
+    with (path / "checkpoint.json").open("wb") as stream:
+        if content is None:
+            stream.truncate(2**40)
+        else:
+            stream.write(content)
+    with pytest.raises(CheckpointDamaged):
+        files_of(checkpoint(store, STATE), path)
 
 
 @pytest.mark.parametrize("end", ["deleted", "replaced", "expired"])

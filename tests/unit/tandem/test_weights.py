@@ -172,6 +172,22 @@ def test_a_damaged_manifest_is_found(tmp_path, content):
         open_version(path)
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_a_manifest_that_somebody_put_in_its_place_is_not_read(tmp_path, kind):
+    path, _ = publish(tmp_path)
+    file = path / MANIFEST_NAME
+    file.rename(tmp_path / "moved")
+    if kind == "link":
+        file.symlink_to(tmp_path / "moved")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(2**40)
+    with pytest.raises(LoadFailed, match="not a published weight version"):
+        open_version(path)
+
+
 def test_a_version_in_the_making_cannot_be_opened(tmp_path):
     partial, _ = write(tmp_path)
     for path in (partial.path, partial.final):
