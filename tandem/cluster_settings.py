@@ -91,9 +91,9 @@ class KubernetesSettings(BaseSettings):
     )
     keep_compiled: bool = Field(
         False,
-        description="Whether trainers keep what they compile in `compiled` of the volume, so that "
-        "the next one need not. It is code, which all of them load: one that somebody has taken "
-        "over could have the others run what it likes.",
+        description="Whether trainers and samplers keep compiled code in `compiled` of the volume, "
+        "for the next ones. All of them load this code: an attacker inside one of them could have "
+        "the others run any code.",
     )
     cpus: float = Field(
         4.0, gt=0, description="Cores that each rank of a trainer, and each sampler, requests."

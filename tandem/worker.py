@@ -54,6 +54,8 @@ MAX_SPEC_BYTES = 16 * select.PIPE_BUF
 """Of the line of a specification: the capacity of a pipe that nobody reads yet."""
 SUPERVISOR_PID = "SUPERVISOR_PID"
 """The variable that names the supervisor of a gateway or an agent; absent without one."""
+COMPILED = "compiled"
+"""The folder of the data directory for code that workers have compiled."""
 LOOPBACK = "127.0.0.1"
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
@@ -334,6 +336,12 @@ def set_process_limits() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+
+
+def compile_caches(data_dir: Path) -> dict[str, str]:
+    """Return the variables that let torch and vLLM keep compiled code in the data directory."""
+    folder = data_dir / COMPILED
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "VLLM_CACHE_ROOT": str(folder / "vllm")}
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -113,7 +113,9 @@ class SamplerSettings(BaseSettings):
         description="Longest sequence, prompt and sample together; 0 = the model's own length, or "
         "what the KV cache holds, if that is less.",
     )
-    max_num_seqs: int = Field(1024, ge=1)
+    max_num_seqs: int = Field(
+        256, ge=1, description="Samples that an engine computes at a time; more wait."
+    )
     kv_cache_bytes: int = Field(
         512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
     )

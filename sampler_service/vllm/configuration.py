@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from sampler_service.vllm.environment import in_own_process
-from sampler_service.vllm.memory import memory_share, tables_bytes
+from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import has_experts, model_length
 from tandem.worker_settings import SamplerSettings
@@ -20,6 +20,11 @@ _DEFAULT_LENGTH = 8192
 """Of a model whose configuration names none."""
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512)
+"""The batches, in tokens, for which CUDA graphs are captured. vLLM captures 51 sizes. A batch in
+between is padded, which costs little: a small batch reads the same weights."""
+_GRAPHS_PER_SEQUENCE = 2
+"""As in vLLM: graphs are captured for up to so many tokens of each sequence."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks that vLLM can be started with."""
 _HELD_PER_COMPUTED = 4
@@ -77,13 +82,15 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
                 "parameters, or sample on a GPU"
             )
     else:
+        free, total = torch.cuda.mem_get_info()
+        wanted = settings.gpu_memory_bytes or int(total * settings.gpu_memory_utilization)
+        args.worker_cls = "sampler_service.vllm.gpu_worker.BudgetedWorker"
+        args.gpu_memory_utilization = memory_share(wanted, free=free, total=total)
         args.enable_sleep_mode = sleeps
-        args.gpu_memory_utilization = settings.gpu_memory_utilization
-        if settings.gpu_memory_bytes:
-            free, total = torch.cuda.mem_get_info()
-            args.gpu_memory_utilization = memory_share(
-                settings.gpu_memory_bytes, free=free, total=total
-            )
+        most = _GRAPHS_PER_SEQUENCE * settings.max_num_seqs
+        args.cudagraph_capture_sizes = [size for size in _GRAPH_SIZES if size <= most]
+        if not has_experts(model):  # it would find nothing to tune
+            args.enable_flashinfer_autotune = False
     if settings.max_lora_rank:
         args.enable_lora = True
         args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
@@ -97,13 +104,6 @@ def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
     holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
     takes the model's length from other sources than we do."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if config.use_v2_model_runner and torch.cuda.is_available():
-        tables = tables_bytes(
-            sequences=config.scheduler_config.max_num_seqs,
-            vocabulary=config.model_config.get_vocab_size(),
-        )
-        total = torch.cuda.mem_get_info()[1]
-        config.cache_config.gpu_memory_utilization -= tables / total
     if fit:
         about = config.model_config
         about.original_max_model_len = -1

@@ -52,6 +52,15 @@ _CPU = {
     # One small function would be compiled at the first token, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
+_GPU = {
+    # FlashInfer's sampler gives no logprobs after filters, for which each of our requests asks. So
+    # vLLM would never use it, but imports it, and does not start without it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_ALLOCATOR = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""torch's settings for the host memory of a sleeping engine: eight threads clear its pages."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The first one counts; torch 2.11 and 2.13 both read the last."""
 
 
 def restart_with_environment(arguments: list[str]) -> None:
@@ -78,6 +87,10 @@ def sampler_environment(
             preloaded = [p for p in current.get("LD_PRELOAD", "").split(":") if p]
             if str(library) not in preloaded:
                 environment["LD_PRELOAD"] = ":".join([str(library), *preloaded])
+        return environment
+    environment |= _GPU
+    if not any(current.get(name) for name in _ALLOCATOR_VARIABLES):
+        environment[_ALLOCATOR_VARIABLES[-1]] = _ALLOCATOR
     return environment
 
 

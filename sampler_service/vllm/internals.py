@@ -61,12 +61,15 @@ NAMES = (
     "vllm.v1.engine.core:EngineCore.batch_queue",
     "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback",
+    "vllm.v1.executor.multiproc_executor:get_distributed_init_method",
+    "vllm.v1.executor.uniproc_executor:get_distributed_init_method",
     "vllm.v1.engine.core:EngineCore.structured_output_manager",
     "vllm.v1.structured_output:StructuredOutputManager.backend",
     "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs",
     # What makes it fit the longest sequence into its KV cache.
     "vllm.config.model:ModelConfig.original_max_model_len",
+    "vllm.model_executor.models.registry:_run_in_subprocess",
     # The prefix cache.
     "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
@@ -90,6 +93,22 @@ NAMES = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.max_num_reqs",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",
     "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+    # The worker on a GPU.
+    "vllm.v1.worker.gpu_worker:Worker.init_device",
+    "vllm.v1.worker.gpu_worker:Worker.load_model",
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+    "vllm.v1.worker.gpu_worker:Worker.sleep",
+    "vllm.v1.worker.gpu_worker:Worker.init_snapshot",
+    "vllm.v1.worker.gpu_worker:Worker.device",
+    "vllm.v1.worker.gpu_worker:Worker.model_runner",
+    "vllm.utils.mem_utils:MemorySnapshot.total_memory",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.model_memory_usage",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.model_memory_usage",
+    "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16:_cutedsl_available",
+    "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_kv_head_replicas",
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_heads",
     "vllm.model_executor.layers.linear:QKVParallelLinear.head_size",
@@ -123,10 +142,9 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
 )
-"""MODULE:CLASS.NAME, where the name is a method or an attribute that the class sets. Besides, on a
-CPU, linear layers' `cpu_linear` and `dispatch_cpu_unquantized_gemm`, which makes it, experts'
-`moe_kernel`, and the model runner's `copy_kv_cache_blocks_inplace`, and on a GPU
-`CuMemAllocator.pointer_to_data`."""
+"""MODULE:CLASS.NAME, where the class sets the attribute or has the method, or MODULE:NAME.
+Besides, on a CPU, linear layers' `cpu_linear`, experts' `moe_kernel`, and the model runner's
+`copy_kv_cache_blocks_inplace`."""
 
 MIN_ROWS = 2
 
@@ -171,6 +189,14 @@ def meet_in_a_file() -> None:
 
     for module in (multiproc_executor, uniproc_executor):
         module.get_distributed_init_method = new_file
+
+
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in this process. It would start another one the first time,
+    which imports vLLM again, to leave CUDA alone in this one."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 # --- The engine, in the process of its core ------------------------------------------------
@@ -417,6 +443,17 @@ def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None
         yield
     finally:
         manager._last_mapping = None  # the next step sets its own mapping
+
+
+# --- The worker, on a GPU -----------------------------------------------------------------
+
+
+def skip_router_kernels() -> None:
+    """Let vLLM compile no kernels for routers. On Hopper, 0.26 compiles 17 of them at each start,
+    whatever the model; newer releases ask the model first."""
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+
+    ll_bf16._cutedsl_available = False
 
 
 # --- The model, on a CPU ------------------------------------------------------------------

@@ -14,6 +14,10 @@ def import_libraries() -> None:
     import sampler_service.vllm.engine  # noqa: F401
 
     if is_cpu_build():
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker
+    else:
+        import vllm.v1.worker.gpu.model_runner
+        import vllm.v1.worker.gpu_model_runner
+        import vllm.v1.worker.gpu_worker  # noqa: F401
 
     gc.freeze()

@@ -24,6 +24,9 @@ from tandem.errors import WorkerStartFailed
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+OUTSIDE_TORCH = 2**30
+"""Of an engine's budget on a GPU: for the CUDA context, and for graphs, which are captured after
+the KV cache is allocated."""
 _MADV_DONTNEED = 4
 _M_TRIM_THRESHOLD = -1
 _LARGEST_TRIM_THRESHOLD = 64 * 2**20
@@ -32,8 +35,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_share(wanted: int, *, free: int, total: int) -> float:
-    """Return a budget in bytes as vLLM's share of the whole GPU: for weights, activations and KV
-    cache. vLLM needs it free when it starts. Raises `WorkerStartFailed`."""
+    """Return a budget in bytes as a share of the whole GPU. Raises `WorkerStartFailed` if it is not
+    free."""
     if wanted > free:
         raise WorkerStartFailed(
             f"the sampler is to have {wanted / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}, "
@@ -42,11 +45,17 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
     return wanted / total
 
 
-def tables_bytes(*, sequences: int, vocabulary: int) -> int:
-    """Return the bytes that vLLM's second model runner keeps on a GPU and does not count: for each
-    sequence and token of the vocabulary a count in 32 bits, for penalties, and a bit in each of
-    three masks."""
-    return sequences * vocabulary * 4 + 3 * sequences * vocabulary // 8
+def cache_bytes(budget: int, *, peak: int) -> int:
+    """Return the part of a budget that the KV cache gets, after torch's `peak` of weights, tables
+    and activations. Raises `WorkerStartFailed` if there is none."""
+    left = budget - peak - OUTSIDE_TORCH
+    if left <= 0:
+        raise WorkerStartFailed(
+            f"the sampler's budget of {budget / 2**30:.1f} GiB leaves nothing for the KV cache: "
+            f"weights and activations take {peak / 2**30:.1f} GiB, CUDA takes "
+            f"{OUTSIDE_TORCH / 2**30:.1f}; raise TANDEM_SAMPLER_GPU_MEMORY_BYTES"
+        )
+    return left
 
 
 class Sleeper(Protocol):

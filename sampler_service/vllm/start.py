@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampler_service.vllm.environment import choose_model_runner
-from sampler_service.vllm.internals import check_triton, check_version, meet_in_a_file
+from sampler_service.vllm.internals import (
+    check_triton,
+    check_version,
+    inspect_models_here,
+    meet_in_a_file,
+)
 from sampler_service.vllm.libraries import import_libraries
 from tandem.errors import WorkerStartFailed
 from tandem.telemetry import get_log
@@ -32,6 +37,7 @@ def start_engine(
     import_libraries()
     check_triton(settings)
     meet_in_a_file()
+    inspect_models_here()
     from sampler_service.vllm.engine import VllmEngine
 
     imported = time.monotonic()

@@ -37,6 +37,7 @@ from tandem.worker import (
     WorkerHandle,
     WorkerKind,
     WorkerSpec,
+    compile_caches,
     set_process_limits,
 )
 from tandem.worker_settings import PoolSettings
@@ -282,7 +283,8 @@ def run(data_dir: Path, *, listening: Listening | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="agent")
     set_process_limits()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir / "compiled"))  # of its trainers
+    for name, folder in compile_caches(data_dir).items():
+        os.environ.setdefault(name, folder)
     try:
         with _locked(data_dir):
             pool = pool_sizes(PoolSettings())

@@ -1,15 +1,26 @@
-"""What of vLLM's insides is reached into is there, in the version that is installed."""
+"""What of vLLM's insides is reached into is there, in the version that is installed.
+
+With the CUDA build installed this needs no GPU.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import sampler_service.vllm
+from sampler_service.vllm.environment import is_cpu_build
 from sampler_service.vllm.internals import NAMES, check_version, copy_blocks_singly, meet_in_a_file
+
+OF_OTHERS = {"_C", "_host_emptyCache"}  # of torch
 
 
 def test_the_installed_version_was_checked():
@@ -20,11 +31,82 @@ def test_the_installed_version_was_checked():
 def test_a_name_is_there(name):
     module, _, path = name.partition(":")
     owner, _, attribute = path.partition(".")
-    found = getattr(importlib.import_module(module), owner)
+    found = getattr(import_or_skip(module), owner)
+    if not attribute:
+        return
     # What is set in a constructor, and no more, is found in the source alone.
     sources = (inspect.getsource(each) for each in found.__mro__ if each is not object)
     declared = hasattr(found, attribute) or attribute in inspect.get_annotations(found)
     assert declared or any(f"self.{attribute}" in each for each in sources)
+
+
+def import_or_skip(module: str) -> ModuleType:
+    """Import a module of vLLM; skip the test if it needs the driver of a GPU."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if "libcuda" not in str(error):
+            raise
+        pytest.skip(f"{module} needs a driver")
+
+
+def trees() -> list[ast.Module]:
+    return [
+        ast.parse(file.read_text())
+        for file in Path(sampler_service.vllm.__file__).parent.glob("*.py")
+    ]
+
+
+def imported() -> list[str]:
+    """Return MODULE:NAME of all that the adapter imports from vLLM, also for types alone."""
+    found = {
+        f"{node.module}:{name.name}"
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for name in node.names
+    }
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", imported())
+def test_an_imported_name_is_there(name):
+    module, _, attribute = name.partition(":")
+    if not hasattr(import_or_skip(module), attribute):
+        importlib.import_module(f"{module}.{attribute}")
+
+
+def test_every_private_name_of_another_object_is_listed():
+    listed = {name.replace(":", ".").rpartition(".")[2] for name in NAMES}
+    reached = {
+        node.attr
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_(?!_)", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+    assert reached - listed == OF_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("vllm.v1.worker.gpu_worker:Worker.sleep", {"level": 1}),
+        ("vllm.v1.worker.gpu_worker:Worker.load_model", {"load_dummy_weights": False}),
+        ("vllm.v1.worker.gpu_worker:Worker.determine_available_memory", {}),
+        ("vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run", {}),
+        ("vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run", {}),
+        ("vllm.model_executor.models.registry:_run_in_subprocess", {"fn": print}),
+    ],
+)
+def test_a_function_takes_what_it_is_given(name, arguments):
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        owner, found = found, getattr(found, part)
+    receiver = [owner] if inspect.isclass(owner) else []
+    inspect.signature(found).bind(*receiver, **arguments)
 
 
 def test_the_version_is_checked_before_anything_slow_is_imported():
@@ -33,6 +115,7 @@ def test_the_version_is_checked_before_anything_slow_is_imported():
     assert answer.stdout.strip() == "set()", answer.stderr
 
 
+@pytest.mark.skipif(not is_cpu_build(), reason="on a CPU only")
 def test_blocks_are_copied_one_by_one_as_vllm_copies_them_at_once(monkeypatch):
     import torch
     from vllm.v1.worker import gpu_model_runner

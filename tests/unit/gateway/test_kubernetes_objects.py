@@ -230,18 +230,23 @@ def test_a_worker_has_of_the_volume_what_it_needs_and_no_keys():
         "/data/spill": False,
     }
     assert mounted("trainer", keep_compiled=True)["/data/compiled"] is False
-    assert "/data/compiled" not in mounted("sampler", keep_compiled=True)
+    assert mounted("sampler", keep_compiled=True)["/data/compiled"] is False
+    assert "/data/compiled" not in mounted("sampler") | mounted("trainer")
     assert mounted("trainer", volume_path="/data") == {"/data": False}
 
 
-def test_a_trainer_may_keep_in_the_volume_what_it_compiles():
-    def cache(kind: str, **settings: object) -> list[str]:
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+def test_a_worker_may_keep_in_the_volume_the_code_that_it_compiles(kind: str):
+    def caches(**settings: object) -> dict[str, str]:
         pool = a_pool(roles=["trainer", "sampler"])
         (pod,) = rendered(a_spec(kind), pool, **settings).pods
-        return [e["value"] for e in container(pod)["env"] if e["name"].startswith("TORCHINDUCTOR")]
+        return {e["name"]: e["value"] for e in container(pod)["env"] if "CACHE" in e["name"]}
 
-    assert cache("trainer") == cache("sampler", keep_compiled=True) == []
-    assert cache("trainer", keep_compiled=True) == ["/data/compiled"]
+    assert caches() == {}
+    assert caches(keep_compiled=True) == {
+        "TORCHINDUCTOR_CACHE_DIR": "/data/compiled",
+        "VLLM_CACHE_ROOT": "/data/compiled/vllm",
+    }
 
 
 def test_the_memory_is_a_limit_and_has_what_is_written_to_shared_memory():

@@ -13,12 +13,12 @@ from sampler_service.engine import SleepLevel
 from sampler_service.vllm.memory import (
     CpuSleeper,
     GpuSleeper,
+    cache_bytes,
     drop_weights,
     dropped_layers,
     memory_share,
     release_pages,
     resident_bytes,
-    tables_bytes,
 )
 from tandem.errors import WorkerStartFailed
 
@@ -38,9 +38,10 @@ def test_a_budget_that_is_not_free_is_refused_with_the_numbers():
         memory_share(40 * GIB, free=30 * GIB, total=80 * GIB)
 
 
-def test_tables_of_the_second_model_runner_are_counted():
-    """622 MB of numbers, and three masks."""
-    assert tables_bytes(sequences=1024, vocabulary=151936) == 622_329_856 + 58_343_424
+def test_a_budget_that_leaves_no_kv_cache_is_refused_with_the_numbers():
+    assert cache_bytes(8 * GIB, peak=5 * GIB) == 2 * GIB
+    with pytest.raises(WorkerStartFailed, match=r"of 4\.0 GiB leaves nothing .* take 3\.5 GiB"):
+        cache_bytes(4 * GIB, peak=7 * GIB // 2)
 
 
 class RecordingEngine:

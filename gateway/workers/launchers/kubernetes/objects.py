@@ -44,7 +44,7 @@ from gateway.workers.launchers.kubernetes.templates import Object, Template, mer
 from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest
-from tandem.worker import WorkerKind, WorkerSpec
+from tandem.worker import COMPILED, WorkerKind, WorkerSpec, compile_caches
 from tandem.worker_settings import TrainerSettings
 
 FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
@@ -59,7 +59,6 @@ FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
 }
 """Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
 the gateway's alone."""
-_COMPILED = "compiled"
 
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
@@ -287,9 +286,8 @@ def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
 def folders_of(
     kind: WorkerKind, settings: KubernetesSettings
 ) -> Mapping[str, Literal["read", "write"]]:
-    """Return `FOLDERS` of a worker, and the one where trainers may keep what they compile."""
-    kept = kind == "trainer" and settings.keep_compiled
-    return {**FOLDERS[kind], _COMPILED: "write"} if kept else FOLDERS[kind]
+    """Return `FOLDERS` of a worker, and the one where workers may keep compiled code."""
+    return {**FOLDERS[kind], COMPILED: "write"} if settings.keep_compiled else FOLDERS[kind]
 
 
 def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
@@ -343,8 +341,8 @@ def _pod_spec(
     module = _MODULES[spec.kind] + (".node" if node else "")
     # The user has no name in the image, and torch asks for one.
     environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
-    if spec.kind == "trainer" and settings.keep_compiled:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(home.volume / _COMPILED)
+    if settings.keep_compiled:
+        environment |= compile_caches(home.volume)
     if node:
         environment["TANDEM_NODE_RANK"] = str(node)
     container: Object = {
