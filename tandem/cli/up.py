@@ -105,22 +105,23 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
     if as_json:
         print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         return
-    say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}")
+    lines = [f"Tandem is up at {endpoint.url}; log: {stack.log_path}"]
     if (settings := GatewaySettings()).launcher != "kubernetes":
-        say(describe_found(settings, this_host(), ranks=settings.trainer.ranks))
-    say("")
-    say("Point the tinker SDK at it:\n")
-    say(f"  export TINKER_BASE_URL={endpoint.url}")
-    say(f"  export TINKER_API_KEY={endpoint.api_key}")
+        lines.append(describe_found(settings, this_host(), ranks=settings.trainer.ranks))
+    lines += [
+        "\nPoint the tinker SDK at it:\n",
+        f"  export TINKER_BASE_URL={endpoint.url}",
+        f"  export TINKER_API_KEY={endpoint.api_key}",
+    ]
     if follows_proxy(endpoint.url):  # the SDK asks the environment's proxy for every address
         host = httpx.URL(endpoint.url).host
-        say(f"  export NO_PROXY={host} no_proxy={host}")
-    say("")
-    say(
-        "This is the local admin key, which should stay on this machine; create keys for "
-        "others with `tandem keys create --owner NAME`."
-    )
-    say("`tandem status` shows what runs. Ctrl-C saves the runs and stops everything.")
+        lines.append(f"  export NO_PROXY={host} no_proxy={host}")
+    lines += [
+        "\nThis is the local admin key, which should stay on this machine; create keys for "
+        "others with `tandem keys create --owner NAME`.",
+        "`tandem status` shows what runs. Ctrl-C saves the runs and stops everything.",
+    ]
+    say("\n".join(lines))
 
 
 def parse_model(text: str) -> tuple[str, Path]:
