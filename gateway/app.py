@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import custom_losses
 from gateway.api.errors import ErrorResponses
 from gateway.api.hosts import HostBoundary
-from gateway.api.middleware import RequestBoundary
+from gateway.api.middleware import LeadingSlashes, RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
@@ -183,6 +183,7 @@ def create_app(
         errors=errors,
     )
     app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
+    app.add_middleware(LeadingSlashes)
     app.router.default = _unknown_path
     path_operations(app)
     return app

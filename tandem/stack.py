@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.environment import inherited
-from tandem.errors import ServerError, WorkerStartFailed, unusable_directory
+from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
 from tandem.own_machine import http_client
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
@@ -149,6 +149,13 @@ class Stack:
                 raise ValueError(answer.json().get("error", answer.text))
 
     def __enter__(self) -> Stack:
+        there = read_endpoint(self.data_dir)
+        if there is not None and answers(there):
+            raise InvalidRequest(
+                f"Tandem is up at {there.url} already, with the data directory {self.data_dir} "
+                f"(process {there.pid}); use that one, stop it first (Ctrl-C where it runs), or "
+                "choose another directory with --data-dir (TANDEM_DATA_DIR)"
+            )
         try:
             self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.log_path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -12,12 +12,21 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, fail, print_json, say
+from tandem.cli.context import (
+    TINKER_API,
+    DataDir,
+    JsonFlag,
+    call,
+    fail,
+    new_commands,
+    print_json,
+    say,
+)
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
 from tandem.own_machine import http_client
 
-app = typer.Typer(help="Checkpoints: list, delete, export and adopt.", no_args_is_help=True)
+app = new_commands("Checkpoints: list, delete, export and adopt.")
 
 Row = dict[str, object]
 

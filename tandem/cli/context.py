@@ -26,6 +26,16 @@ def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
+def new_commands(about: str) -> typer.Typer:
+    """Return a group of commands, whose help leaves text as it is, too: without rich's markup."""
+    return typer.Typer(
+        help=about,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+
 out = new_console()
 err = new_console(stderr=True)
 

@@ -12,10 +12,10 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from tandem.cli.context import DataDir, JsonFlag, call, out, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, new_commands, out, print_json, say
 from tandem.cli.tables import Column, byte_size, show_table
 
-app = typer.Typer(help="Device groups: list them, drain one.", no_args_is_help=True)
+app = new_commands("Device groups: list them, drain one.")
 
 Row = dict[str, object]
 

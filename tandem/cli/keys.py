@@ -14,6 +14,7 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    new_commands,
     print_json,
     resolve_data_dir,
     run_offline,
@@ -23,7 +24,7 @@ from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import UserError
 from tandem.stack import read_endpoint
 
-app = typer.Typer(help="API keys: create, list and revoke.", no_args_is_help=True)
+app = new_commands("API keys: create, list and revoke.")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _COLUMNS = {

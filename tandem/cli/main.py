@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
@@ -25,16 +24,11 @@ from tandem.cli import (
     up,
     usage,
 )
-from tandem.cli.context import fail
+from tandem.cli.context import fail, new_commands
 from tandem.errors import TandemError, describe
 from tandem.settings import settings_fault
 
-app = typer.Typer(
-    name="tandem",
-    help="Reinforcement learning of language models on your own machines.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = new_commands("Reinforcement learning of language models on your own machines.")
 app.command("up")(up.up)
 app.command("agent")(up.agent)
 app.command("demo")(demo.demo)

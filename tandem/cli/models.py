@@ -21,6 +21,7 @@ from tandem.cli.context import (
     call,
     err,
     fail,
+    new_commands,
     print_json,
     resolve_data_dir,
     say,
@@ -32,7 +33,7 @@ from tandem.errors import UserError
 from tandem.settings import GatewaySettings
 from tandem.stack import read_endpoint
 
-app = typer.Typer(help="Base models: add, remove and list.", no_args_is_help=True)
+app = new_commands("Base models: add, remove and list.")
 
 _HUB = "https://huggingface.co"
 _LINE_SECONDS = 10.0

@@ -12,13 +12,19 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, running_gateway, say
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    new_commands,
+    print_json,
+    running_gateway,
+    say,
+)
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import ServerError, describe
 
-app = typer.Typer(
-    help="Training runs: list them, show and export their steps.", no_args_is_help=True
-)
+app = new_commands("Training runs: list them, show and export their steps.")
 
 _RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them.")
 _WIDTH, _HEIGHT = 60, 6

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from tandem.certificate import AGENT_NAME
-from tandem.cli.context import JsonFlag, print_json, say
+from tandem.cli.context import JsonFlag, new_commands, print_json, say
 
-app = typer.Typer(no_args_is_help=True, help="Make certificates for agents of other hosts.")
+app = new_commands("Make certificates for agents of other hosts.")
 
 
 @app.command()

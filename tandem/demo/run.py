@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from tandem import __version__
 from tandem.demo.configuration import DemoConfiguration
@@ -84,12 +85,12 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
     )
     directory.write_summary(summary)
     if saved is not None:
-        console.print(f"The trained weights are kept as {saved}", soft_wrap=True)
+        console.print(f"The trained weights are kept as {saved}", soft_wrap=True, markup=False)
     console.print(
         f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
         f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
         f"(stack ready after {timing.ready:.0f} s). Everything that it started is stopped.\n"
-        f"Chart, metrics and configuration: [bold]{configuration.out}[/]",
+        f"Chart, metrics and configuration: [bold]{escape(str(configuration.out))}[/]",
         soft_wrap=True,
     )
     return summary
@@ -211,7 +212,9 @@ def _resume(
         return service.create_training_client_from_state(path).result()
     except (APIStatusError, RequestFailedError) as error:
         console.print(
-            f"The warm-up of an earlier demo is not usable, so a new one is made: {error}"
+            f"The warm-up of an earlier demo is not usable, so a new one is made: {error}",
+            soft_wrap=True,
+            markup=False,
         )
         return None
 
@@ -240,7 +243,9 @@ def _warm_up(
         )
     path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
     timing.warm_up = time.monotonic() - started
-    console.print(f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}", soft_wrap=True)
+    console.print(
+        f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}", soft_wrap=True, markup=False
+    )
     return path
 
 
@@ -315,7 +320,9 @@ def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float
         ]
     )
     shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
-    console.print(f"Greedy answers of the trained policy: {', '.join(shown)}", soft_wrap=True)
+    console.print(
+        f"Greedy answers of the trained policy: {', '.join(shown)}", soft_wrap=True, markup=False
+    )
     return sum(rollout.reward for rollout in answers) / len(answers)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import openai
 import pytest
 
+from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (
     CHAT,
     async_client_of,
@@ -38,6 +40,15 @@ def gate(tmp_path_factory):
 def client(gate):
     with client_of(gate) as client:
         yield client
+
+
+def test_a_base_url_may_end_with_a_slash(gate):
+    for slashes in ("/", "//"):
+        with openai.OpenAI(base_url=f"{gate.url}{slashes}/v1", api_key=KEY, max_retries=0) as one:
+            assert one.models.list().data
+    with gate.http() as http:
+        assert http.get(f"{gate.url}//api/v1/healthz").json() == {"status": "ok"}
+        assert http.get(f"{gate.url}//nowhere").status_code == 404
 
 
 # --- Requests to the engine ----------------------------------------------------------------

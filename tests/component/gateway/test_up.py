@@ -148,6 +148,36 @@ def printed(command: subprocess.Popen[str]) -> dict:
     return json.loads(text)
 
 
+def test_a_second_one_says_where_the_first_is_up_whatever_port_it_asks_for(tmp_path):
+    with started(TANDEM, *up(tmp_path), "--json") as command:
+        first = printed(command)
+        own = int(first["url"].rpartition(":")[2])
+        for port in (0, own, own + 1):
+            said = refused(TANDEM, *up(tmp_path, port=port))
+            assert f"Tandem is up at {first['url']} already" in said
+            assert f"(process {first['pid']})" in said and "--data-dir" in said
+        demo = ("demo", "--data-dir", str(tmp_path), "--out", str(tmp_path / "run"))
+        with subprocess.Popen([TANDEM, *demo], stderr=subprocess.PIPE, text=True) as other:
+            assert f"is up at {first['url']} already" in other.communicate(timeout=120)[1]
+            assert other.returncode == 1
+        command.terminate()
+        command.communicate(timeout=240)
+
+
+def test_leftovers_of_one_that_was_killed_are_in_nobodys_way(tmp_path):
+    with started(TANDEM, *up(tmp_path), "--json") as command:
+        first = printed(command)
+        command.kill()
+        command.communicate(timeout=240)
+    left = json.loads((tmp_path / "gateway.json").read_text())
+    assert left["url"] == first["url"]
+    wait_until(lambda: not Path(f"/proc/{first['pid']}/exe").exists(), what="it has ended")
+    with started(TANDEM, *up(tmp_path), "--json") as command:
+        assert printed(command)["api_key"] == first["api_key"]
+        command.terminate()
+        command.communicate(timeout=240)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_gateway_and_agent_however_up_ends(tmp_path, monkeypatch, number):
     mark = f"test-{uuid.uuid4().hex}"

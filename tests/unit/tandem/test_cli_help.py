@@ -1,0 +1,44 @@
+"""What the commands say of themselves, and how they print names of the platform."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from tandem.cli import context
+from tandem.cli.main import app
+
+
+def commands(group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = [path]
+    for name, command in getattr(group, "commands", {}).items():
+        found += commands(command, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("path", commands(typer.main.get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}])
+def test_no_help_has_a_picture_in_place_of_a_part_of_an_id(path, colour):
+    done = CliRunner(env=colour).invoke(app, [*path, "--help"])
+    assert done.exit_code == 0
+    assert not [each for each in done.output if ord(each) > 0x2FFF]
+
+
+def test_the_help_of_a_run_shows_an_id_as_it_is():
+    assert "s-0123456789ab:train:0" in CliRunner().invoke(app, ["runs", "show", "--help"]).output
+
+
+@pytest.mark.parametrize("text", ["s-1:train:0", "s-1:sample:3", ":bug:", "[bold]x[/]", "[/]"])
+def test_what_commands_print_is_left_as_it_is(text, monkeypatch):
+    for name in ("out", "err"):
+        console = context.new_console()
+        console.file = StringIO()
+        monkeypatch.setattr(context, name, console)
+    context.say(text)
+    context.say_aside(text)
+    context.fail(text)
+    assert context.out.file.getvalue() == f"{text}\n"
+    assert context.err.file.getvalue() == f"{text}\nerror: {text}\n"
