@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.request_settings import MOST_PAYLOAD_BYTES, HttpSettings, LimitSettings, OpenAISettings
 from tandem.sharing_settings import GroupSettings, SharingSettings
 from tandem.worker_settings import PoolSettings, SamplerSettings, TrainerSettings
+
+OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
+"""A file that a setting names; an empty variable names none."""
 
 
 class RecoverySettings(BaseSettings):
@@ -79,6 +82,9 @@ class GatewaySettings(BaseSettings):
         description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir.",
         repr=False,
     )
+    database_url_file: OptionalFile = Field(
+        None, description="The file that has the URL, such as a mounted Secret."
+    )
     lease_ttl: float = Field(
         5.0,
         gt=0,
@@ -94,7 +100,7 @@ class GatewaySettings(BaseSettings):
         repr=False,
         exclude=True,
     )
-    bootstrap_key_file: Path | None = Field(
+    bootstrap_key_file: OptionalFile = Field(
         None, description="The file that has the bootstrap key, such as a mounted Secret."
     )
     models: dict[str, Path] = Field(
@@ -279,6 +285,23 @@ class GatewaySettings(BaseSettings):
     http: HttpSettings = Field(default_factory=HttpSettings)
     openai: OpenAISettings = Field(default_factory=OpenAISettings)
 
+    @model_validator(mode="after")
+    def _read_database_url(self) -> Self:
+        if (path := self.database_url_file) is None:
+            return self
+        if self.database_url:
+            raise ValueError(
+                "TANDEM_DATABASE_URL and TANDEM_DATABASE_URL_FILE are both set; set one of them"
+            )
+        try:
+            self.database_url = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"TANDEM_DATABASE_URL_FILE ({path}) cannot be read: {why}") from error
+        if not self.database_url:
+            raise ValueError(f"TANDEM_DATABASE_URL_FILE ({path}) is empty")
+        return self
+
 
 def settings_fault(error: ValidationError | SettingsError) -> str:
     """Return what is wrong with the settings. Literal example: `TANDEM_PORT is 'abc': Input should
@@ -287,9 +310,13 @@ def settings_fault(error: ValidationError | SettingsError) -> str:
         field = re.search(r'"(\w+)"', str(error))
         return f"TANDEM_{field[1].upper()} is not JSON" if field else str(error)
     prefix = _prefix_of(error.title)
+
+    def named(where: tuple[int | str, ...], given: object) -> str:
+        """Return the setting with its value; "" where the fault is that of several."""
+        return f"{prefix}{'_'.join(map(str, where)).upper()}{_shown(given)}: " if where else ""
+
     return "; ".join(
-        f"{prefix}{'_'.join(map(str, each['loc'])).upper()}{_shown(each['input'])}: "
-        f"{each['msg'].removeprefix('Value error, ')}"
+        f"{named(each['loc'], each['input'])}{each['msg'].removeprefix('Value error, ')}"
         for each in error.errors(include_url=False, include_context=False)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import PurePosixPath
 
 import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
 import kubernetes_validate
@@ -185,6 +186,29 @@ def test_an_authority_of_the_database_is_mounted_where_there_is_one_and_its_pass
     assert volume["secretName"] == stack.one("Secret", "tandem-database-url")["metadata"]["name"]
     assert volume["optional"] is True
     assert [each["key"] for each in volume["items"]] == ["ca.crt"]
+
+
+def test_no_environment_of_a_pod_has_a_secret(stack):
+    for name, pod in all_pods(stack).items():
+        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
+            assert not any("secretRef" in source for source in container.get("envFrom", [])), name
+            for each in container.get("env", []):
+                hub = each["name"] == "HF_TOKEN"  # of the Job that downloads, which takes no file
+                assert hub or "secretKeyRef" not in each.get("valueFrom", {}), (name, each["name"])
+
+
+def test_the_gateway_reads_the_url_of_its_database_from_a_secrets_file(stack):
+    spec = stack.one("Deployment", "tandem")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    file = PurePosixPath(variables["TANDEM_DATABASE_URL_FILE"])
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    secret = volumes[mounts[str(file.parent)]]["secret"]
+    assert secret["secretName"] == stack.one("Secret", "tandem-database-url")["metadata"]["name"]
+    assert secret["items"] == [{"key": "url", "path": file.name}]
+    assert not secret.get("optional"), "without it the pod would start, and say something else"
+    assert "TANDEM_DATABASE_URL" not in {*variables, *stack.settings}
 
 
 def test_the_workers_are_owned_by_the_deployment_that_the_gateway_may_read(stack, monkeypatch):

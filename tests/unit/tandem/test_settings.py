@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.settings import GatewaySettings, without_password
+from tandem.settings import GatewaySettings, settings_fault, without_password
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,49 @@ def test_the_url_of_a_database_is_shown_without_its_password(monkeypatch, url, s
         said = CliRunner().invoke(app, arguments).stdout
         assert shown in said
         assert "cret" not in said
+
+
+def test_the_url_of_a_database_may_be_in_a_file(monkeypatch, tmp_path):
+    (tmp_path / "url").write_text("postgresql://ann:secret@host/tandem\n")
+    monkeypatch.setenv("TANDEM_DATABASE_URL_FILE", str(tmp_path / "url"))
+    settings = GatewaySettings()
+    assert settings.database_url == "postgresql://ann:secret@host/tandem"
+    assert "secret" not in repr(settings)
+    for arguments in (["config"], ["config", "--json"]):
+        assert "secret" not in CliRunner().invoke(app, arguments).stdout
+
+
+def test_a_variable_that_is_empty_names_no_file(monkeypatch):
+    for name in ("TANDEM_DATABASE_URL", "TANDEM_DATABASE_URL_FILE", "TANDEM_BOOTSTRAP_KEY_FILE"):
+        monkeypatch.setenv(name, "")
+    settings = GatewaySettings()
+    assert (settings.database_url, settings.bootstrap_key_file) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("written", "url", "fault"),
+    [
+        (None, "", "cannot be read: No such file"),
+        (b"", "", "is empty"),
+        (b" \n", "", "is empty"),
+        (b"\xff\xfe", "", "cannot be read: it is not text"),
+        (
+            b"postgresql://host/tandem",
+            "postgresql://ann:secret@host/b",
+            "both set; set one of them",
+        ),
+    ],
+)
+def test_a_file_without_a_url_is_refused_with_a_sentence(
+    monkeypatch, tmp_path, written, url, fault
+):
+    if written is not None:
+        (tmp_path / "url").write_bytes(written)
+    monkeypatch.setenv("TANDEM_DATABASE_URL", url)
+    monkeypatch.setenv("TANDEM_DATABASE_URL_FILE", str(tmp_path / "url"))
+    with pytest.raises(ValidationError) as caught:
+        GatewaySettings()
+    said = settings_fault(caught.value)
+    assert said.startswith("TANDEM_DATABASE_URL")
+    assert fault in said
+    assert "secret" not in said
