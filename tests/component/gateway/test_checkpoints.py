@@ -27,7 +27,7 @@ def test_a_saved_state_is_listed_with_what_was_said_of_it(training, rest):
     found = listed(rest, training.model_id)[path]
     assert found.checkpoint_id == "weights/first"
     assert found.checkpoint_type == "training"
-    assert found.size_bytes == 21
+    assert found.size_bytes == 15
     assert found.user_metadata == {"score": "0.5"}
     assert found.public is False
     assert before <= found.time <= dt.datetime.now(dt.UTC)

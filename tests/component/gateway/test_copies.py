@@ -28,7 +28,7 @@ def test_a_copied_state_outlives_its_source_and_continues_it(gate, service, trai
     for name in ("rank-0-0.safetensors", "checkpoint.json"):
         assert (target / name).stat().st_ino == (source / name).stat().st_ino, "no byte is copied"
     found = listed(rest, run_of(copy))[copy]
-    assert (found.size_bytes, found.user_metadata, found.public) == (21, {"a": "b"}, False)
+    assert (found.size_bytes, found.user_metadata, found.public) == (15, {"a": "b"}, False)
     assert found.expires_at - found.time == dt.timedelta(hours=1)
 
     rest.delete_checkpoint_from_tinker_path(path).result()

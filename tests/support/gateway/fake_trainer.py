@@ -253,15 +253,17 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         folder = Path(request.path)
         folder.mkdir(parents=True)  # noqa: ASYNC240
         (folder / "rank-0-0.safetensors").write_bytes(b"state of step %d" % self.step)
-        entries = [checksum_file(folder / "rank-0-0.safetensors")]
+        entry = checksum_file(folder / "rank-0-0.safetensors")
         record = {
             "step": self.step,
             "seq_id": request.header.seq_id,
             "history": self.history,
-            "files": [entry.model_dump() for entry in entries],
+            "files": [entry.model_dump()],
         }
         (folder / "checkpoint.json").write_text(json.dumps(record))
-        return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21, at_step=not self.held)
+        return trainer_pb2.SaveCheckpointReply(
+            step=self.step, bytes=entry.bytes, at_step=not self.held
+        )
 
     async def LoadCheckpoint(self, request, context):
         error = await self._admit(context, request.header)
