@@ -25,10 +25,11 @@ from starlette.types import Receive, Scope, Send
 from gateway import custom_losses
 from gateway.api.errors import ErrorResponses
 from gateway.api.hosts import HostBoundary
-from gateway.api.middleware import LeadingSlashes, RequestBoundary
+from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
+from gateway.api.paths import PathBoundary
 from gateway.api.routing import PathOperation, identify
 from gateway.api.standby import StandbyBoundary
 from gateway.api.tandem import groups, keys, runs, samplers, samples, status, targets, usage
@@ -162,7 +163,12 @@ def create_app(
             raise
 
     app = FastAPI(
-        title="Tandem", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+        title="Tandem",
+        lifespan=lifespan,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.metrics = metrics
     app.state.stop = stop
@@ -183,7 +189,7 @@ def create_app(
         errors=errors,
     )
     app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
-    app.add_middleware(LeadingSlashes)
+    app.add_middleware(PathBoundary)  # the outermost: all others look at the path
     app.router.default = _unknown_path
     path_operations(app)
     return app

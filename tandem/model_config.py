@@ -68,7 +68,7 @@ def model_length(directory: Path) -> int | None:
     """Return the longest sequence that the model was made for, in tokens."""
     config = text_config(directory)
     values = [config.get(key) for key in _LENGTH_KEYS]
-    return next((value for value in values if isinstance(value, int)), None)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def has_experts(directory: Path) -> bool:

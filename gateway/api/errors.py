@@ -97,6 +97,8 @@ class ErrorResponses:
         assert isinstance(error, HTTPException)
         path = request.url.path
         sentence = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 404:
+            sentence += _advice(request, known=next(filter(path.startswith, self._dialects), ""))
         response = self.response(UnknownEndpoint(sentence, status=error.status_code), path=path)
         if error.status_code == 405:
             response.headers["Allow"] = ", ".join(_methods_at(request))
@@ -118,6 +120,22 @@ def _login_refusal(error: TandemError) -> Response:
 
 def json_response(content: object, *, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type=JSON)
+
+
+def _advice(request: Request, *, known: str) -> str:
+    """Return what a client may have meant: its base address may have a part too few or too many.
+    Under the prefix `known`, name all routes."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = request.url.path
+    likely = ["/v1" + path, "/api" + path, "/api/v1" + path, "/" + path[1:].partition("/")[2]]
+    for other in likely:
+        scope = {**request.scope, "path": other}
+        if any(route.matches(scope)[0] is Match.FULL for route in routes):
+            return f"; {other} is there"
+    if not known:
+        return ""
+    names = dict.fromkeys(route.path for route in routes if route.path.startswith(known))
+    return f"; this server has {', '.join(names)}"
 
 
 def _methods_at(request: Request) -> list[str]:

@@ -66,20 +66,6 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next)
 
 
-class LeadingSlashes:
-    """Takes several slashes before a path for one: clients append a path to a base URL that ends
-    with one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("//"):
-            raw = b"/" + scope["raw_path"].lstrip(b"/")
-            scope = {**scope, "path": "/" + scope["path"].lstrip("/"), "raw_path": raw}
-        await self._app(scope, receive, send)
-
-
 class RequestBoundary:
     """Lets requests begin in turns, and `VITAL` ones at once; counts and times every one, notes
     changes in the audit log, hands large answers over in pieces, and has the last word on errors.

@@ -26,6 +26,7 @@ from tandem.errors import InvalidRequest, MalformedPayload, PayloadTooLarge, Req
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+_SEND_JSON = f"send JSON with Content-Type: {JSON}"
 
 SMALL_BODY = 2**20
 """Bytes of a request that is kept as it is, in the database or in memory, until its turn; and of
@@ -234,6 +235,14 @@ class BoundedRequest(Request):
             ) from None
 
 
+def check_content_type(sent: str | None) -> None:
+    """Refuse a type that is not JSON, which curl and forms send. Without a type, a body counts as
+    JSON. Raises `MalformedPayload`."""
+    kind = (sent or JSON).partition(";")[0].strip().lower()
+    if kind != JSON and not kind.endswith("+json"):
+        raise MalformedPayload(f"the body is of the type {kind[:80]!r}; {_SEND_JSON}")
+
+
 def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """Raise `PayloadTooLarge` for more JSON values than a request of this kind has.
 
@@ -256,7 +265,7 @@ def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:
     try:
         return pydantic_core.from_json(body)
     except ValueError as error:
-        raise MalformedPayload(f"the body is not JSON: {error}") from error
+        raise MalformedPayload(f"the body is not JSON: {error}; {_SEND_JSON}") from error
 
 
 def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) -> Model:
@@ -269,7 +278,9 @@ def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) ->
         return model.model_validate_json(body)
     except ValidationError as error:
         if _errors(error)[0]["type"] == "json_invalid":
-            raise MalformedPayload(f"the body is not JSON: {first_fault(error)}") from error
+            raise MalformedPayload(
+                f"the body is not JSON: {first_fault(error)}; {_SEND_JSON}"
+            ) from error
         raise InvalidRequest(first_fault(error)) from error
 
 

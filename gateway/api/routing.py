@@ -32,6 +32,7 @@ from gateway.api.request_body import (
     MOST_VALUES,
     SMALL_BODY,
     BoundedRequest,
+    check_content_type,
 )
 from gateway.auth.identity import Caller
 from gateway.auth.keys import Role as KeyRole
@@ -135,9 +136,7 @@ class PathOperation(APIRoute):
         async def checked(request: Request) -> Response:
             bounded = BoundedRequest(request.scope, request.receive, **bounds)
             if body is not None:
-                # FastAPI then parses it as JSON, whatever its Content-Type says.
-                headers = request.scope["headers"]
-                bounded.scope["headers"] = [h for h in headers if h[0] != b"content-type"]
+                check_content_type(request.headers.get("content-type"))
                 if (await bounded.body() or required) and await bounded.json() is None:
                     raise InvalidRequest("the body is null")  # FastAPI takes null for no body
             return cast(Response, await handle(bounded))

@@ -99,10 +99,11 @@ class BaseModels:
     def get(self, name: str) -> BaseModelEntry:
         """Return a model by its name, or by the path with which it was registered: a client that
         names the path can load the tokenizer from there, where the SDK looks for it under the
-        model's name. A path may end with a slash (see `note`). Raise `UnknownModel`."""
+        model's name. A path may end with a slash (see `note`), and may have lost its first slash in
+        a URL. Raise `UnknownModel`."""
         entry = self._entries.get(name)
-        if entry is None and name.startswith("/"):
-            path = Path(name)
+        if entry is None:
+            path = Path("/", name)
             entry = next((e for e in self._entries.values() if Path(e.path) == path), None)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
@@ -193,7 +194,7 @@ def _read_max_length(path: Path) -> int | None:
     if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):
         raise InvalidRequest(f"{config} names no architecture")
     length = model_length(path)
-    return length if length is not None and 0 < length <= _MAX_LENGTH else None
+    return length if length is not None and length <= _MAX_LENGTH else None
 
 
 def _read_vocabulary(path: Path) -> int | None:

@@ -209,8 +209,11 @@ _UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
     "modalities": ([["text"]], "this server samples only text"),
     "audio": (_EMPTY, "this server samples only text"),
     "web_search_options": (_EMPTY, "there is no search; leave it out"),
-    "reasoning_effort": (_EMPTY, "pass it to the model's template: chat_template_kwargs"),
-    "verbosity": (_EMPTY, "there is no such setting; leave it out"),
+    "reasoning_effort": (
+        [*_EMPTY, "none"],
+        "pass it to the template: chat_template_kwargs",
+    ),
+    "verbosity": ([*_EMPTY, "medium"], "there is no such setting; leave it out"),
 }
 """Fields that would change the result: the values that mean "off", and what to do instead."""
 

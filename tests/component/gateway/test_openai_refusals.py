@@ -115,6 +115,18 @@ def test_fields_that_change_nothing_are_accepted(client, fields):
     assert complete(client, extra_body=fields).choices
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "none", "verbosity": "medium"},
+        {"reasoning_effort": None, "tools": [], "tool_choice": "auto"},
+        {"modalities": ["text"], "function_call": "auto"},
+    ],
+)
+def test_what_agents_send_by_default_is_accepted(client, fields):
+    assert chat(client, extra_body=fields).choices
+
+
 def test_echo_with_logprobs_cannot_be_streamed(client):
     error = refusal(openai.BadRequestError, complete, client, echo=True, logprobs=1, stream=True)
     assert error.param == "stream"
@@ -224,12 +236,59 @@ def test_a_body_that_is_too_large_or_not_json(gate):
     with gate.http() as http:
         large = http.post("/v1/completions", content=b"x" * (2**20 + 1))
         assert (large.status_code, large.json()["error"]["code"]) == (413, "payload_too_large")
-        for content in (b"", b"[", b"3", b'{"model": 3}'):
+        for content in (b"", b"[", b"3", b'{"model": 3}', b"model=x"):
             answer = http.post("/v1/chat/completions", content=content)
+            is_json = content in (b"3", b'{"model": 3}')
+            advised = "send JSON with Content-Type: application/json" in answer.text
+            assert advised is not is_json, answer.text
             assert (answer.status_code, answer.json()["error"]["type"]) == (
                 400,
                 "invalid_request_error",
             )
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_of_another_type_is_told_which_to_send(gate, kind):
+    content = b'{"model": "speaker", "prompt": "x"}'
+    with gate.http() as http:
+        for path in ("/v1/completions", "/api/v1/create_session"):
+            answer = http.post(path, content=content, headers={"Content-Type": kind})
+            assert answer.status_code == 400
+            assert f"of the type '{kind}'; send JSON with Content-Type" in answer.text
+        good = ("application/json; charset=utf-8", "Application/JSON", "application/x+json", "")
+        for other in good:
+            headers = {"Content-Type": other} if other else {}
+            answer = http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", ["responses", "embeddings", "messages", "audio/speech"])
+def test_a_route_that_is_not_there_is_answered_with_those_that_are(gate, path):
+    with gate.http() as http:
+        answer = http.post(f"/v1/{path}", json={"model": "speaker", "input": "x"})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert "this server has /v1/chat/completions, /v1/completions, /v1/models" in message
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/asample", "/api/v1/asample"),
+        ("/create_session", "/api/v1/create_session"),
+    ],
+)
+def test_a_wrong_base_address_is_told_the_right_path(gate, sent, meant):
+    with gate.http() as http:
+        answer = http.post(sent, json={})
+        assert (answer.status_code, f"; {meant} is there" in answer.text) == (404, True), (
+            answer.text
+        )
+        unknown = http.post("/nothing/like/it", json={}).json()["error"]
+        assert unknown == "POST /nothing/like/it: Not Found"
 
 
 def test_an_unknown_path_or_method_is_answered_in_the_same_form(gate):

@@ -535,3 +535,14 @@ def test_clients_hear_how_long_a_sequence_of_their_engine_may_be(gate, sampling)
     engine_of(gate, sampling).max_length = before - 8
     sampling.sample(PROMPT, 1, PARAMS).result()
     assert known() == [before - 8]
+
+
+def test_a_length_that_a_config_names_by_another_word_is_known(gate, tmp_path):
+    """GPT-2's calls it n_positions."""
+    folder = make_model(tmp_path / "gpt2")
+    config = {"architectures": ["GPT2LMHeadModel"], "n_positions": 32, "vocab_size": 90}
+    (folder / "config.json").write_text(json.dumps(config))
+    gate.run(gate.gateway.models.add(name="gpt2", path=str(folder)))
+    with gate.http() as client:
+        sentence = refused(client, base_model="gpt2", sampling_params={"max_tokens": 1})
+        assert "60 prompt tokens + 1 max_tokens > 32" in sentence
