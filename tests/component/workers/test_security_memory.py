@@ -30,6 +30,13 @@ METHODS = {
     "health": "/grpc.health.v1.Health/Check",
     "none": "/x/y",
 }
+JUNK = [
+    b"",
+    b"\0" * 100,
+    b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100,
+]
 
 
 @contextlib.asynccontextmanager
@@ -109,6 +116,24 @@ async def test_a_request_beyond_any_real_size_is_not_read():
             assert await channel.unary_unary("/x/y")(bytes(60 * MIB), timeout=120) == b""
     finally:
         await server.stop(None)
+
+
+async def test_strangers_write_nothing_into_the_log_of_a_worker(tmp_path):
+    async with worker(tmp_path) as (handle, _process), worker_channel(handle) as channel:
+        log = tmp_path / "logs" / "w.log"
+        before = log.read_text()
+        host, _, port = handle.address.rpartition(":")
+        for sent in JUNK:
+            with socket.create_connection((host, int(port)), timeout=10) as stranger:
+                stranger.sendall(sent)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):
+                    while await asyncio.to_thread(stranger.recv, 4096):
+                        pass
+        for path in METHODS.values():
+            await refused(channel, path, b"")
+            await refused(channel, path, b"\xff" * 100, (SECRET_METADATA_KEY, "wrong"))
+        assert log.read_text() == before
 
 
 def closed(connection: socket.socket) -> bool:

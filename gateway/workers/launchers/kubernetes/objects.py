@@ -341,6 +341,7 @@ def _pod_spec(
     module = _MODULES[spec.kind] + (".node" if node else "")
     # The user has no name in the image, and torch asks for one.
     environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
+    environment["GRPC_VERBOSITY"] = "ERROR"  # as agents set it: strangers cause all lower lines
     if settings.keep_compiled:
         environment |= compile_caches(home.volume)
     if node:
