@@ -1,8 +1,8 @@
 """The environment variables that an agent and its workers inherit: a list of those that they need.
 
 Whoever starts `tandem up` may have passwords and tokens of other programs in the environment. A
-list of the names to leave out would miss some, so this is one of the names to keep. Of a kept name,
-too, nothing passes that looks like a secret, such as HF_TOKEN.
+list of the names to leave out would miss some, so this is a list of the names to keep. A name on it
+that looks like a secret's, such as HF_TOKEN, is left out all the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECRET = re.compile(
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return of an environment the part that agents and workers inherit."""
+    """Return the variables of an environment that agents and workers inherit."""
     return {name: value for name, value in environment.items() if is_inherited(name)}
 
 

@@ -1,4 +1,4 @@
-"""What of the environment an agent and its workers inherit."""
+"""The environment variables that an agent and its workers inherit."""
 
 from __future__ import annotations
 
