@@ -62,8 +62,8 @@ class TrainerSettings(BaseSettings):
     memory_bytes: int = Field(
         0,
         ge=0,
-        description="That the memory plan may use, of each GPU, or of the host of CPU ranks; 0 = "
-        "nine tenths of what is free.",
+        description="That a trainer may use of each GPU, or of the host of CPU ranks, if so much "
+        "is free; 0 = nine tenths of what is free.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "off",

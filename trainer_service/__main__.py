@@ -31,7 +31,7 @@ from tandem.worker_server import WorkerServer
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.engine_thread import EngineThread
-from trainer_service.service.libraries import import_libraries
+from trainer_service.service.libraries import import_libraries, set_environment
 from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.nodes import OtherRanks
 from trainer_service.service.rank_processes import devices_of_ranks
@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     link = launcher_link()
-    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
-    # sampler and each other. Every rank reads this when it imports torch.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_environment()
     link.preload(import_libraries)
     serve(link.read_spec(), link)
 

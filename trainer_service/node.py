@@ -30,6 +30,7 @@ from tandem.worker import WorkerReport, WorkerSpec
 from tandem.worker_link import launcher_link
 from trainer_service.__main__ import serve
 from trainer_service.compute.topology import Topology, topology_of
+from trainer_service.service.libraries import set_environment
 from trainer_service.service.nodes import Member
 from trainer_service.service.rank_processes import devices_of_ranks
 
@@ -40,7 +41,7 @@ class _Stopped(Exception):
 
 def main() -> None:
     link = launcher_link()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in `__main__`
+    set_environment()
     link.preload(lambda: None)
     spec = link.read_spec()
     configure_logging(service="trainer", level=spec.log_level)

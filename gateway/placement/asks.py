@@ -100,6 +100,7 @@ class Asks(BaseModel):
                 "dtype": self.dtype,
                 "compile": self.compile,
                 "backend": self.backend,
+                "memory_bytes": self.memory or settings.memory_bytes,
             }
         )
 

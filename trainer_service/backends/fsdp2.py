@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -46,7 +47,7 @@ from trainer_service.batches.validation import Batch
 from trainer_service.lora.adapters import ActiveAdapters, LoraLinear, freeze
 from trainer_service.lora.run_adapters import RunAdapters
 from trainer_service.losses.base import LossResult
-from trainer_service.models.activation_checkpointing import checkpoint_blocks
+from trainer_service.models.activation_checkpointing import Checkpointing
 from trainer_service.models.compiled_blocks import (
     compile_blocks,
     compiles,
@@ -86,6 +87,10 @@ from trainer_service.optimizers.staged import pin
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_COMPILE_THREADS = 8
+"""Of one rank, at most."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -136,6 +141,7 @@ class Fsdp2Backend(TrainerBackend):
         check_trainable(model_path)
         if world.device == "cpu":
             map_large_tensors()
+        self.plan = None  # of stand-ins
         self.plan = self._plan(model_path, settings)
         checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
 
@@ -194,7 +200,7 @@ class Fsdp2Backend(TrainerBackend):
         if not found:
             raise refused
         self._copied = max(
-            found, key=lambda each: (found[each].micro_batch_tokens, not found[each].checkpointing)
+            found, key=lambda each: (not found[each].checkpointing, found[each].micro_batch_tokens)
         )
         return found[self._copied]
 
@@ -275,11 +281,13 @@ class Fsdp2Backend(TrainerBackend):
         else:
             self._keep_in(torch_dtype(self.training.states))
         if self._compiled:
-            compile_blocks(find_blocks(model))
+            compile_blocks(find_blocks(model), threads=self._compile_threads)
         if divide is not None:
             divide(model)
-        if checkpointed:
-            checkpoint_blocks(find_blocks(model))
+        self._checkpointing = Checkpointing(
+            find_blocks(model) if checkpointed or settings.checkpointing == "auto" else [],
+            on=checkpointed,
+        )
 
     def _to_device(self) -> None:
         """All that is not kept on the host."""
@@ -336,6 +344,15 @@ class Fsdp2Backend(TrainerBackend):
             width=torch_dtype(self.dtype).itemsize,
             copied=self._copied,
         )
+
+    @property
+    def _compile_threads(self) -> int:
+        """How many kernels are compiled at once. Each of torch's threads is a process, which would
+        only be in the way on a CPU that computes as well."""
+        if self._world.device == "cpu":
+            return 1
+        ranks = self._world.on_node or self._world.size
+        return max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
     @property
     def _casts(self) -> bool:
@@ -457,6 +474,7 @@ class Fsdp2Backend(TrainerBackend):
         return row_length(tokens) if self._by_onednn else tokens
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
+        self._choose_checkpointing(micro_batch)
         with torch.set_grad_enabled(gradients):
             chosen = self._logprobs.of(micro_batch)
         if not gradients:
@@ -470,7 +488,13 @@ class Fsdp2Backend(TrainerBackend):
     ) -> tuple[Tensor, LossResult]:
         if not by_entry or not self._logprobs.in_chunks(micro_batch):
             return super().loss_of(micro_batch, objective, by_entry=by_entry)
+        self._choose_checkpointing(micro_batch)
         return self._logprobs.with_gradients(micro_batch, objective)
+
+    def _choose_checkpointing(self, micro_batch: MicroBatch) -> None:
+        """Also of a stand-in, which has no plan yet. The bits are the same."""
+        if self.plan is not None:
+            self._checkpointing.on = self.plan.checkpoints(micro_batch.tokens.size)
 
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable.values())

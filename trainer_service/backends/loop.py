@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tandem.errors import describe
 from trainer_service.batches.loss_inputs import Float32Array
-from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory, tokens_of
+from trainer_service.batches.memory import MicroBatchTooLarge, free_on, ran_out_of_memory, tokens_of
 from trainer_service.batches.micro_batches import (
     STAND_IN_TOKENS,
     MicroBatchPlan,
@@ -57,7 +57,7 @@ def compute_share(
     sums: list[Tensor] = []
     maxima: list[Tensor] = []
     for datums in share:
-        computed, reason = None, ""
+        computed, reason, free = None, "", 0
         try:
             if datums:
                 computed = _compute(backend, batch, datums, keep)
@@ -67,10 +67,11 @@ def compute_share(
             if not ran_out_of_memory(error):
                 raise
             reason = describe(error).partition("\n")[0][:300]
+            free = free_on(backend.device)
         if reason:  # raised here, it does not hold the memory that the other error does
             lengths = batch.lengths.tolist()
             tokens = tokens_of(datums, lengths, packed=backend.packs) or STAND_IN_TOKENS
-            raise MicroBatchTooLarge(tokens, reason)
+            raise MicroBatchTooLarge(tokens, reason, free=free)
         if computed is None:
             continue
         logprobs, result = computed

@@ -338,7 +338,7 @@ def _available(settings: TrainerSettings, world: World) -> Available:
     device = host
     if world.device == "cuda":
         device = int((1 - SPARE) * torch.cuda.mem_get_info()[0])
-    device = settings.memory_bytes or device
+    device = min(device, settings.memory_bytes or device)
     sharing = world.on_node or world.size
     found = [device // sharing, 0] if world.device == "cpu" else [device, host // sharing]
     if world.size > 1:

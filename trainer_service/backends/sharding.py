@@ -4,6 +4,7 @@ together, and the calls that gather them and let them go."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,6 +36,8 @@ class RankMesh:
     None. A collective of some of them fails after `timeout`, as one of all does."""
 
     def __init__(self, world: World, layout: Layout, *, timeout: timedelta) -> None:
+        if world.size == 1 and not dist.is_initialized():
+            _meet_nobody(world.device, timeout=timeout)
         self.tensor: DeviceMesh | None = None
         sizes = {
             "replicas": layout.replicas,
@@ -68,6 +71,19 @@ class RankMesh:
         dist.all_reduce(value, group=self.data.get_group("shards"))
         if self.tensor is not None:
             dist.all_reduce(value, group=self.tensor.get_group())
+
+
+def _meet_nobody(device: str, *, timeout: timedelta) -> None:
+    """Makes the process group of a single rank."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timeout,
+    )
 
 
 class DirectAllGather:

@@ -15,16 +15,18 @@ _SENTENCES = ("DefaultCPUAllocator: can't allocate", "out of memory", "CUBLAS_ST
 
 
 class MicroBatchTooLarge(Exception):
-    """A micro-batch of so many `tokens`, padding included, ran out of memory.
+    """A micro-batch of so many `tokens`, padding included, ran out of memory. So many bytes of the
+    device were `free` then.
 
     Where it leaves `RankTrainer.forward_backward`, gradients are lost or other ranks are stuck in
     a collective: the process group is of no use any more.
     """
 
-    def __init__(self, tokens: int, reason: str) -> None:
+    def __init__(self, tokens: int, reason: str, *, free: int = 0) -> None:
         super().__init__(f"a micro-batch of {tokens} tokens ran out of memory: {reason}")
         self.tokens = tokens
         self.reason = reason
+        self.free = free
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -32,6 +34,12 @@ def ran_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _SENTENCES)
+
+
+def free_on(device: str) -> int:
+    """How many bytes of a rank's GPU are free, for all processes; 0 for a CPU, whose system ends a
+    process rather than refuse it memory."""
+    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
 def tokens_of(part: MicroBatchPlan, lengths: Sequence[int], *, packed: bool) -> int:

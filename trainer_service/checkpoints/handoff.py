@@ -34,12 +34,13 @@ _ALIGNMENT = 512
 """Of each tensor, in bytes."""
 
 
-def keep_copy(name: str, backend: TrainerBackend) -> KeptCopy | None:
+def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy | None:
     """Return the memory for a copy of the version that is to be published, None if there is none.
-    It is neither what the memory plan needs, nor more than is free now."""
+    It is neither what the memory plan needs, nor more than is free now. Earlier copies that nobody
+    has released hold so many bytes."""
     size = sum(_aligned(export.bytes) for export in backend.exports())
     reason = ""
-    if size > (room := _room(backend)):
+    if size > (room := _room(backend, held)):
         reason = f"{size} bytes are needed, and {room} are to spare"
     else:
         try:
@@ -64,6 +65,10 @@ class KeptCopy:
     @property
     def name(self) -> str:
         return self._message.name
+
+    @property
+    def bytes(self) -> int:
+        return self._message.bytes
 
     def copying(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the version as they come, and copy each."""
@@ -183,7 +188,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _room(backend: TrainerBackend) -> int:
+def _room(backend: TrainerBackend, held: int) -> int:
     """Return how many bytes of the device a copy may have."""
     room: int
     if backend.device == "cuda":
@@ -192,5 +197,5 @@ def _room(backend: TrainerBackend) -> int:
     else:
         room = free_memory_bytes()
     if (plan := backend.plan) is not None:
-        room = min(room, plan.available.device - sum(plan.needs.device.values()))
+        room = min(room, plan.available.device - sum(plan.needs.device.values()) - held)
     return room

@@ -184,8 +184,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
-    types = (settings.dtype, assignment.training.states)
-    if size > 1 or device == "cuda" or "bfloat16" in types or assignment.training.weights_on_host:
+    if size > 1:  # a single rank has a group where FSDP holds its weights (`RankMesh`)
         # Where all ranks are on this machine, their traffic stays on its loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)
@@ -198,9 +197,8 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         dist.init_process_group(
             collectives, store=store, rank=rank, world_size=size, timeout=timeout
         )
-        if size > 1:
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            snapshot_group = dist.new_group(backend="gloo", timeout=_SNAPSHOT_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        snapshot_group = dist.new_group(backend="gloo", timeout=_SNAPSHOT_TIMEOUT)
     backend = backend_named(settings.backend)(
         model_path=assignment.model_path,
         settings=settings,
@@ -286,3 +284,6 @@ def _take_gpu(assignment: Assignment) -> None:
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
         )
     torch.cuda.set_device(assignment.local_rank)
+    if budget := assignment.settings.memory_bytes:  # others count on the rest
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total))

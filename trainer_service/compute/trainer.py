@@ -23,7 +23,7 @@ from tandem.worker import TrainingSpec
 from trainer_service.backends.base import Capability, TrainerBackend
 from trainer_service.backends.loop import ShareResult
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
-from trainer_service.batches.memory import MicroBatchTooLarge, largest
+from trainer_service.batches.memory import MicroBatchTooLarge, free_on, largest
 from trainer_service.batches.micro_batches import RankPlan, plan_batch, ranges
 from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
@@ -151,26 +151,32 @@ class RankTrainer:
         """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
         whole batch, the others None. `plan` 0: the trainer's own.
 
-        A single rank that runs out of memory computes the batch again in smaller micro-batches,
-        and stays with those. Raises `OutOfMemory` with the gradients held as they were before, or
-        `MicroBatchTooLarge`.
+        A single rank that runs out of memory computes the batch again: first once more as before,
+        if more memory is free now, which others or torch's cache may have had; then in smaller
+        micro-batches, and stays with those. Raises `OutOfMemory` with the gradients held as they
+        were before, or `MicroBatchTooLarge`.
         """
         self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
         # Others would wait for this rank in collectives, and cannot be told.
         undoes = Capability.UNDO in backend.capabilities and self.control.size == 1
+        repeated = 0
         while True:
             mark = backend.mark() if undoes else []
             try:
                 computed = self._attempt(batch, plan)
             except MicroBatchTooLarge as error:
-                tokens, reason = error.tokens, error.reason
+                tokens, reason, free = error.tokens, error.reason, error.free
             else:
                 self.micro_batch_tokens = min(self.micro_batch_tokens, plan)
                 return computed
             # The error is gone here, and what it held of the attempt with it.
             if not undoes or not backend.undo(mark):
                 raise MicroBatchTooLarge(tokens, reason)
+            if plan != repeated and free_on(backend.device) > free:
+                repeated = plan
+                get_log().warning("out_of_memory_repeated", tokens=tokens, reason=reason)
+                continue
             plan = self.plan_after(batch, tokens=tokens, reason=reason)
             get_log().warning(
                 "out_of_memory", tokens=tokens, micro_batch_tokens=plan, reason=reason

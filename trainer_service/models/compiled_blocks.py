@@ -60,8 +60,9 @@ def check_compiler(device: str) -> None:
         raise WorkerStartFailed(_NO_COMPILER.format("C++", "g++")) from error
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Let each block compute with what torch makes of it."""
+def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
+    """Let each block compute with what torch makes of it. More than one of the `threads` are
+    processes, which end with this one."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -73,7 +74,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     dynamo.fail_on_recompile_limit_hit = True  # instead of going on without
     shapes.use_duck_shape = False  # sizes that happen to be equal need not stay so
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    inductor.compile_threads = 1  # no processes that nobody would end
+    inductor.compile_threads = threads
     if (cache := os.environ.get(_CACHE)) and Path(cache).name != (mine := processor()):
         os.environ[_CACHE] = str(Path(cache, mine))
     for block in blocks:

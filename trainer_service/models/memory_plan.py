@@ -14,6 +14,9 @@ from typing import Literal
 from tandem.errors import WorkerStartFailed
 from tandem.trainer_memory import MICRO_BATCH_TOKENS
 
+PLAIN_TOKENS = 4096
+"""A micro-batch that is halved down to so many tokens loses less than one of checkpointed blocks,
+which compute a third more."""
 LEAST_TOKENS = 256
 """A micro-batch of fewer is of no use to anybody, unless it is all that is wanted."""
 _GIB = 2**30
@@ -45,6 +48,15 @@ class MemoryPlan:
     needs: Needs
     available: Available
 
+    def checkpoints(self, tokens: int) -> bool:
+        """Whether blocks are checkpointed in a micro-batch of so many tokens. One sequence may be
+        longer than a planned micro-batch, and what it needs grows with it."""
+        if self.checkpointing or tokens <= self.micro_batch_tokens:
+            return self.checkpointing
+        activations = self.needs.device["activations"]
+        more = activations * tokens // self.micro_batch_tokens - activations
+        return sum(self.needs.device.values()) + more > self.available.device
+
 
 def wanted_tokens(setting: int, *, device: str) -> int:
     """The tokens of a micro-batch where memory allows them."""
@@ -60,14 +72,16 @@ def choose(
     available: Available,
     what_helps: Sequence[str] = (),
 ) -> MemoryPlan:
-    """Return the plan with the largest micro-batch up to the `wanted` one, halved until it fits;
-    checkpointed only if that one does not fit otherwise. `activations` are the bytes for so many
-    tokens, with checkpointed blocks or not. Raises `WorkerStartFailed`, with the numbers."""
-    tries = [(wanted, False)] if checkpointing == "auto" else []
-    tokens = wanted
-    while tokens >= min(LEAST_TOKENS, wanted):
-        tries.append((tokens, checkpointing != "off"))
-        tokens //= 2
+    """Return the plan with the largest micro-batch up to the `wanted` one, halved until it fits.
+    Blocks are checkpointed only if `PLAIN_TOKENS` do not fit otherwise. `activations` are the bytes
+    for so many tokens, with checkpointed blocks or not. Raises `WorkerStartFailed`, with the
+    numbers."""
+    least = min(LEAST_TOKENS, wanted)
+    halves = [wanted >> times for times in range(wanted.bit_length()) if wanted >> times >= least]
+    tries = [(tokens, checkpointing != "off") for tokens in halves]
+    if checkpointing == "auto":
+        plain = min(PLAIN_TOKENS, wanted)
+        tries = [(tokens, False) for tokens in halves if tokens >= plain] + tries
     for tokens, checkpointed in tries:
         device = {**lasting.device, "activations": activations(tokens, checkpointed)}
         plan = MemoryPlan(tokens, checkpointed, Needs(device, lasting.host), available)

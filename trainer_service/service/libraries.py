@@ -12,6 +12,20 @@ import numpy  # noqa: F401 - starts threads when imported, which must have their
 _LAST = "trainer_service.service.hosted_runs"
 
 
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+
+
+def set_environment() -> None:
+    """Set what torch reads when it is imported, in this process and in those of its ranks."""
+    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
+    # sampler and each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Most of the time to pin memory goes into clearing its pages, which one thread does otherwise.
+    if not any(map(os.environ.get, _ALLOCATOR)):
+        os.environ[_ALLOCATOR[0]] = _PINNING
+
+
 def import_libraries() -> None:
     """Import them, once in a process. The garbage collector would find nothing meanwhile, and take
     a fifth of the time. Their objects live as long as the process, so it never looks at them."""

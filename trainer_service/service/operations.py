@@ -229,7 +229,8 @@ class Operations:
                 prepare_publish(version, trainer.backend)
                 whole = trainer.backend.training.lora is None
                 if request.handoff and whole and trainer.control.size == 1:
-                    copy = keep_copy(version.name, trainer.backend)
+                    held = sum(each.bytes for each in list(self._copies.values()))
+                    copy = keep_copy(version.name, trainer.backend, held=held)
                 self._announce(Op.PUBLISH, request)
                 manifest = publish(version, trainer, copy)
         except TandemError as error:

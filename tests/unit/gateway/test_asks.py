@@ -88,6 +88,14 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert training.layout == Layout(replicas=1, tensor_parallel=2)
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
+    assert trainer.memory_bytes == 2**34
+
+
+def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_settings():
+    settings = TrainerSettings(memory_bytes=2**33)
+    for metadata, expected in (({}, 2**33), ({"tandem.memory": "16G"}, 16 * 10**9)):
+        asks = asked(metadata)
+        assert asks.trainer_settings(settings).memory_bytes == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,9 +33,11 @@ from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from tests.unit.trainer.test_sharing import SPECS, add, forward_backward, host, step, trainer_of
+from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.models import compiled_blocks
 from trainer_service.models.compiled_blocks import check_compiler
+from trainer_service.models.memory_plan import Available
 
 CHUNKS = {"logits_bytes": 4 * VOCABULARY * 7}
 KINDS = {
@@ -107,6 +110,17 @@ def test_neither_new_lengths_nor_new_rows_are_compiled_again(model, graphs_alone
             trainer.forward_backward(batch_of(trainer, message))
 
 
+def test_blocks_that_are_checkpointed_for_one_batch_are_not_compiled_again(model, graphs_alone):
+    """Of a sequence that is longer than a planned micro-batch, and does not fit otherwise."""
+    trainer = compiled_rank(model, micro_batch_tokens=16)
+    trainer.backend.plan = replace(trainer.backend.plan, available=Available(device=0))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length, checkpointed in ((64, True), (16, False), (40, True)):
+            data = [datum(range(3, 3 + length), weights=[1.0] * length)]
+            trainer.forward_backward(batch_of(trainer, request(data)))
+            assert trainer.backend._checkpointing.on == checkpointed
+
+
 def test_runs_that_share_a_model_compute_with_their_own_adapters(model, forward_graphs_alone):
     together = host(model, "a", "b", compile="on")
     alone = {run_id: trainer_of(model, run_id) for run_id in "ab"}
@@ -154,10 +168,23 @@ def test_adapters_of_a_new_shape_are_compiled_in_an_operation_that_says_so(
     assert said == [(True, "a"), (True, "b")]
 
 
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [("cpu", 16, 1, 1), ("cuda", 16, 1, 8), ("cuda", 16, 4, 4), ("cuda", 2, 4, 1)],
+)
+def test_several_kernels_are_compiled_at_once_beside_a_gpu(
+    monkeypatch, device, cores, ranks, threads
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    backend = object.__new__(Fsdp2Backend)
+    backend._world = World(rank=0, size=ranks, device=device, on_node=ranks)
+    assert backend._compile_threads == threads
+
+
 def test_processors_share_no_code(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for _ in range(2):
-        compiled_blocks.compile_blocks([])
+        compiled_blocks.compile_blocks([], threads=1)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / compiled_blocks.processor())
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tandem.devices import parse_device
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
+from tests.support.local_trainer import compute, data_of
+from tests.support.trainer_worker import request
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.compute import process_group
@@ -19,6 +24,7 @@ from trainer_service.compute.process_group import (
     kind_of_device,
     threads_of,
 )
+from trainer_service.service.libraries import set_environment
 from trainer_service.service.rank_processes import devices_of_ranks
 
 
@@ -120,17 +126,80 @@ def test_adapters_are_refused_before_the_start_where_the_backend_cannot_train_th
 )
 def test_ranks_share_the_cores_that_are_not_their_own(monkeypatch, own_cores, threads, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    rank = Assignment(
-        rank=1,
-        local_rank=1,
-        on_node=2,
-        size=4,
-        device="cpu",
-        own_cores=own_cores,
-        store_port=1,
-        model_path=Path("models/tiny"),
-        model_name="tiny",
-        training=TrainingSpec(),
-        settings=TrainerSettings(threads=threads),
-    )
+    rank = assignment(on_node=2, own_cores=own_cores, settings=TrainerSettings(threads=threads))
     assert threads_of(rank) == expected
+
+
+def assignment(**fields: object) -> Assignment:
+    """That of a rank that is alone, but for the `fields`."""
+    return Assignment(
+        **{
+            "rank": 0,
+            "local_rank": 0,
+            "on_node": 1,
+            "size": 1,
+            "device": "cpu",
+            "own_cores": False,
+            "store_port": 1,
+            "model_path": Path("models/tiny"),
+            "model_name": "tiny",
+            "training": TrainingSpec(),
+            "settings": TrainerSettings(),
+            **fields,
+        }
+    )
+
+
+@pytest.mark.parametrize(("budget", "fractions"), [(0, []), (20, [0.25]), (100, [1.0])])
+def test_a_rank_takes_no_more_of_its_gpu_than_its_budget(monkeypatch, budget, fractions):
+    found: list[float] = []
+    monkeypatch.setattr(process_group, "_visible_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.append)
+    settings = TrainerSettings(memory_bytes=budget * 2**30)
+    process_group._take_gpu(assignment(settings=settings))
+    assert found == fractions
+
+
+@pytest.mark.parametrize(
+    ("dtype", "training", "meets"),
+    [
+        ("float32", TrainingSpec(), False),
+        ("bfloat16", TrainingSpec(), False),
+        ("bfloat16", TrainingSpec(states="bfloat16"), False),
+        ("bfloat16", TrainingSpec(lora=LoraSpec(rank=4)), False),
+        ("float32", TrainingSpec(states="bfloat16"), True),
+        ("float32", TrainingSpec(offload="weights"), True),
+    ],
+)
+def test_a_single_rank_has_a_process_group_only_where_its_weights_are_sharded(
+    model, dtype, training, meets
+):
+    """On a GPU that of NCCL, which starts threads and takes memory."""
+    chosen = TrainerSettings(device="cpu", threads=1, dtype=dtype)
+    alone = assignment(settings=chosen, training=training, model_path=model)
+    try:
+        trainer = process_group.join(alone)
+        assert dist.is_initialized() == meets
+        compute(trainer, request(data_of()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_several_threads_pin_memory_unless_the_operator_configures_torch_s_allocator(monkeypatch):
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for own in (None, *names):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        if own:
+            monkeypatch.setenv(own, "max_split_size_mb:64")
+        set_environment()
+        found = {name: os.environ[name] for name in names if name in os.environ}
+        if own:
+            assert found == {own: "max_split_size_mb:64"}
+        else:
+            assert list(found) == ["PYTORCH_ALLOC_CONF"]
+            assert "pinned_num_register_threads:8" in found["PYTORCH_ALLOC_CONF"]
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 from trainer_service.backends.base import Export
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
+from trainer_service.models.memory_plan import Available, MemoryPlan, Needs
 
 
 def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
@@ -123,6 +124,26 @@ def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path,
     adapters = make(models["qwen3"], SPEC)
     assert not publish(adapters, tmp_path / "v4", handoff=True).HasField("handoff")
     assert memory_files() == 0
+
+
+def test_copies_that_nobody_released_are_no_room_for_the_next_one(monkeypatch):
+    """Three of 512 bytes are beside what the plan needs."""
+    import torch
+
+    export = Export("w", (4,), torch.float32, "w")  # 512 bytes, as it is aligned
+    plan = MemoryPlan(1, False, Needs({"weights": 1000}), Available(device=2600))
+    backend = SimpleNamespace(exports=lambda: [export], plan=plan, device="cpu", dtype="float32")
+    held: list[kept.KeptCopy] = []
+    for _ in range(3):
+        copy = kept.keep_copy("v1", backend, held=sum(each.bytes for each in held))
+        assert copy is not None and copy.bytes == 512
+        held.append(copy)
+    assert kept.keep_copy("v2", backend, held=sum(each.bytes for each in held)) is None
+    held.pop().close()
+    last = kept.keep_copy("v3", backend, held=sum(each.bytes for each in held))
+    assert last is not None
+    for each in (*held, last):
+        each.close()
 
 
 def test_a_version_that_could_not_be_written_is_not_handed_over(models, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -18,7 +19,7 @@ from tandem.worker_settings import TrainerSettings
 from tests.support.allocations import allocations
 from tests.support.local_trainer import WITHOUT_MLP, compute, data_of, gradients, make_rank
 from tests.support.tiny_model import ARCHITECTURES
-from tests.support.trainer_worker import request
+from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.planning import (
@@ -67,6 +68,28 @@ def test_a_micro_batch_is_halved_until_it_fits():
     assert chosen(16 * GIB, "off") == (1024, False)
     assert chosen(17 * GIB, "on") == (2048, True)
     assert chosen(GIB + 100 * 2**20, wanted=100) == (100, True)
+
+
+def test_large_micro_batches_are_halved_before_blocks_are_checkpointed():
+    """Down to 4,096 tokens: checkpointed blocks compute a third more."""
+    assert chosen(129 * GIB, wanted=16384) == (16384, False)
+    assert chosen(129 * GIB - 1, wanted=16384) == (8192, False)
+    assert chosen(33 * GIB, wanted=16384) == (4096, False)
+    assert chosen(33 * GIB - 1, wanted=16384) == (16384, True)
+    assert chosen(17 * GIB - 1, wanted=16384) == (8192, True)
+    assert chosen(33 * GIB, "on", wanted=16384) == (16384, True)
+    assert chosen(17 * GIB, "off", wanted=16384) == (2048, False)
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_checkpointed_where_it_does_not_fit_otherwise():
+    plan = choose(
+        wanted=4096,
+        checkpointing="auto",
+        lasting=Needs({"weights": GIB}),
+        activations=activations,
+        available=Available(device=49 * GIB),
+    )
+    assert [plan.checkpoints(tokens) for tokens in (1, 4096, 6144, 6145)] == [False] * 3 + [True]
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers_and_what_helps():
@@ -214,6 +237,20 @@ def test_ranks_of_one_host_share_nine_tenths_of_what_is_free(monkeypatch):
     assert found(1) == Available(device=9 * GIB)
     assert found(3) == Available(device=3 * GIB)
     assert found(2, memory_bytes=4 * GIB) == Available(device=2 * GIB)
+    assert found(1, memory_bytes=20 * GIB) == Available(device=9 * GIB)
+
+
+def test_a_rank_with_a_gpu_plans_with_its_budget_or_what_is_free_whichever_is_less(monkeypatch):
+    monkeypatch.setattr("trainer_service.backends.planning.free_memory_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * GIB, 80 * GIB))
+
+    def found(budget: int) -> int:
+        world = World(rank=0, size=1, device="cuda")
+        return _available(TrainerSettings(memory_bytes=budget), world).device
+
+    assert found(0) == 45 * GIB
+    assert found(30 * GIB) == 30 * GIB
+    assert found(70 * GIB) == 45 * GIB
 
 
 # --- What comes and goes --------------------------------------------------------------------------
@@ -372,6 +409,21 @@ def test_a_trainer_takes_the_checkpointing_that_its_plan_chose_and_computes_the_
         compute(trainer, request(data_of()))
     for name, gradient in gradients(whole).items():
         assert torch.equal(gradients(small)[name], gradient)
+
+
+def test_a_sequence_that_needs_checkpointed_blocks_gets_them_and_has_the_same_bits(model):
+    data = request([datum(range(3, 67), weights=[1.0] * 64)])
+    whole, small = make_rank(model), make_rank(model, micro_batch_tokens=16)
+    small.backend.plan = replace(small.backend.plan, available=Available(device=0))
+    states = []
+    for trainer in (whole, small):
+        compute(trainer, data)
+        states.append(trainer.backend._checkpointing.on)
+    assert states == [False, True]
+    for name, gradient in gradients(whole).items():
+        assert torch.equal(gradients(small)[name], gradient)
+    compute(small, request(data_of(count=1)))
+    assert not small.backend._checkpointing.on
 
 
 def test_a_model_that_does_not_compute_without_memory_is_trained_without_a_plan(model, monkeypatch):

@@ -94,6 +94,41 @@ def test_the_result_is_that_of_the_smaller_plan_from_the_beginning(model, group,
     assert_same_gradients(small, expected_of)
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_the_same_size_is_tried_once_more_where_memory_has_come_free(
+    model, group, monkeypatch, where
+):
+    """As when a neighbour on the device has ended."""
+    small = make(model, most=20, where=where)
+    backend = small.backend
+
+    def free(device: str) -> int:
+        """The neighbour has ended meanwhile."""
+        backend.most = 10**9
+        return 1
+
+    monkeypatch.setattr("trainer_service.backends.loop.free_on", lambda device: 0)
+    monkeypatch.setattr("trainer_service.compute.trainer.free_on", free)
+    plan = small.micro_batch_tokens
+    message = request(data_of(count=9))
+    found = compute(small, message)
+    assert (backend.failed, found.plan, small.micro_batch_tokens) == (1, plan, plan)
+    expected_of = make(model, plan=plan)
+    assert np.array_equal(found.logprobs, compute(expected_of, message).logprobs)
+    assert_same_gradients(small, expected_of)
+
+
+@pytest.mark.parametrize(("grown", "failures"), [(True, 2), (False, 1)])
+def test_the_same_size_is_tried_no_third_time(model, group, monkeypatch, grown, failures):
+    small = make(model, most=20)
+    lengths = sequences(*[8] * 4)
+    monkeypatch.setattr("trainer_service.backends.loop.free_on", lambda device: 0)
+    monkeypatch.setattr("trainer_service.compute.trainer.free_on", lambda device: int(grown))
+    found = compute(small, request(lengths))
+    assert small.backend.failed == failures
+    assert found.plan == small.micro_batch_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("way", "where"),
     [
