@@ -239,7 +239,7 @@ def test_a_run_is_described_in_full(gate, rest):
             types.SessionSearchRequest(session_id=session_of(service))
         ).result()
         assert page.sessions[0].checkpoints_count == 3
-        assert page.sessions[0].checkpoint_storage_bytes == 2 * 21 + (
+        assert page.sessions[0].checkpoint_storage_bytes == 2 * 15 + (
             run.last_sampler_checkpoint.size_bytes
         )
         session = session_of(service)

@@ -24,6 +24,6 @@ def test_training_saving_and_sampling_are_the_usage_of_their_run(gate, training)
     assert mine["training_tokens"] > 0
     assert mine["sampled_tokens"] > 0
     assert mine["accelerator_seconds"] >= 0.5
-    assert (mine["checkpoints"], mine["checkpoint_bytes"]) == (1, 21)
+    assert (mine["checkpoints"], mine["checkpoint_bytes"]) == (1, 15)
     (owner,) = [owner for owner in said["owners"] if owner["owner"] == "local"]
     assert owner["training_tokens"] >= mine["training_tokens"]
