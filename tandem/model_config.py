@@ -27,6 +27,8 @@ _HEADS = {
     "num_key_value_heads": "heads of keys and values",
 }
 _WITHOUT_PLAN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt"}
+_WITHOUT_PLAN |= {"stablelm"}
+_HEAD_ALONE = {"bloom", "falcon", "gpt2", "gptj"}
 _SINKS = {"gpt_oss", "granite_swa"}
 _DIVIDED = {"cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral"}
 _DIVIDED |= {"qwen2", "qwen3"}
@@ -145,6 +147,13 @@ def why_untrained(config: Mapping[str, object]) -> str:
             "all tokens, to a window or to a chunk is known to hold sequences apart"
         )
     return ""
+
+
+def head_alone(config: Mapping[str, object]) -> bool:
+    """Return whether engines serve adapters of the output head of a model with this `config.json`,
+    and of no other layer: vLLM stores their other layers in an order of its own, or the layers are
+    no linear ones."""
+    return _text(config).get("model_type") in _HEAD_ALONE
 
 
 def why_undivided(config: Mapping[str, object], count: int) -> str:

@@ -83,6 +83,10 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 # --- What is said -----------------------------------------------------------------------------
 
 
+LORA_FLAGS = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
+"""By kind of layers, the argument of `create_lora_training_client` that chooses them."""
+
+
 class LoraSpec(BaseModel):
     """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers.
 

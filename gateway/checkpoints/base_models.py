@@ -19,6 +19,7 @@ from tandem.model_config import model_length, text_config
 from tandem.model_store import RECORD_NAME, models_in
 from tandem.sample_limits import SampleLimits
 from tandem.telemetry import get_log
+from tandem.weights.model_files import check_weights
 
 _MAX_LENGTH = 2**31 - 1
 """Tokens. Configs use larger numbers for "no limit"."""
@@ -171,15 +172,15 @@ class BaseModels:
         return entry
 
     async def _entry(self, name: str, folder: Path) -> BaseModelEntry:
-        max_length = await asyncio.to_thread(_read_max_length, folder)
+        max_length = await asyncio.to_thread(_check_model, folder)
         return BaseModelEntry(
             name=name, path=str(folder), max_length=max_length, added_at=time.time()
         )
 
 
-def _read_max_length(path: Path) -> int | None:
+def _check_model(path: Path) -> int | None:
     """Return the context length that a model's config names. Raise `InvalidRequest` if the folder
-    is not a model."""
+    is not a model, or if its weights are not whole."""
     if not path.is_absolute():
         raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
     config = path / "config.json"
@@ -193,6 +194,10 @@ def _read_max_length(path: Path) -> int | None:
         raise InvalidRequest(f"{config} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):
         raise InvalidRequest(f"{config} names no architecture")
+    try:
+        check_weights(path)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the model {path} is not whole: {error.message}") from error
     length = model_length(path)
     return length if length is not None and length <= _MAX_LENGTH else None
 

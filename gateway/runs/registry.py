@@ -46,11 +46,12 @@ from tandem.errors import (
     InvalidRequest,
     SessionFinished,
     TandemError,
+    UnsuitableLora,
 )
-from tandem.model_config import read_json, why_undivided, why_unsharded, why_untrained
+from tandem.model_config import head_alone, read_json, why_undivided, why_unsharded, why_untrained
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
-from tandem.worker import TrainingSpec
+from tandem.worker import LORA_FLAGS, TrainingSpec
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -174,8 +175,8 @@ class RunRegistry:
 
         Idempotent: a repeated `model_seq_id` with the same request returns the original
         request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
-        not have another run, `InvalidRequest`, also for a model that cannot be trained and for what
-        no group can give, `PermissionDenied` and `SessionFinished`.
+        not have another run, `UnsuitableLora`, `InvalidRequest`, also for a model that cannot be
+        trained and for what no group can give, `PermissionDenied` and `SessionFinished`.
         """
         recovery = recovery_of(user_metadata, self.settings.recovery)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
@@ -191,6 +192,7 @@ class RunRegistry:
             folder = self.settings.data_dir / model.path
             config = await asyncio.to_thread(_config_of, folder)
             _check_trained(config, model.name)
+            _check_adapted(config, model.name, training)
             await read_ahead(model.path, self.settings, anew=True)
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
@@ -308,6 +310,19 @@ def _check_trained(config: Mapping[str, object], name: str) -> None:
     """Raise `InvalidRequest` for a model whose configuration says that it cannot be trained."""
     if reason := why_untrained(config):
         raise InvalidRequest(f"the model {name} {reason}")
+
+
+def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSpec) -> None:
+    """Raise `UnsuitableLora` for layers of a model whose adapters no engine serves."""
+    lora = training.lora
+    if lora is None or not head_alone(config):
+        return
+    if off := [LORA_FLAGS[kind] for kind in ("attention", "mlp") if getattr(lora, kind)]:
+        flags = " and ".join(f"{flag}=False" for flag in off)
+        raise UnsuitableLora(
+            f"of the model {name}, samplers serve LoRA adapters of the output head alone. Pass "
+            f"{flags}, or train all parameters ({name}:full)"
+        )
 
 
 def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> None:

@@ -13,7 +13,7 @@ from vllm.usage.usage_lib import UsageContext
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
-from tandem.model_config import has_experts, model_length
+from tandem.model_config import has_experts, model_length, text_config
 from tandem.worker_settings import SamplerSettings
 
 _DEFAULT_LENGTH = 8192
@@ -27,6 +27,9 @@ _GRAPHS_PER_SEQUENCE = 2
 """As in vLLM: graphs are captured for up to so many tokens of each sequence."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks that vLLM can be started with."""
+_ADAPTED_ELSEWHERE = {"stablelm"}
+"""Types of models whose own class in vLLM has no adapters, while its class for the models of
+transformers computes them."""
 _HELD_PER_COMPUTED = 4
 """How many adapters the engine holds for each one that a batch can use."""
 
@@ -76,11 +79,6 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         args.max_num_batched_tokens = max(_BATCH_TOKENS, length)
         args.block_size = _CPU_BLOCK
         args.kv_cache_memory_bytes = settings.kv_cache_bytes
-        if settings.max_lora_rank and has_experts(model):
-            raise WorkerStartFailed(
-                "vLLM computes a mixture of experts with adapters on a GPU alone: train all "
-                "parameters, or sample on a GPU"
-            )
     else:
         free, total = torch.cuda.mem_get_info()
         wanted = settings.gpu_memory_bytes or int(total * settings.gpu_memory_utilization)
@@ -93,6 +91,8 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
             args.enable_flashinfer_autotune = False
     if settings.max_lora_rank:
         args.enable_lora = True
+        if text_config(model).get("model_type") in _ADAPTED_ELSEWHERE:
+            args.model_impl = "transformers"
         args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
         args.max_loras = settings.max_adapters
         args.max_cpu_loras = settings.max_adapters * _HELD_PER_COMPUTED

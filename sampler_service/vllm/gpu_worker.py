@@ -2,7 +2,7 @@
 
 vLLM measures the free memory of the whole device while it starts: it takes another process's
 allocation from its own KV cache, and fails when another process frees memory. Here the memory is
-counted by torch, which knows that of this process alone.
+counted by torch, which knows that of this process alone. Its model may have adapters of the head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
+from sampler_service.vllm.adapter_internals import adapt_heads
 from sampler_service.vllm.internals import skip_router_kernels
 from sampler_service.vllm.memory import OUTSIDE_TORCH, cache_bytes
 from tandem.model_config import has_experts
@@ -40,6 +41,7 @@ class BudgetedWorker(Worker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if not has_experts(Path(self.model_config.model)):
             skip_router_kernels()
+        adapt_heads(self.model_runner)
         super().load_model(load_dummy_weights=load_dummy_weights)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]

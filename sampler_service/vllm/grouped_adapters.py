@@ -113,15 +113,3 @@ class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for group in self._of_samples:
             group.add(y[:, : lora_b_stacked.shape[-2]], x, (lora_a_stacked, lora_b_stacked), scale)
-
-    def add_lora_embedding(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        add_inputs: bool = True,
-        **kwargs: object,
-    ) -> None:
-        assert add_inputs
-        for group in self._of_tokens:
-            group.add(y, x, (lora_b_stacked,), 1.0)

@@ -5,7 +5,8 @@ change what it means. So an engine starts with a version of `CHECKED` and with n
 put it there, and into `constraints/`; run `tests/component/sampler` with it, on a GPU `make
 test-gpu`, too. `NAMES` says what to look for in its sources.
 
-What is changed in vLLM is changed here. The modules beside this one say what for.
+What is changed in vLLM is changed here and in `adapter_internals`. The modules beside these two say
+what for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
@@ -25,8 +25,6 @@ from tandem.errors import WorkerStartFailed
 if TYPE_CHECKING:  # the version is checked before anything of this is imported
     import torch
     from transformers import PreTrainedTokenizerBase
-    from vllm.lora.model_manager import LoRAModelManager
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -129,7 +127,14 @@ NAMES = (
     "vllm.v1.worker.gpu.input_batch:InputBatch.num_scheduled_tokens",
     "vllm.v1.worker.gpu.input_batch:InputBatch.query_start_loc_np",
     "vllm.v1.worker.gpu.input_batch:InputBatch.num_computed_prefill_tokens_np",
-    # Adapters.
+    # Adapters (`adapter_internals`).
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
+    "vllm.lora.layers:LogitsProcessorWithLoRA.create_lora_weights",
+    "vllm.lora.layers:LogitsProcessorWithLoRA.sharded_to_full_mapping_gpu",
+    "vllm.lora.model_manager:LoRAModelManager.supported_lora_modules",
+    "vllm.lora.model_manager:LoRAModelManager.register_module",
+    "vllm.lora.model_manager:LoRAModelManager.lora_slots",
+    "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper",
     "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
     "vllm.lora.model_manager:LoRAModelManager.lora_index_to_id",
     "vllm.lora.model_manager:LoRAModelManager.lora_config",
@@ -140,7 +145,6 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.update_metadata",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
 )
 """MODULE:CLASS.NAME, where the class sets the attribute or has the method, or MODULE:NAME.
 Besides, on a CPU, linear layers' `cpu_linear`, experts' `moe_kernel`, and the model runner's
@@ -425,26 +429,6 @@ def load_plain_layers() -> None:
         BaseLayerWithLoRA.load_weights = load_weights
 
 
-@contextmanager
-def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None]:
-    """Map `rows` rows at the output head to one adapter (0: none) while the block runs."""
-    worker_manager = getattr(runner, "lora_manager", None)
-    if worker_manager is None:
-        yield
-        return
-    from vllm.lora.layers import LoRAMapping
-
-    manager = worker_manager._adapter_manager
-    ids = (adapter,) * rows
-    manager._set_adapter_mapping(
-        LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
-    )
-    try:
-        yield
-    finally:
-        manager._last_mapping = None  # the next step sets its own mapping
-
-
 # --- The worker, on a GPU -----------------------------------------------------------------
 
 
@@ -551,18 +535,3 @@ def parts_of_worker(layer: torch.nn.Module, parameter: torch.Tensor) -> dict[str
         return {"": parameter}
     queries = layer.num_heads * layer.head_size
     return {"": parameter[:queries], ".keys_and_values": parameter[queries:]}
-
-
-def adapters_of(runner: GPUModelRunner) -> Iterable[PunicaWrapperCPU]:
-    """Return what computes adapters on a CPU; nothing on a GPU, or without adapters."""
-    manager = getattr(runner, "lora_manager", None)
-    if manager is None or runner.device.type != "cpu":
-        return ()
-    found: Iterable[PunicaWrapperCPU] = manager._adapter_manager.punica_wrapper_mapping.values()
-    return found
-
-
-def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:
-    """Return what holds the adapters of an engine that was started for them."""
-    manager: LoRAModelManager = runner.lora_manager._adapter_manager
-    return manager

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
-from sampler_service.vllm.internals import Computed, head_of
+from sampler_service.vllm.adapter_internals import head_of
+from sampler_service.vllm.internals import Computed
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
+from sampler_service.vllm.adapter_internals import adapters_in, adapters_of
 from sampler_service.vllm.adapter_sums import AdapterSums, adapter_sums
 from sampler_service.vllm.internals import (
-    adapters_in,
-    adapters_of,
     forget_packed_experts,
     load_in_place,
     pad_linears,

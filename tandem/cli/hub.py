@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import cast
 
 from tandem.cli.tables import byte_size
-from tandem.errors import ServerError, StorageFull, UserError, describe
+from tandem.errors import InvalidRequest, ServerError, StorageFull, UserError, describe
 from tandem.model_config import INDEX_NAME
 from tandem.model_store import RECORD_NAME, ModelRecord, read_record
 from tandem.names import model_name_fault
+from tandem.weights.model_files import PICKLES, SINGLE_NAME, check_weights
 from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]
@@ -37,9 +38,7 @@ Show = Callable[[int, int], None]
 
 _TEXTS = (".json", ".txt", ".jinja", ".model")
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_SINGLE = "model.safetensors"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PARTS = Path(".cache", "huggingface", "download")
 _AGAIN = "what is complete is kept; run the command again to go on"
 
@@ -132,6 +131,10 @@ def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
     downloaded += _fetch(wanted, listing, files, show=show)
     say("Comparing the files with the hub's checksums")
     _verify(wanted, listing, files)
+    try:
+        check_weights(wanted.folder)
+    except InvalidRequest as error:
+        raise UserError(f"{wanted.repository} is not whole at the hub: {error.message}") from error
     for path in wanted.folder.iterdir():
         if path.is_file() and path.name not in files:  # of a revision that was begun before
             path.unlink()
@@ -188,9 +191,9 @@ def _choose_weights(wanted: Wanted, listing: _Listing) -> list[str]:
         places = _read_json(wanted, INDEX_NAME).get("weight_map")
         names = sorted({str(name) for name in cast(dict[str, object], places or {}).values()})
     else:
-        names = [_SINGLE]
+        names = [SINGLE_NAME]
     if gone := [name for name in names if name not in listing.sizes]:
-        pickle = next((name for name in listing.sizes if name.endswith(_PICKLES)), "")
+        pickle = next((name for name in listing.sizes if name.endswith(PICKLES)), "")
         instead = f"; it has {pickle}, but pickles can run code and are not loaded"
         raise UserError(f"{wanted.repository} has no {gone[0]}{instead if pickle else ''}")
     if not names or not all(name.endswith(".safetensors") for name in names):

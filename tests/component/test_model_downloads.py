@@ -19,6 +19,7 @@ from tandem.errors import TandemError
 from tandem.model_store import RECORD_NAME, models_in, read_record
 from tests.support.fake_hub import CONFIG, running_hub, shards
 from tests.support.gateway.running import running_gateway
+from tests.support.model_files import tensor_file
 from tests.support.waiting import wait_until
 
 NAME = "org/model"
@@ -107,11 +108,12 @@ def test_another_revision_needs_another_name(hub, place):
 def test_a_connection_that_breaks_is_gone_on_from_where_it_broke(hub, place):
     """The library keeps what came in pieces of ten MiB."""
     piece, name = 10 * 2**20, "model-00001-of-00001.safetensors"
-    hub.add(NAME, shards(count=1, size=3 * piece))
+    files = shards(count=1, size=3 * piece)
+    hub.add(NAME, files)
     hub.cuts[name] = [piece + 10_000, piece + 10_000]
     add(place)
     assert hub.sent(name) == ["", f"bytes={piece}-", f"bytes={2 * piece}-"]
-    assert (place / NAME / name).read_bytes() == b"A" * 3 * piece
+    assert (place / NAME / name).read_bytes() == files[name]
 
 
 def test_a_command_that_was_ended_goes_on_with_the_files_that_are_missing(hub, place):
@@ -231,6 +233,25 @@ def test_what_is_no_model_is_refused_before_its_weights_are_fetched(hub, place, 
     with pytest.raises(AssertionError, match=sentence):
         add(place)
     assert not any("/cdn/" in path for _, path, _ in hub.requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        (
+            "model-00001-of-00002.safetensors",
+            tensor_file("layers.7"),
+            r"not whole at the hub: model-00001-of-00002.safetensors lacks layers.0, which model",
+        ),
+        ("model-00002-of-00002.safetensors", b"", "model-00002-of-00002.safetensors is empty"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1", "tokenizer.json is a po"),
+    ],
+)
+def test_what_is_broken_at_the_hub_gets_no_record(hub, place, name, content, sentence):
+    hub.add(NAME, shards() | {name: content})
+    with pytest.raises(AssertionError, match=sentence):
+        add(place)
+    assert models_in(place) == {}
 
 
 def test_what_does_not_work_with_a_model_is_noted(hub, place):

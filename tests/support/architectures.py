@@ -23,6 +23,7 @@ _COMMON: dict[str, Any] = {
 }
 WINDOW = 8
 _HEADS = {"num_attention_heads": 4, "head_dim": 32}
+_WHOLE = ["full_attention"] * 2
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1}
@@ -92,6 +93,28 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "logits_scaling": 5.0,
     },
+    # A bias of the head, too; blocks in parallel.
+    "phi": _COMMON,
+    # Biases everywhere, tied.
+    "starcoder2": {**_COMMON, **_TIED, "sliding_window": None},
+    # Keys and values of one head, in one layer with the queries; absolute positions.
+    "gpt_bigcode": _GPT2,
+    # Norms without weights, a clip of queries, keys and values.
+    "olmo": {**_COMMON, "clip_qkv": 2.0},
+    # Normed queries and keys, norms after each layer, tied.
+    "exaone4": {**_COMMON, **_HEADS, **_TIED, "sliding_window": None, "layer_types": _WHOLE},
+    # Rotation of half a head, norms before and after each layer.
+    "glm4": {**_COMMON, "head_dim": 32, "partial_rotary_factor": 0.5},
+    # Heads wider than hidden size / heads, factors on embeddings, tied.
+    "gemma": {**_COMMON, **_HEADS, **_TIED},
+    # A layer without rotation, tied.
+    "smollm3": {**_COMMON, **_TIED, "no_rope_layers": [1, 0]},
+    # Rotation of a part of a head.
+    "stablelm": {**_COMMON, "partial_rotary_factor": 0.5},
+    # One head of keys and values, blocks in parallel, tied.
+    "falcon": {**_COMMON, **_TIED, "multi_query": True},
+    # A bias of the head, blocks in parallel.
+    "gptj": {**_GPT2, "rotary_dim": 16, "tie_word_embeddings": False},
     # Experts, each with tensors of its own in the files, all in one in memory.
     "qwen3_moe": {**_COMMON, **_HEADS, **_EXPERTS, "num_experts": 4},
     # A shared expert, with a gate.
@@ -133,9 +156,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 EXPERTS = frozenset(["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"])
 
 
+HEAD_ALONE = frozenset(["falcon", "gpt2", "gptj"])
+"""Of which engines serve adapters of the head, and of no other layer."""
+
+
 def lora_of(architecture: str) -> LoraSpec:
     """The largest choice of layers that the architecture allows."""
-    head_alone = architecture == "gpt2"
+    head_alone = architecture in HEAD_ALONE
     return LoraSpec(
         rank=4, seed=5, attention=not head_alone, mlp=not head_alone and architecture not in EXPERTS
     )

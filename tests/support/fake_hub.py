@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from tests.support.model_files import tensor_file
+
 LARGE = (".safetensors", ".bin")
 CONFIG = json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}).encode()
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -27,7 +29,10 @@ def shards(count: int = 2, size: int = 40_000) -> dict[str, bytes]:
         "tokenizer.json": b"{}",
         "LICENSE": b"free",
         "model.safetensors.index.json": json.dumps(index).encode(),
-        **{name: bytes([65 + number]) * size for number, name in enumerate(names)},
+        **{
+            name: tensor_file(f"layers.{number}", size=size, fill=bytes([65 + number]))
+            for number, name in enumerate(names)
+        },
     }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from sampler_service.vllm import worker_extension
+from sampler_service.vllm.adapter_internals import adapters_in
 from sampler_service.vllm.adapter_sums import AdapterSums
-from sampler_service.vllm.internals import adapters_in
 from sampler_service.vllm.worker_extension import WeightsExtension
 from tandem.weights.delta import Bytes
 

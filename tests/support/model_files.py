@@ -1,4 +1,4 @@
-"""Files of models that have a size, and no weights."""
+"""Files of models that have a size, or a form, and no weights that could be computed with."""
 
 from __future__ import annotations
 
@@ -12,3 +12,16 @@ def write_weights(folder: Path, name: str, shape: list[int]) -> None:
     header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
     file = folder / f"model-{name}.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def tensor_file(*names: str, size: int = 256, fill: bytes = b"\0") -> bytes:
+    """Return a whole safetensors file of so many bytes, whose first tensor has all numbers."""
+    header, rest = b"", size
+    while len(header) + 8 + rest != size:  # the header names the rest, and has a length of its own
+        rest = size - 8 - len(header)
+        entries = {
+            name: {"dtype": "U8", "shape": [end], "data_offsets": [0 if end else rest, rest]}
+            for name, end in zip(names, [rest, *([0] * len(names))], strict=False)
+        }
+        header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + fill * rest

@@ -21,8 +21,8 @@ from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of
+from tandem.weights.tensors import STORED_TYPES
 from trainer_service.backends.base import TrainerBackend
-from trainer_service.models.files import STORED_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

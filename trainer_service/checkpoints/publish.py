@@ -32,6 +32,7 @@ from tandem.weights import (
     open_version,
 )
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
+from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_header
@@ -49,8 +50,6 @@ from trainer_service.checkpoints.storage import (
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
 from trainer_service.models.files import (
-    STORED_TYPES,
-    StoredTensor,
     TensorWriter,
     copy_small_files,
     write_index,

@@ -27,16 +27,14 @@ from torch import nn
 from torch.nn import functional
 
 from tandem.errors import InvalidRequest, UnsuitableLora, describe, without_paths
-from tandem.worker import LoraSpec
+from tandem.worker import LORA_FLAGS, LoraSpec
 from trainer_service.models.huggingface import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_FLAGS = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
-"""By kind of layers, what clients call the choice of them."""
-_KINDS = tuple(_FLAGS)
+_KINDS = tuple(LORA_FLAGS)
 _CHOOSERS = ("gate", "router")
 """Ends of the names of modules that choose experts. They stay frozen, as PEFT leaves them."""
 
@@ -167,13 +165,12 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
 
 def _instead(selected: Sequence[str], suits: Sequence[str]) -> str:
     """Say what to pass to `create_lora_training_client` instead of what was selected."""
-    off = ", ".join(f"{_FLAGS[kind]}=False" for kind in selected if kind not in suits)
+    off = ", ".join(f"{LORA_FLAGS[kind]}=False" for kind in selected if kind not in suits)
     left, full = [kind for kind in selected if kind in suits], "train all parameters (NAME:full)"
     if not left:
-        others = " or ".join(f"{_FLAGS[kind]}=True" for kind in suits)
+        others = " or ".join(f"{LORA_FLAGS[kind]}=True" for kind in suits)
         return f"Pass {off} and {others}, or {full}" if others else full.capitalize()
-    head = f" (and {_FLAGS['unembedding']}=False where engines serve no adapters of the head)"
-    return f"Pass {off}{head if 'unembedding' in left[1:] else ''}, or {full}"
+    return f"Pass {off}, or {full}"
 
 
 def _some(names: Sequence[str]) -> str:

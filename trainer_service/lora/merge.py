@@ -26,6 +26,7 @@ from tandem.model_config import model_files
 from tandem.weights import open_version
 from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import fsync_path
+from tandem.weights.tensors import StoredTensor, read_header
 from trainer_service.lora.adapters import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -35,10 +36,8 @@ from trainer_service.lora.adapters import (
     read_scale,
 )
 from trainer_service.models.files import (
-    StoredTensor,
     TensorWriter,
     copy_small_files,
-    read_header,
     write_index,
 )
 from trainer_service.models.huggingface import empty_model, name_in_files

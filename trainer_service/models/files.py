@@ -1,26 +1,23 @@
 """The directory of a model in the Hugging Face layout, and its safetensors files.
 
-Safetensors files are read and written piece by piece, since the library wants all in memory.
-Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
+Safetensors files are written piece by piece, since the library wants all in memory. Their format is
+described in `tandem/weights/tensors.py`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
-from tandem.errors import InvalidRequest, describe
 from tandem.model_config import INDEX_NAME
 from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
+from tandem.weights.tensors import METADATA, StoredTensor
 from tandem.worker import TrainingSpec
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -125,112 +122,7 @@ def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: 
     return path
 
 
-_BLOCK_BYTES = 8 * 2**20
 _ALIGNMENT = 8
-_METADATA = "__metadata__"
-STORED_TYPES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
-"""What the format calls the types of tensors that a version may have, by torch's names."""
-_WIDTHS = {
-    name: 1 if name == "BOOL" else int(name.strip("BFIU")) // 8 for name in STORED_TYPES.values()
-}
-"""Bytes of an element. Base models have other types, too."""
-MOST_HEADER_BYTES = 32 * 2**20
-_MOST_DIMENSIONS = 64
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's position in a file: `bytes` bytes from `start`; `dtype` as the format has it."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
-
-    def copy_to(self, target: BinaryIO) -> None:
-        with self.file.open("rb") as source:
-            source.seek(self.start)
-            left = self.bytes
-            while left:
-                block = source.read(min(left, _BLOCK_BYTES))
-                if not block:
-                    raise InvalidRequest(f"{self.file.name} ends within {self.name}")
-                target.write(block)
-                left -= len(block)
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Lists the tensors of a file in file order. Raises `InvalidRequest`.
-
-    The file may come from anybody. Its tensors fill it without gaps and overlaps, and none has more
-    bytes than the file: nothing that a header says makes its reader allocate more.
-    """
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size - 8, MOST_HEADER_BYTES):
-                raise ValueError(f"its header cannot have {length} bytes")
-            header = json.loads(stream.read(length), object_pairs_hook=_without_repetitions)
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        header.pop(_METADATA, None)
-        start = 8 + length
-        places = [_place(file, name, entry, start) for name, entry in header.items()]
-        places.sort(key=lambda place: (place.start, place.bytes))
-        for place in places:
-            if place.start != start:
-                raise ValueError(f"{place.name[:100]!r} does not begin where another tensor ends")
-            start += place.bytes
-        if start != size:
-            raise ValueError(f"its tensors end at byte {start}, and the file at byte {size}")
-    except (struct.error, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{file.name} is not a safetensors file: {describe(error)}") from error
-    return {place.name: place for place in places}
-
-
-def _without_repetitions(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("its header names something twice")
-    return found
-
-
-def _place(file: Path, name: str, entry: object, start: int) -> StoredTensor:
-    """Read what a header says of one tensor; those of the file begin at byte `start`."""
-    match entry:
-        case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [begin, end]}:
-            numbers = [begin, end, *shape]
-        case _:
-            raise ValueError(f"its header lacks a part of {name[:100]!r}")
-    if len(shape) > _MOST_DIMENSIONS or not all(
-        type(number) is int and 0 <= number < 2**63 for number in numbers
-    ):
-        raise ValueError(f"the shape or place of {name[:100]!r} is not possible")
-    width = _WIDTHS.get(dtype)
-    if end < begin or (width is not None and end - begin != math.prod(shape) * width):
-        raise ValueError(f"{name[:100]!r} cannot have {end - begin} bytes")
-    return StoredTensor(
-        file=file,
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        start=start + begin,
-        bytes=end - begin,
-    )
 
 
 class TensorWriter:
@@ -241,7 +133,7 @@ class TensorWriter:
         self.order = sorted(
             tensors, key=lambda name: (-_width(tensors[name]), tensors[name].start, name)
         )
-        header: dict[str, object] = {_METADATA: {"format": "pt"}}
+        header: dict[str, object] = {METADATA: {"format": "pt"}}
         offset = 0
         for name in self.order:
             place = tensors[name]

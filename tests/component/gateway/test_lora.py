@@ -245,3 +245,22 @@ def test_an_unknown_run_has_no_info(gate):
     with gate.http() as client:
         answer = client.post("/api/v1/get_info", json={"model_id": "s-1:train:0"})
     assert (answer.status_code, answer.json()["type"]) == (404, "unknown_run")
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gpt2", "gptj"])
+def test_layers_whose_adapters_no_sampler_serves_are_refused_at_once(gate, tmp_path, kind):
+    folder = make_model(tmp_path / kind)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
+    (folder / "config.json").write_text(json.dumps(config))
+    gate.run(gate.gateway.models.add(name=kind, path=str(folder)))
+    with gate.http() as client:
+        answers = [
+            create(client, gate.session_id(), base_model=kind, lora_config={"rank": 8, **layers})
+            for layers in ({}, {"train_mlp": False}, {"train_attn": False, "train_mlp": False})
+        ]
+        full = create(client, gate.session_id(), base_model=f"{kind}:full")
+    assert [answer.status_code for answer in answers] == [400, 400, 200]
+    assert {answer.json()["type"] for answer in answers[:2]} == {"unsuitable_lora"}
+    assert "Pass train_attn=False and train_mlp=False, or train all" in answers[0].json()["error"]
+    assert "Pass train_attn=False, or train all" in answers[1].json()["error"]
+    assert full.status_code == 200

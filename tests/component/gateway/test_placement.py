@@ -277,6 +277,7 @@ def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_pat
     pools = [pool | {"node_memory_bytes": 16 * gib}]
     with start(groups=[], claim_pools=pools) as gate, gate.http() as client:
         session = gate.session_id()
+        (tmp_path / "tiny" / "model.safetensors").unlink()
         refused = create(client, session)
         assert refused.status_code == 400
         assert "has no safetensors" in refused.text

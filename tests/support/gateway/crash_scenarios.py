@@ -47,6 +47,7 @@ from tests.support.crashing_loop import Clock, Crash, CrashingLoop, ThreadOfLoop
 from tests.support.gateway.crash_client import Client, Script
 from tests.support.gateway.model_host import ModelHost, ModelLauncher
 from tests.support.gateway.model_workers import Misfortune
+from tests.support.gateway.running import make_model
 
 DEADLINE = 3 * 3600.0
 """Of a client in the life of one gateway, in virtual seconds."""
@@ -139,8 +140,7 @@ class Scenario:
 
     def run_all(self) -> list[Left]:
         """Return what each script leaves in the end. Raises whatever goes wrong."""
-        (self.folder / "tiny").mkdir(parents=True)
-        (self.folder / "tiny" / "config.json").write_text('{"architectures": ["Model"]}')
+        make_model(self.folder / "tiny")
         random.seed(self.seed)
         with ExitStack() as patched:
             patched.enter_context(_logged_to(self.log))

@@ -23,6 +23,7 @@ from gateway.app import GatewayServer, create_app, make_server
 from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.model_files import tensor_file
 from tests.support.postgres import url_for
 from tests.support.waiting import PATIENCE, until, wait_until
 
@@ -134,6 +135,7 @@ def make_model(folder: Path) -> Path:
     (folder / "config.json").write_text(
         '{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}'
     )
+    (folder / "model.safetensors").write_bytes(tensor_file("weight"))
     return folder
 
 

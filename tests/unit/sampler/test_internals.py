@@ -72,6 +72,6 @@ REACHED = re.compile(
 def test_no_other_module_changes_vllm():
     texts = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)
     for file in (ROOT / "sampler_service").rglob("*.py"):
-        if file.name != "internals.py":
+        if file.name not in ("internals.py", "adapter_internals.py"):
             found = REACHED.search(texts.sub("", file.read_text()))
             assert found is None, f"{file.name}: {found}"

@@ -1,0 +1,171 @@
+"""The part of `internals` that concerns adapters: their layers in vLLM's model, and the manager
+that holds them.
+
+vLLM lists for each class of models whether it adapts the output head. Most classes leave it out,
+and some have no adapters at all. All heads compute alike, so every head gets a layer for adapters
+here. The trainer adapts no embedding and no expert, so these get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.model_config import model_files
+from tandem.weights.tensors import read_header
+
+if TYPE_CHECKING:  # the version is checked before anything of this is imported
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
+
+HEAD = "lm_head"
+"""The name of the output head in an adapter, once vLLM has renamed its layers."""
+_DECLARED: dict[str, object] = {
+    "supports_lora": True,
+    "lora_manager": None,
+    "is_3d_moe_weight": False,
+    "is_non_gated_moe": False,
+    "packed_modules_mapping": {},
+    "lora_skip_prefixes": [],
+}
+"""What vLLM expects of a class with adapters besides `embedding_modules`."""
+
+
+def adapt_heads(runner: GPUModelRunner) -> None:
+    """Let the model that the runner is about to load have adapters of its output head."""
+    load = runner.load_lora_model
+
+    def load_with_head(
+        model: torch.nn.Module, config: VllmConfig, device: torch.device
+    ) -> torch.nn.Module:
+        for name, value in _DECLARED.items():
+            if not hasattr(model, name):
+                setattr(model, name, value)
+        model.embedding_modules = {}  # vLLM's own list, which has the head of some models
+        model.packed_modules_mapping = {
+            **model.packed_modules_mapping,
+            **_whole_in_files(model, Path(config.model_config.model)),
+        }
+        adapted = load(model, config, device)
+        _adapt_head(adapters_in(runner))
+        return adapted
+
+    runner.load_lora_model = load_with_head
+
+
+def _whole_in_files(model: torch.nn.Module, directory: Path) -> dict[str, list[str]]:
+    """Return the layers that vLLM stacks from several, and that the files, and so adapters, have as
+    one already. Of some models vLLM's table says otherwise."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    stacked = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, MergedColumnParallelLinear | QKVParallelLinear)
+    }
+    return {
+        layer: [layer]
+        for file in model_files(directory)
+        for name in read_header(file)
+        for layer in stacked.intersection(name.split(".")[-2:-1])
+    }
+
+
+def _adapt_head(manager: LoRAModelManager) -> None:
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    class Head(LogitsProcessorWithLoRA):  # type: ignore[misc]
+        """vLLM's layer, without its limit of 258048 tokens, which no kernel in use has."""
+
+        def create_lora_weights(self, slots: int) -> None:
+            rank, dtype = manager.lora_config.max_lora_rank, manager.lora_config.lora_dtype
+            width, vocabulary, device = self.hidden_size, self.base_layer.vocab_size, self.device
+            order = self.sharded_to_full_mapping
+            self.lora_a_stacked = torch.zeros(slots, 1, rank, width, dtype=dtype, device=device)
+            self.lora_b_stacked = torch.zeros(
+                slots, 1, vocabulary, rank, dtype=dtype, device=device
+            )
+            self.sharded_to_full_mapping_gpu = order and torch.tensor(order, device=device)
+
+    import torch
+
+    model = manager.model
+    # Gemma 2 and Cohere have no head of their own: they compute logits by the embeddings.
+    head = model.lm_head if hasattr(model, HEAD) else model.model.embed_tokens
+    order = head.get_sharded_to_full_mapping()
+    layer = Head(
+        model.logits_processor, head.embedding_dim, head.weight.dtype, head.weight.device, order
+    )
+    layer.create_lora_weights(manager.lora_slots)
+    layer.set_mapping(manager._get_punica_wrapper(HEAD))
+    model.logits_processor = layer
+    manager.register_module(HEAD, layer)
+    manager.supported_lora_modules.append(HEAD)
+
+
+def leave_experts_plain() -> None:
+    """Let a mixture of experts have adapters of its other layers. The trainer adapts no expert, and
+    vLLM computes adapted experts on a GPU alone."""
+    from vllm.lora import model_manager
+    from vllm.model_executor.layers.fused_moe import MoERunner, layer
+
+    if hasattr(layer.FusedMoEConfig, "without_adapters"):
+        return  # an engine of this process did so before
+    supported = model_manager.get_supported_lora_modules
+
+    class PlainExperts(layer.FusedMoEConfig):  # type: ignore[misc]
+        without_adapters = True
+
+        def __post_init__(self) -> None:
+            self.is_lora_enabled = False
+            super().__post_init__()
+
+    def without_experts(model: torch.nn.Module) -> list[str]:
+        experts = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, MoERunner)
+        }
+        return [name for name in supported(model) if name not in experts]
+
+    layer.FusedMoEConfig = PlainExperts
+    model_manager.get_supported_lora_modules = without_experts
+
+
+def adapters_of(runner: GPUModelRunner) -> Iterable[PunicaWrapperCPU]:
+    """Return what computes adapters on a CPU; nothing on a GPU, or without adapters."""
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None or runner.device.type != "cpu":
+        return ()
+    found: Iterable[PunicaWrapperCPU] = manager._adapter_manager.punica_wrapper_mapping.values()
+    return found
+
+
+def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:
+    """Return what holds the adapters of an engine that was started for them."""
+    manager: LoRAModelManager = runner.lora_manager._adapter_manager
+    return manager
+
+
+@contextmanager
+def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None]:
+    """Map `rows` rows at the output head to one adapter (0: none) while the block runs."""
+    if getattr(runner, "lora_manager", None) is None:
+        yield
+        return
+    from vllm.lora.layers import LoRAMapping
+
+    manager = adapters_in(runner)
+    ids = (adapter,) * rows
+    manager._set_adapter_mapping(
+        LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
+    )
+    try:
+        yield
+    finally:
+        manager._last_mapping = None  # the next step sets its own mapping

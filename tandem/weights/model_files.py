@@ -1,0 +1,83 @@
+"""Whether the weights of a model directory are whole, by the headers of its files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tandem.errors import InvalidRequest, describe
+from tandem.model_config import INDEX_NAME, read_json
+from tandem.weights.tensors import check_content, read_header
+
+SINGLE_NAME = "model.safetensors"
+"""The only file of weights of a model that has no index."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Ends of the names of files that can run code when they are read, and are not read."""
+_OTHERS = (".gguf", ".h5", ".msgpack", ".onnx")
+_TEXTS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_SAMPLE = 3
+
+
+def check_weights(directory: Path) -> None:
+    """Raise `InvalidRequest`, which names the file, unless every file of weights is there and
+    whole, and has the tensors that the index says it has."""
+    places = tensors_by_file(directory)
+    for name, wanted in places.items():
+        found = read_header(directory / name)
+        if gone := sorted(wanted - found.keys()):
+            raise InvalidRequest(
+                f"{name} lacks {_some(gone)}, which {INDEX_NAME} says it has: the files are of "
+                "different models or versions. Fetch both again"
+            )
+        if not found:
+            raise InvalidRequest(f"{name} holds no tensor")
+    for name in _TEXTS:  # large ones are kept by Git LFS as well
+        if (directory / name).is_file():
+            check_content(directory / name)
+
+
+def tensors_by_file(directory: Path) -> dict[str, set[str]]:
+    """Return the files of a model's weights, with the tensors that its index says they have: none
+    of a model in one file. Raises `InvalidRequest`."""
+    try:
+        index = read_json(directory / INDEX_NAME)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{INDEX_NAME} cannot be read: {describe(error)}") from error
+    if not index and not (directory / INDEX_NAME).exists():
+        if not os.path.lexists(directory / SINGLE_NAME):  # a link to nothing is named below
+            raise InvalidRequest(_why_none(directory))
+        return {SINGLE_NAME: set()}
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise InvalidRequest(f"{INDEX_NAME} names no file: its weight_map is missing or empty")
+    files: dict[str, set[str]] = {}
+    for tensor, name in places.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name:
+            raise InvalidRequest(f"{INDEX_NAME} names {name!r}, which is no safetensors file")
+        files.setdefault(name, set()).add(tensor)
+    if gone := sorted(name for name in files if not (directory / name).exists()):
+        raise InvalidRequest(
+            f"{_some(gone)} of {len(files)} files of {INDEX_NAME} are not there: the download was "
+            "not finished. Fetch them again"
+        )
+    return files
+
+
+def _why_none(directory: Path) -> str:
+    """Say why a directory without an index and without the single file has no weights."""
+    names = sorted(path.name for path in directory.iterdir())
+    start = f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
+    if parts := [name for name in names if name.endswith(".safetensors")]:
+        return f"{start}: {_some(parts)} alone do not say which tensors the model has"
+    if others := [name for name in names if name.endswith((*PICKLES, *_OTHERS))]:
+        return (
+            f"{start}, but {_some(others)}: only safetensors are read, and pickles could run code. "
+            "Load the model with transformers and save it again (save_pretrained)"
+        )
+    return f"{start}: the folder has no weights"
+
+
+def _some(names: list[str]) -> str:
+    """Literal example: `"a, b, c and 7 more"`."""
+    more = len(names) - _SAMPLE
+    return ", ".join(names[:_SAMPLE]) + (f" and {more} more" if more > 0 else "")
