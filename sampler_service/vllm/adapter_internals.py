@@ -78,6 +78,7 @@ def _whole_in_files(model: torch.nn.Module, directory: Path) -> dict[str, list[s
 
 def _adapt_head(manager: LoRAModelManager) -> None:
     from vllm.lora.layers import LogitsProcessorWithLoRA
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     class Head(LogitsProcessorWithLoRA):  # type: ignore[misc]
         """vLLM's layer, without its limit of 258048 tokens, which no kernel in use has."""
@@ -95,8 +96,9 @@ def _adapt_head(manager: LoRAModelManager) -> None:
     import torch
 
     model = manager.model
+    heads = [module for module in model.children() if isinstance(module, ParallelLMHead)]
     # Gemma 2 and Cohere have no head of their own: they compute logits by the embeddings.
-    head = model.lm_head if hasattr(model, HEAD) else model.model.embed_tokens
+    head = heads[0] if heads else model.model.embed_tokens
     order = head.get_sharded_to_full_mapping()
     layer = Head(
         model.logits_processor, head.embedding_dim, head.weight.dtype, head.weight.device, order
