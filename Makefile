@@ -10,6 +10,7 @@ help:            ## Lists the targets.
 
 setup:           ## Makes .venv and installs Tandem into it; quick when nothing changed.
 	@scripts/setup.sh
+	@case " $(MAKECMDGOALS) " in *" setup "*) echo "Tandem is set up. Next: make demo, or .venv/bin/tandem up --model NAME=FOLDER (see README.md)" ;; esac
 
 demo: setup      ## Trains a small policy by reinforcement learning, on real parts. ARGS="--seed 1"
 	@.venv/bin/tandem demo $(ARGS)

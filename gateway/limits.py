@@ -23,7 +23,7 @@ from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded, Overloaded
 from tandem.request_settings import LimitSettings
 
-_CLOSE = "close the sessions that are no longer needed (ServiceClient.close())"
+_CLOSE = 'close the sessions that are no longer needed (ServiceClient.close("success"))'
 _FREE: Mapping[str, str] = {
     "sessions": f"{_CLOSE}; those without a heartbeat end by themselves",
     "runs": f"{_CLOSE}, and their runs end with them; checkpoints stay",

@@ -102,3 +102,19 @@ def test_a_second_set_up_fetches_nothing(tmp_path: Path, build: str):
         timeout=60,
     )
     assert (tmp_path / "log").read_text().splitlines() == asked
+
+
+def test_make_setup_ends_with_what_to_do_next_and_other_targets_do_not(tmp_path: Path):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    script = tmp_path / "scripts" / "setup.sh"
+    script.write_text("#!/bin/sh\necho installing\n")
+    script.chmod(0o755)
+
+    def make(target: str) -> list[str]:
+        done = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    for _ in range(2):  # also when nothing is left to do
+        assert "Next: make demo, or .venv/bin/tandem up" in make("setup")[-1]
+    assert make("api-docs") == ["installing"]

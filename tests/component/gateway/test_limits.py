@@ -157,7 +157,7 @@ def test_the_sdk_raises_a_limit_at_once_with_its_sentence(tmp_path):
             with pytest.raises(tinker.PermissionDeniedError) as caught:
                 service.create_lora_training_client("tiny:full").result()
             assert "the limit of runs is 1 for each owner" in str(caught.value)
-            assert "ServiceClient.close()" in str(caught.value)
+            assert 'ServiceClient.close("success")' in str(caught.value)
             with pytest.raises(tinker.PermissionDeniedError, match="limit of sessions is 1"):
                 gate.service().create_lora_training_client("tiny:full").result()
         with gate.http() as client:
