@@ -1,4 +1,4 @@
-"""Stands in for NVIDIA's library: the devices of NVIDIA_NVIDIA_FAKE_GPUS, a JSON list of their UUIDs, each
+"""Stands in for NVIDIA's library: the devices of NVIDIA_FAKE_GPUS, a JSON list of their UUIDs, each
 an H200. A UUID that ends in "/MIG" is that of a device which is divided. Put this folder first
 on the path of a process, or install it with `install`."""
 
@@ -19,17 +19,17 @@ class NVMLError(Exception):
 def install(monkeypatch, *uuids: str) -> None:
     """Let this process, and those that it starts, find these devices."""
     monkeypatch.setitem(sys.modules, "pynvml", sys.modules[__name__])
-    monkeypatch.setenv("NVIDIA_NVIDIA_FAKE_GPUS", json.dumps(uuids))
+    monkeypatch.setenv("NVIDIA_FAKE_GPUS", json.dumps(uuids))
     path = os.path.dirname(__file__)  # noqa: PTH120 - the name of a folder, for a variable
     monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
 
 
 def _uuids() -> list[str]:
-    return json.loads(os.environ.get("NVIDIA_NVIDIA_FAKE_GPUS", "[]"))
+    return json.loads(os.environ.get("NVIDIA_FAKE_GPUS", "[]"))
 
 
 def nvmlInit() -> None:
-    if "NVIDIA_NVIDIA_FAKE_GPUS" not in os.environ:
+    if "NVIDIA_FAKE_GPUS" not in os.environ:
         raise NVMLError("there is no driver")
 
 
