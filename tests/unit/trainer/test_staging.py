@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import OutOfMemory
+from tandem.v1 import common_pb2
+from tests.unit.trainer.test_sharing import host
+from trainer_service.checkpoints.snapshots import Snapshots
 from trainer_service.checkpoints.staging import Copy, Staging, staging_of
 
 LARGE, SMALL = 2**19, 5
@@ -92,3 +95,11 @@ def test_on_a_cpu_nothing_is_kept():
     first, second = staging.copy(state(1.0)), staging.copy(state(2.0))
     assert staging._stager is None and staging._read is None
     assert not set(places(first).values()) & set(places(second).values())
+
+
+def test_a_trainer_frees_the_copies_of_its_runs_before_it_sleeps(model, monkeypatch):
+    freed: list[Snapshots] = []
+    monkeypatch.setattr(Snapshots, "free", lambda snapshots: freed.append(snapshots))
+    runs = host(model, "a", "b")
+    runs.switching.sleep(common_pb2.SleepRequest())
+    assert freed == [runs.find(name).snapshots for name in ("a", "b")]
