@@ -37,10 +37,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
 from sampler_service.in_flight import Followed, may_follow
@@ -72,6 +72,16 @@ class Status:
     running: int
     waiting: int
     adapters: tuple[str, ...] = ()
+
+
+_LOGGED_REQUESTS = 8
+"""How many requests a log line names, of all that it concerns."""
+
+
+def _request_ids(works: Iterable[Work]) -> list[str]:
+    """Return the ids of some requests, as the gateway knows them, for a log line."""
+    samples = (work.job.request.id for work in works if isinstance(work, QueuedSample))
+    return [id_.partition("#")[0] for id_ in islice(samples, _LOGGED_REQUESTS)]
 
 
 class Scheduler:
@@ -200,7 +210,8 @@ class Scheduler:
             while self._lifecycle.state is not EngineState.FAILED:
                 self.turn()
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
-            self._log.exception("engine_failed")
+            running = _request_ids(self._running.values())
+            self._log.exception("engine_failed", request_ids=running)
             self._lifecycle.fail()
             self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
 
@@ -434,6 +445,7 @@ class Scheduler:
             canary_difference=outcome.canary_difference,
             handed_off=outcome.handed_off,
             handoff_failure=outcome.handoff_failure,
+            request_ids=_request_ids(self._waiting.of(outcome.version)),
         )
         if self._leads(outcome.version):
             self._carry_over(outcome)
@@ -459,6 +471,7 @@ class Scheduler:
             "carried_over",
             version=version.name,
             requests=len(carried),
+            request_ids=_request_ids(carried.values()),
             paused_seconds=0.0 if version.adapter else round(outcome.seconds, 4),
         )
 
@@ -560,7 +573,12 @@ class Scheduler:
 
     def _record_failure(self, version: WeightVersion, error: LoadFailed) -> None:
         self._metrics.load_failed()
-        self._log.error("load_failed", version=version.name, error=error.message)
+        self._log.error(
+            "load_failed",
+            version=version.name,
+            error=error.message,
+            request_ids=_request_ids(self._waiting.of(version)),
+        )
 
     def _fail(self, error: TandemError) -> None:
         """Refuse everything, now and later, and report the failure."""

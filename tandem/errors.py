@@ -188,7 +188,7 @@ def describe(error: BaseException, *, typed: bool = False) -> str:
     """Return the sentence of an error of any library, for people. An error without a sentence is
     shown by its type and its cause. `typed` puts the type before a sentence, too.
 
-    Literal example: `AssertionError()` raised from `KeyError("rank")` is
+    Literal example: `AssertionError()` raised from `KeyError("rank")` gives
     `AssertionError, caused by KeyError: 'rank'`.
     """
     name = type(error).__name__

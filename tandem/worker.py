@@ -267,7 +267,8 @@ class WorkerHandle:
 
     Literal example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer",
     session_id="s-ab12", run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny",
-    max_lora_rank=0, address="127.0.0.1:40123", metrics_port=40124)`; the secret is never printed.
+    max_lora_rank=0, address="127.0.0.1:40123", metrics_port=40124, secret="s3")`. The secret is
+    never printed.
     """
 
     worker_id: str

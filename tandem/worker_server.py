@@ -45,7 +45,7 @@ def server_options(kind: WorkerKind) -> list[tuple[str, int]]:
 
 
 class WorkerServer:
-    """Literal use: `server = WorkerServer(spec)`; `add_TrainerServicer_to_server(servicer,
+    """Use: `server = WorkerServer(spec)`; `add_TrainerServicer_to_server(servicer,
     server.grpc)`; `link.report(await server.listen(registry))`; `await server.set_serving(True)`
     once the model is loaded; `await server.stop(grace)`.
     """

@@ -34,7 +34,7 @@ class DeltaBase:
     """What the next version of a run can be a delta of: a whole version, which the run's newest one
     is or is a delta of. Forgotten with the gateway: the next version is whole then.
 
-    Literal use: ask the trainer for a delta of `next()`, and say with `note` what it wrote.
+    Use: ask the trainer for a delta of `next()`, and say with `note` what it wrote.
     """
 
     _whole: str = ""

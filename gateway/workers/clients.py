@@ -102,7 +102,7 @@ class CallOrder:
 
 
 class TrainerClient:
-    """A run's calls to its trainer. Literal use:
+    """A run's calls to its trainer. Use:
     `await client.call(client.stub.Publish, request, begun=call.begun)`.
 
     Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An

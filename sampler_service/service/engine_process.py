@@ -65,7 +65,7 @@ class EngineProcessEnded(Exception):
 
 
 class EngineProcess:
-    """Literal use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this
+    """Use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this
     process has one thread; then `process.connect(on_lost)` is the engine, once it is there."""
 
     facts: EngineFacts

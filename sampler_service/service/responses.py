@@ -166,7 +166,7 @@ class _Unsent:
 
 
 class StreamBuffer:
-    """Literal use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the
+    """Use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the
     reader, in the event loop, `while deltas := await buffer.take(): ...`."""
 
     def __init__(

@@ -28,7 +28,7 @@ class _Cancellable(Protocol):
 
 
 class SampleStream:
-    """Literal use: the reader of the requests calls `add`, `add_late` or `put` for each of them,
+    """Use: the reader of the requests calls `add`, `add_late` or `put` for each of them,
     and `cancel`; the writer `while batch := await stream.take(): ...`; at the end, `close`."""
 
     def __init__(self) -> None:

@@ -318,6 +318,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         except Exception as error:  # noqa: BLE001 - as above
             return self._refused(request, error, facts)
         prompt_tokens = len(request.prompt_tokens) // 4
+        self._log.debug(
+            "sampled",
+            request_id=request.operation_id,
+            session_id=request.session_id,
+            version=sampled.version.name,
+            seconds=round(sampled.seconds, 4),
+        )
         return sampler_pb2.SampleReply(
             response=response,
             version=_version_message(sampled.version),

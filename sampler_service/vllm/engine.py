@@ -26,6 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from sampler_service.vllm.environment import use_environment
+
+use_environment()  # before vLLM is imported
 import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -101,8 +104,8 @@ class _Aside:
 
 
 class VllmEngine:
-    """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
-    `step`."""
+    """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then
+    `engine.add(request)` and `engine.step()` until its `results` have the request's."""
 
     def __init__(
         self,
@@ -316,7 +319,9 @@ class VllmEngine:
 
     def pause(self) -> None:
         assert self._aside is None
-        self._engine.reset_prefix_cache(reset_running_requests=True)  # they are in the queue then
+        # What runs is in the queue then.
+        emptied = self._engine.reset_prefix_cache(reset_running_requests=True)
+        assert emptied, "the engine did not empty its prefix cache"
         self._aside = _Aside(
             waiting=take_waiting(self._engine), unplaced=self._unplaced, led=self._led
         )

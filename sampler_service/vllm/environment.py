@@ -94,6 +94,13 @@ def sampler_environment(
     return environment
 
 
+def use_environment() -> None:
+    """Set in this process what nothing has set: it imports an engine, and did not restart."""
+    found = sampler_environment(os.environ, cpu=is_cpu_build(), library=None)
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
+
+
 def is_cpu_build() -> bool:
     """Whether vLLM's CPU build is installed, by the package metadata alone."""
     try:

@@ -108,7 +108,7 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
-    """Hands vLLM the grammars that it would compile. Literal use: `grammars =
+    """Hands vLLM the grammars that it would compile. Use: `grammars =
     PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)` before
     each `engine.add_request` that has one."""
 

@@ -31,7 +31,7 @@ _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Literal use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, step the engine with a request
+    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, step the engine with a request
     whose extra arguments are `{"tandem_scores": "7"}` until it ends, then `scorer.take("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:

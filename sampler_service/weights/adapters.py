@@ -103,7 +103,7 @@ class AdapterCache:
     """The adapters in an engine, at most as many as it holds; the least recently used one that no
     request needs is evicted first.
 
-    Literal use, in the engine's thread: `add(verified)` after `make_room(...)`; step the engine and
+    Use, in the engine's thread: `add(verified)` after `make_room(...)`; step the engine and
     pass every result to `take_canary`; once `ready(version)`, add requests that name it.
     """
 

@@ -46,7 +46,7 @@ class ReadAhead:
     """Reads one version at a time, and remembers its outcome until another is wanted. Except for
     what it runs in a thread, it belongs to the engine's.
 
-    Literal use: `want(version)`; once `outcome(version)` is a `Verified`, `take(version)`.
+    Use: `want(version)`; once `outcome(version)` is a `Verified`, `take(version)`.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ def read_again(read: Callable[[Path], Result], file: Path) -> Result:
 class PartialVersion:
     """A version being written. Every rank may write files into `path`; one rank commits.
 
-    Literal use: `version = PartialVersion(final); version.create(); …write into
+    Use: `version = PartialVersion(final); version.create(); …write into
     version.path…; version.commit(manifest)`. On any failure call `discard()`.
     """
 

@@ -28,7 +28,7 @@ class OwnersGathering:
     """Gathers parts of a model, each on its owner, in an order that all ranks share. `parts`:
     each part's owner, by its rank in the mesh, and its parameters, sharded by rows.
 
-    Literal use, on every rank: `next(0)`, `next(1)`, … to the last part, then `end()`.
+    Use, on every rank: `next(0)`, `next(1)`, … to the last part, then `end()`.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from sampler_service.engine import EngineState, WeightsTouched
 from tandem.errors import (
@@ -150,6 +151,24 @@ def test_a_version_that_cannot_be_loaded_fails_its_own_requests_only():
             failed.result(0)
     assert other.result(0).version == OTHER
     assert old.result(0).version == BASE
+
+
+def test_log_lines_name_the_requests_that_they_concern():
+    bench = Bench()
+    bench.loader.errors = {"run/v1": [LoadFailed("damaged")]}
+    with capture_logs() as lines:
+        for number in range(12):
+            bench.ask(NEW, f"new-{number}#{number}")
+        bench.ask(OTHER, "other")
+        bench.settle()
+        bench.ask(BASE, "running")
+        bench.turns(1)
+        bench.engine.broken = True
+        bench.scheduler.run()
+    named = {line["event"]: line["request_ids"] for line in lines if "request_ids" in line}
+    assert named["load_failed"] == [f"new-{number}" for number in range(8)]
+    assert named["engine_failed"] == ["running"]
+    assert ["other"] in [line["request_ids"] for line in lines if line["event"] == "loaded"]
 
 
 def test_nothing_is_loaded_again_when_the_old_weights_were_not_touched():

@@ -106,6 +106,7 @@ class HoldingEngine:
     tensors: dict[str, torch.Tensor]
     halving: bool = False
     ignores: bool = False
+    keeps_cache: bool = False
     facts: EngineFacts = field(
         default=EngineFacts(
             vocabulary=9,
@@ -129,7 +130,7 @@ class HoldingEngine:
         return sums_of([("model.layers.0.qk.weight", sum_of(fused, BFLOAT16))])
 
     def reset_prefix_cache(self) -> bool:
-        return True
+        return not self.keeps_cache
 
 
 def write(directory: Path, *, seed: int) -> Path:
@@ -170,6 +171,14 @@ def engine_with(base: Path, **arguments: bool) -> HoldingEngine:
 def test_a_version_whose_numbers_the_engine_holds_is_confirmed(tmp_path: Path):
     base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
     assert np.isnan(loaded(engine_with(base), base, version))
+
+
+def test_a_version_is_refused_while_the_engine_keeps_keys_and_values_of_the_one_before(
+    tmp_path: Path,
+):
+    base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
+    with pytest.raises(WeightsTouched, match="did not empty its prefix cache"):
+        loaded(engine_with(base, keeps_cache=True), base, version)
 
 
 def test_files_are_read_where_a_stale_one_stands_in_the_way_of_what_is_handed_over(
