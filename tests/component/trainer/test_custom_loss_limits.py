@@ -4,7 +4,9 @@ goes on."""
 from __future__ import annotations
 
 import gc
+import json
 import os
+import random
 import resource
 import signal
 import sys
@@ -16,8 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.custom_losses import operations
 from tandem.custom_losses.process import Limits, LossProcess
-from tandem.errors import CustomLossFailed
+from tandem.errors import CustomLossFailed, CustomLossInvalid
 from tests.support.custom_losses import CustomLossFn, layout_of, request_body, traced
 from trainer_service.losses.custom import custom_loss
 
@@ -176,6 +179,62 @@ def test_time_is_bounded_between_operations_and_within_one(process, fn):
 
 def test_a_request_that_has_no_time_left_fails(process):
     assert "processor time" in fails(process, plain, Limits(seconds=-1.0))
+
+
+# --- Anything ------------------------------------------------------------------------------------
+
+ARGUMENTS = (
+    {"ref": "logprobs"}, {"ref": "matrix"}, {"ref": "index"}, {"tuple": [{"ref": "logprobs"}]},
+    [{"ref": "matrix"}, {"ref": "matrix"}], 0, 1, -1, 3, 2**31, 2**40, 2**62, -(2**62), 1e300,
+    [2**40, 2**20], [0], [], {"tuple": [2**40, 2**40]}, {"slice": [None, None, 2**62]}, True, None,
+    "mean", "ij,jk->ik", {"dtype": "float64"}, {"dtype": "int8"}, {"float": "nan"},
+    {"ellipsis": True},
+)  # fmt: skip
+
+
+def body_of(kind: str, target: str, args: list[object]) -> bytes:
+    """A loss that is the sum of the logprobs, and calls one operation besides."""
+    logprobs = {"ref": "logprobs"}
+    call = {"name": "asked", "op": kind, "target": target, "args": args}
+    nodes = [
+        {"name": "logprobs", "op": "placeholder", "target": "logprobs"},
+        {"name": "matrix", "op": "call_method", "target": "expand", "args": [logprobs, 4, 4]},
+        {"name": "index", "op": "call_method", "target": "long", "args": [logprobs]},
+        call,
+        {"name": "sum", "op": "call_method", "target": "sum", "args": [logprobs]},
+        {
+            "name": "output",
+            "op": "output",
+            "target": "output",
+            "args": [{"tuple": [{"ref": "sum"}, {"dict": {}}]}],
+        },
+    ]
+    inputs = [{"name": "logprobs", "rank": 1}]
+    return json.dumps({"name": "any", "inputs": inputs, "graph": {"nodes": nodes}}).encode()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_operation_with_any_arguments_is_computed_or_fails_that_loss(process, seed):
+    draw = random.Random(seed)
+    limits = Limits(memory=2**27, seconds=1.0)
+    flat = torch.tensor([-0.5, -1.0, -0.25, -2.0]).requires_grad_(True)
+    calls = [("call_function", name) for name in sorted(operations.FUNCTIONS)]
+    calls += [("call_method", name) for name in sorted(operations.METHODS)]
+    outcomes = {"computed": 0, "failed": 0}
+    for kind, target in calls:
+        args = [draw.choice(ARGUMENTS) for _ in range(draw.randrange(4))]
+        if kind == "call_method" or draw.random() < 0.7:
+            args.insert(0, draw.choice(ARGUMENTS[:3]))
+        try:
+            loss = custom_loss(body_of(kind, target, args), process=process, limits=limits)
+            result = loss.compute(flat, {}, loss.defaults, layout_of([flat], {}))
+            sums = (float(each) for each in result.sums)
+            loss.metrics(dict(zip(loss.sum_names, sums, strict=True)))
+            assert result.loss.item() == -3.75
+            outcomes["computed"] += 1
+        except (CustomLossFailed, CustomLossInvalid):
+            outcomes["failed"] += 1
+    assert min(outcomes.values()) > 50, outcomes
 
 
 # --- The process ---------------------------------------------------------------------------------
