@@ -26,6 +26,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
+from tandem.environment import inherited
 from tandem.found import describe_found
 from tandem.host import this_host
 from tandem.own_machine import follows_proxy
@@ -88,7 +89,7 @@ def agent(
     if listen:
         command += ["--listen", listen, "--advertise", advertise, "--tls", str(tls)]
         command += ["--logs", str(logs)] if logs is not None else []
-    os.execv(sys.executable, command)
+    os.execve(sys.executable, command, inherited(os.environ))
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:

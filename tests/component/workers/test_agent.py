@@ -26,7 +26,7 @@ from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.v1 import agent_pb2
 from tandem.worker import WorkerSpec
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
@@ -332,3 +332,15 @@ async def test_an_agent_says_what_it_has(tmp_path):
     found = await servicer.Describe(agent_pb2.DescribeAgentRequest(), None)
     assert list(found.kinds) == ["trainer", "sampler"]
     assert found.cores and found.memory_bytes > 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_an_agent_that_is_started_by_itself_has_the_listed_variables_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_PAT", "a secret of another program")
+    tandem = str(Path(sys.executable).with_name("tandem"))
+    with running(tandem, "agent", "--data-dir", str(tmp_path)) as process:
+        folder = Path(f"/proc/{process.pid}")
+        wait_until(lambda: b"tandem.agent" in (folder / "cmdline").read_bytes())
+        environment = (folder / "environ").read_bytes()
+    assert b"PATH=" in environment
+    assert b"a secret" not in environment

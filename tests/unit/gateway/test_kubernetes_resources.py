@@ -268,3 +268,11 @@ def test_the_table_has_each_worker_of_each_pool(tmp_path):
         ("s", "sampler"),
     ]
     assert {row["pool"] for row in table(path, GatewaySettings())} == {"cpu"}
+
+
+def test_a_model_whose_size_cannot_be_read_is_named_without_its_folder(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "model.safetensors").mkdir()
+    with pytest.raises(InvalidRequest, match="the size of the model tiny cannot be read") as caught:
+        read_size(tmp_path / "tiny")
+    assert str(tmp_path) not in caught.value.message

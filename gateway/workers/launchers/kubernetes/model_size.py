@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import InvalidRequest, describe
+from tandem.errors import InvalidRequest, describe, without_paths
 from tandem.model_config import Json, model_files, text_config
 from tandem.settings import GatewaySettings
 
@@ -75,9 +75,8 @@ def _size_of(path: Path) -> ModelSize:
             shapes |= dict(_shapes(file))
         config = text_config(path)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidRequest(
-            f"the size of the model {path.name} cannot be read: {describe(error)}"
-        ) from error
+        why = without_paths(describe(error))
+        raise InvalidRequest(f"the size of the model {path.name} cannot be read: {why}") from error
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
     matrices = [shape for shape in shapes.values() if len(shape) >= 2]

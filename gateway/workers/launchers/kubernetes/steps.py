@@ -97,7 +97,7 @@ class Steps:
         finally:
             del self._under_way[key]
             if isinstance(worker, Worker):
-                worker.says = said or worker.says
+                worker.says = without_paths(said) or worker.says
                 worker = worker.worker_id
             self._done(worker)
 
