@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
 import orjson
@@ -38,23 +39,49 @@ def _dumps(value: object, **_: object) -> str:
     return without_credentials(orjson.dumps(value, default=str).decode())
 
 
+def append_line(fd: int, line: bytes) -> None:
+    """Append a line, which ends with a newline, to an open file that other processes append to as
+    well. It begins on a line of its own: also after a line that a full disk or a killed writer has
+    cut. Raises `OSError`, after which a part of it may be there."""
+    os.write(fd, b"\n" + line if _ends_within_a_line(fd) else line)
+
+
+def _ends_within_a_line(fd: int) -> bool:
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode) or not about.st_size:
+        return False
+    with suppress(OSError):  # not Linux, or not allowed
+        # The descriptor is one to write, and the file may have no name any more.
+        reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        try:
+            return os.pread(reader, 1, about.st_size - 1) not in (b"\n", b"")
+        finally:
+            os.close(reader)
+    return False
+
+
 class _LossyStream:
     """Drops what cannot be written: a full disk costs log lines, not operations."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        try:
+            self._fd: int | None = stream.fileno()
+        except OSError:  # in memory
+            self._fd = None
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:  # there is nowhere left to report it
-            return len(text)
+        with suppress(OSError):  # there is nowhere left to report it
+            if self._fd is not None:
+                # Not through the stream: its buffer would keep the rest of a line for later.
+                append_line(self._fd, text.encode(errors="backslashreplace"))
+            else:
+                self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with suppress(OSError):
             self._stream.flush()
-        except OSError:
-            return
 
 
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:

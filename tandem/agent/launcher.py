@@ -28,7 +28,7 @@ from tandem.errors import (
 from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
 from tandem.names import is_name
-from tandem.telemetry import get_log
+from tandem.telemetry import append_line, get_log
 from tandem.worker import (
     LOOPBACK,
     MAX_SPEC_BYTES,
@@ -243,7 +243,7 @@ class ProcessLauncher:
         log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             with suppress(OSError):  # a full disk costs log lines, not workers
-                os.write(log_fd, _first_line(spec))
+                append_line(log_fd, _first_line(spec))
             log_start = os.fstat(log_fd).st_size
             child = None
             if _may_be_pooled(spec):

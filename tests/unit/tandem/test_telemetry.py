@@ -3,12 +3,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from io import StringIO
 
 import pytest
 
 from tandem import __version__
-from tandem.telemetry import configure_logging, get_log, log_context
+from tandem.telemetry import append_line, configure_logging, get_log, log_context
 from tandem.worker import own_version
 from tests.support.telemetry import logging_restored
 
@@ -65,6 +66,28 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(capsys):
     configure_logging(service="trainer", stream=FullDisk())
     write_some_lines()
     assert "Logging error" not in capsys.readouterr().err
+
+
+def test_a_line_begins_a_new_one_after_what_another_process_has_left(tmp_path):
+    path = tmp_path / "worker.log"
+    path.write_bytes(b"whole\nkilled in the mid")
+    with path.open("ab") as log:
+        append_line(log.fileno(), b"next\n")
+        append_line(log.fileno(), b"last\n")
+        path.unlink()
+        path.write_bytes(b"another file")
+        append_line(log.fileno(), b"of a removed log\n")
+        assert os.fstat(log.fileno()).st_size == len(
+            b"whole\nkilled in the mid\nnext\nlast\nof a removed log\n"
+        )
+
+
+def test_a_line_for_a_pipe_is_written_as_it_is():
+    reader, writer = os.pipe()
+    append_line(writer, b"line\n")
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"line\n"
 
 
 def test_the_tag_of_an_image_is_said_where_it_is_not_its_version(monkeypatch):
