@@ -14,8 +14,9 @@ from pathlib import Path
 
 import orjson
 
-from tandem.agent.pool import Pool, default_command, start_child
+from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
+from tandem.agent.scratch import ScratchFolders
 from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
 from tandem.agent.worker_process import WorkerProcess, group_members
 from tandem.errors import (
@@ -40,6 +41,7 @@ from tandem.worker import (
 )
 from tandem.worker_settings import TrainerSettings
 
+_LOOK_SECONDS = 1.0
 _REMEMBERED = 256
 """Exits that are told to a watcher that comes later, and workers that start no more."""
 _PRELOADED_BACKEND: str = TrainerSettings.model_fields["backend"].default
@@ -75,7 +77,12 @@ class ProcessLauncher:
         self._closed = False
         self._log = get_log()
         self.groups = ProcessGroups(self.data_dir / FILE_NAME)
-        self.idle = Pool(sizes=self.pool, command=self.command, quiet=self._quiet)
+        self.scratches = ScratchFolders(self.data_dir)
+        self._removing: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self.idle = Pool(
+            sizes=self.pool, command=self.command, quiet=self._quiet, scratches=self.scratches
+        )
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         async with self._spawning:
@@ -227,9 +234,14 @@ class ProcessLauncher:
             if fault is not None:
                 raise fault
         self._watchers.close()  # not before: who watches takes it for the end of all workers
+        if self._looking is not None:
+            self._looking.cancel()
+        await asyncio.gather(*self._removing, return_exceptions=True)
+        await asyncio.to_thread(self.scratches.remove_all)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
+        self.look_after_scratch()
         deadline = asyncio.get_running_loop().time() + spec.start_timeout
         assert is_name(spec.worker_id), spec.worker_id  # it names a file
         line = spec.model_dump_json().encode() + b"\n"
@@ -249,7 +261,9 @@ class ProcessLauncher:
             if _may_be_pooled(spec):
                 child = await self.idle.take(spec.kind, line=line, log_fd=log_fd)
             if child is None:
-                child = await start_child(self.command(spec.kind), line=line, output=log_fd)
+                child = await start_child(
+                    self.command(spec.kind), line=line, output=log_fd, scratches=self.scratches
+                )
         finally:
             os.close(log_fd)
         try:
@@ -266,7 +280,19 @@ class ProcessLauncher:
             advertised="" if spec.host == LOOPBACK else self.advertised,
             log_path=log_path,
             log_start=log_start,
+            scratch=child.scratch,
         )
+
+    def look_after_scratch(self) -> None:
+        """Follow from now on which names in /dev/shm the children make."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="shared-memory")
+
+    async def _look(self) -> None:
+        while True:
+            children: list[Child | WorkerProcess] = [*self.idle.children(), *self._workers.values()]
+            self.scratches.look([(c.pid, c.scratch) for c in children if c.scratch is not None])
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _quiet(self) -> bool:
         """Whether no worker is starting."""
@@ -277,6 +303,11 @@ class ProcessLauncher:
     def _note_end(self, worker: WorkerProcess) -> None:
         self._forget(worker)
         self.groups.remove(worker.pid)
+        if worker.scratch is not None:
+            removal = asyncio.to_thread(self.scratches.remove, worker.scratch)
+            removing = asyncio.create_task(removal)
+            self._removing.add(removing)
+            removing.add_done_callback(self._removing.discard)
 
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id

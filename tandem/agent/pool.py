@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 
+from tandem.agent.scratch import ScratchFolders
 from tandem.agent.worker_process import kill_group
 from tandem.background import make_nicer
 from tandem.environment import inherited
@@ -60,6 +62,7 @@ class Child:
     process: asyncio.subprocess.Process
     lifeline_fd: int
     report_fd: int
+    scratch: Path | None
 
     @property
     def pid(self) -> int:
@@ -77,9 +80,10 @@ async def start_child(
     *,
     line: bytes = b"",
     output: int,
+    scratches: ScratchFolders,
     spec_fd: int | None = None,
 ) -> Child:
-    """Start a worker's program with `line` in its standard input.
+    """Start a worker's program with `line` in its standard input, and a temporary folder.
 
     Raises `OSError` when it cannot be executed.
     """
@@ -88,6 +92,8 @@ async def start_child(
     stdin_fd, lifeline_fd = os.pipe()
     report_fd, worker_report_fd = os.pipe()
     spec = [] if spec_fd is None else ["--spec-fd", str(spec_fd)]
+    scratch = scratches.make()
+    temporary = {} if scratch is None else {"TMPDIR": str(scratch)}
     try:
         os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
         process = await asyncio.create_subprocess_exec(
@@ -100,18 +106,22 @@ async def start_child(
             stderr=output,
             pass_fds=(worker_report_fd, *([] if spec_fd is None else [spec_fd])),
             start_new_session=True,
-            env={**inherited(os.environ), "PYTHONUNBUFFERED": "1"},
+            env={**inherited(os.environ), "PYTHONUNBUFFERED": "1", **temporary},
         )
         with suppress(OSError):  # it has ended, or the kernel takes no more changes now
             make_nicer(process.pid, by=_NICENESS)
+        if scratch is not None:
+            scratches.note_pid(scratch, process.pid)
     except BaseException:
+        if scratch is not None:
+            scratches.remove(scratch)
         os.close(lifeline_fd)
         os.close(report_fd)
         raise
     finally:
         os.close(stdin_fd)
         os.close(worker_report_fd)
-    return Child(process=process, lifeline_fd=lifeline_fd, report_fd=report_fd)
+    return Child(process=process, lifeline_fd=lifeline_fd, report_fd=report_fd, scratch=scratch)
 
 
 @dataclass(eq=False)
@@ -120,6 +130,7 @@ class _Idle:
 
     child: Child
     socket: socket.socket
+    scratches: ScratchFolders
 
     async def hand_over(self, line: bytes, log_fd: int) -> bool:
         """Give it a specification and a log; return whether it took them.
@@ -149,6 +160,8 @@ class _Idle:
         """Return when it has ended, or will not end: stuck in the kernel."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.child.process.wait(), _KILLED_SECONDS)
+        if self.child.scratch is not None:
+            await asyncio.to_thread(self.scratches.remove, self.child.scratch)
 
 
 class Pool:
@@ -165,8 +178,10 @@ class Pool:
         sizes: Mapping[WorkerKind, int],
         command: Callable[[WorkerKind], list[str]],
         quiet: Callable[[], bool],
+        scratches: ScratchFolders,
     ) -> None:
         self._sizes = sizes
+        self._scratches = scratches
         self._command = command
         self._quiet = quiet
         self._idle: dict[WorkerKind, list[_Idle]] = {kind: [] for kind in sizes}
@@ -179,6 +194,10 @@ class Pool:
     def pids(self, kind: WorkerKind) -> list[int]:
         """Return the processes of a kind that wait for a worker."""
         return [idle.child.pid for idle in self._idle.get(kind, ())]
+
+    def children(self) -> list[Child]:
+        """Return the processes of all kinds that wait for a worker."""
+        return [idle.child for waiting in self._idle.values() for idle in waiting]
 
     async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
         """Make an idle process the worker with this specification, whose output goes to the log.
@@ -229,7 +248,10 @@ class Pool:
         with theirs:
             try:
                 child = await start_child(
-                    self._command(kind), output=_STDERR, spec_fd=theirs.fileno()
+                    self._command(kind),
+                    output=_STDERR,
+                    scratches=self._scratches,
+                    spec_fd=theirs.fileno(),
                 )
             except BaseException as error:
                 ours.close()
@@ -238,7 +260,7 @@ class Pool:
                 self._log.error("idle_process_not_started", kind=kind, error=describe(error))
                 self._wait_longer(kind)
                 return
-        idle = _Idle(child, ours)
+        idle = _Idle(child, ours, self._scratches)
         try:
             ready = await idle.answered(_PRELOAD_SECONDS)
         except BaseException:
@@ -263,6 +285,7 @@ class Pool:
         if idle in waiting:
             waiting.remove(idle)
             idle.kill()
+            await idle.gone()
             self._note_end(kind, idle)
 
     def _note_end(self, kind: WorkerKind, idle: _Idle) -> None:

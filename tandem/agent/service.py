@@ -218,6 +218,8 @@ async def serving(
     nothing is left of an earlier agent's workers; stop every worker after it."""
     certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
+    await asyncio.to_thread(launcher.scratches.remove_all)
+    launcher.look_after_scratch()
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     _listen_here(server, data_dir)

@@ -67,8 +67,8 @@ class WorkerProcess:
     said that it serves. `expected`: its end was requested. `awaited`: somebody waits for its
     readiness and so learns of its end. `lease`: the newest fencing token with which it was to be
     suspended or resumed, `suspended` the processes that are. `deadline`: when it must
-    be ready, in the time of the event loop. `advertised`: the name of this host for others, if they
-    can reach the worker.
+    be ready, in the time of the event loop. `scratch` is its temporary folder. `advertised`: the
+    name of this host for others, if they can reach the worker.
     """
 
     spec: WorkerSpec
@@ -79,6 +79,7 @@ class WorkerProcess:
     log_start: int
     deadline: float
     advertised: str = ""
+    scratch: Path | None = None
     handle: WorkerHandle | None = None
     ready: bool = False
     expected: bool = False

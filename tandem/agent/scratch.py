@@ -1,0 +1,126 @@
+"""What a worker writes beside its data: a temporary folder of its own, and names in /dev/shm.
+
+Both stay when a process is killed: OpenMP, torch and vLLM remove their files when they end by
+themselves. So each child of an agent has a folder below one of the agent's, which also notes the
+names in /dev/shm of its processes. The folder goes when nothing is left of the child. What an agent
+has left that was killed itself, the next one of the same data directory removes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from tandem.agent.worker_process import group_members
+from tandem.telemetry import get_log
+
+_SHARED_MEMORY = Path("/dev/shm")
+_NOTES, _PID = ".shared-memory", ".pid"
+_NAME_WITH_PID = re.compile(r"(?:__KMP_REGISTERED_LIB_|torch_)(\d+)_.*", re.ASCII)
+"""OpenMP and torch put the number of the process into the names that they make."""
+_LOOKS = 5
+"""A name that no process of ours has after so many looks is somebody else's."""
+
+
+class ScratchFolders:
+    """The temporary folders of one agent's children; `data_dir` is the agent's."""
+
+    def __init__(self, data_dir: Path, *, shared_memory: Path = _SHARED_MEMORY) -> None:
+        # A short path that the next agent finds: sockets in it may have a hundred characters.
+        name = sha256(os.fsencode(data_dir.absolute())).hexdigest()[:8]
+        self._root = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{name}"
+        self._shared_memory = shared_memory
+        self._looks: dict[str, int] = {}
+
+    def make(self) -> Path | None:
+        """Return a new folder; None, for the system's own, while there is no room for one."""
+        try:
+            self._root.mkdir(mode=0o700, exist_ok=True)
+            about = self._root.lstat()
+            if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+                raise PermissionError(f"{self._root} belongs to somebody else")
+            return Path(tempfile.mkdtemp(dir=self._root, prefix=""))
+        except OSError as error:
+            get_log().warning("no_temporary_folder", reason=str(error))
+            return None
+
+    def note_pid(self, folder: Path, pid: int) -> None:
+        """Note the first process of a child."""
+        with suppress(OSError):  # no room: names are noted as they are seen, or not at all
+            (folder / _PID).write_text(str(pid))
+
+    def look(self, children: Iterable[tuple[int, Path]]) -> None:
+        """Note the new names in /dev/shm that processes of these children have made; a child is the
+        number of its process group, and its folder."""
+        names = self._own_names()
+        self._looks = {name: looks for name, looks in self._looks.items() if name in names}
+        new = [name for name in names if self._looks.setdefault(name, 0) < _LOOKS]
+        if not new:
+            return
+        for group, folder in children:
+            made = set(new).intersection(self._names_of(group_members(group), new))
+            for name in made:
+                self._looks[name] = _LOOKS
+                self._note(folder, name, names[name])
+        for name in new:
+            self._looks[name] += 1
+
+    def remove(self, folder: Path) -> None:
+        """Remove the folder of a child that has ended, with the names in /dev/shm of its processes:
+        those noted, and those that its first process has made since the last look."""
+        notes, first = folder / _NOTES, folder / _PID
+        noted = {f.name: f.read_text() for f in notes.iterdir()} if notes.is_dir() else {}
+        pid = first.read_text() if first.is_file() else ""
+        gone = pid != "" and not Path(f"/proc/{pid}").exists()
+        for name, inode in self._own_names().items():
+            if noted.get(name) == str(inode) or (gone and str(_pid_in(name)) == pid):
+                with suppress(FileNotFoundError):
+                    (self._shared_memory / name).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_all(self) -> None:
+        """Remove what is there of all children. Call it when none of them runs."""
+        if self._root.is_dir() and not self._root.is_symlink():
+            for folder in self._root.iterdir():
+                self.remove(folder)
+            with suppress(OSError):
+                self._root.rmdir()
+
+    def _own_names(self) -> dict[str, int]:
+        """Return the names in /dev/shm that belong to our user, each with its inode."""
+        found = {}
+        with suppress(OSError):  # not Linux
+            for entry in os.scandir(self._shared_memory):
+                with suppress(FileNotFoundError):
+                    about = entry.stat(follow_symlinks=False)
+                    if about.st_uid == os.getuid() and stat.S_ISREG(about.st_mode):
+                        found[entry.name] = about.st_ino
+        return found
+
+    def _names_of(self, pids: list[int], names: list[str]) -> Iterable[str]:
+        yield from (name for name in names if _pid_in(name) in pids)
+        if not (others := [name for name in names if _pid_in(name) is None]):
+            return
+        for pid in pids:
+            with suppress(OSError):  # it has just ended
+                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                yield from (n for n in others if f" {self._shared_memory / n}" in maps)
+
+    def _note(self, folder: Path, name: str, inode: int) -> None:
+        try:
+            (folder / _NOTES).mkdir(exist_ok=True)
+            (folder / _NOTES / name).write_text(str(inode))
+        except OSError as error:  # a full disk, or the child's folder is going
+            get_log().warning("shared_memory_not_noted", name=name, reason=str(error))
+
+
+def _pid_in(name: str) -> int | None:
+    found = _NAME_WITH_PID.fullmatch(name)
+    return int(found[1]) if found else None
