@@ -111,8 +111,8 @@ def test_without_the_optimizer_its_moments_start_afresh(call: Call, continued) -
 @pytest.mark.core
 @proves_both(
     "ServiceClient.create_lora_training_client",
-    that="a LoRA run starts as the base model; the same seed and rank train to the same bits, "
-    "and with the layers chosen",
+    that="a LoRA run starts as the base model; the same seed and rank train to the same bits on a "
+    "CPU, and with the layers chosen",
 )
 def test_a_lora_run_starts_as_the_base_model(call: Call, branch: ServiceClient, base) -> None:
     arguments = {"rank": 2, "seed": 11, "train_unembed": False}
