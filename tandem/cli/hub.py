@@ -363,7 +363,7 @@ def _as_sentences(wanted: Wanted) -> Iterator[None]:
 
 def _refusal(wanted: Wanted, status: int) -> UserError | ServerError:
     hub, what = wanted.hub, wanted.repository
-    if status == 404 or (status == 401 and not os.environ.get("HF_TOKEN")):
+    if status == 404 or (status == 401 and not _has_token()):
         return UserError(
             f"{hub} has no model {what}, or it is private: {_token()} a private model needs a "
             "token that may read it"
@@ -377,8 +377,15 @@ def _refusal(wanted: Wanted, status: int) -> UserError | ServerError:
     return ServerError(f"{hub} has a problem of its own ({status}); {_AGAIN}")
 
 
+def _has_token() -> bool:
+    """Whether the library sends one: of HF_TOKEN, or of the file that HF_TOKEN_PATH names."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
 def _token() -> str:
-    return "HF_TOKEN is set, but" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set;"
+    return "HF_TOKEN is set, but" if _has_token() else "HF_TOKEN is not set;"
 
 
 def _line(error: BaseException) -> str:

@@ -201,6 +201,15 @@ def test_a_token_that_the_hub_does_not_know_is_said_to_be_so(hub, place, monkeyp
         add(place)
 
 
+def test_a_token_may_be_in_a_file(hub, place, monkeypatch, tmp_path):
+    hub.token = TOKEN
+    with pytest.raises(AssertionError, match="HF_TOKEN is not set"):
+        add(place)
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    add(place)
+
+
 def test_a_hub_that_has_a_bad_moment_is_asked_again(hub, place):
     hub.refusals = [("/tree/", 500, "", 1), ("/cdn/", 429, "", 1), ("/resolve/", 503, "", 1)]
     add(place)

@@ -193,8 +193,7 @@ def test_no_environment_of_a_pod_has_a_secret(stack):
         for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
             assert not any("secretRef" in source for source in container.get("envFrom", [])), name
             for each in container.get("env", []):
-                hub = each["name"] == "HF_TOKEN"  # of the Job that downloads, which takes no file
-                assert hub or "secretKeyRef" not in each.get("valueFrom", {}), (name, each["name"])
+                assert "secretKeyRef" not in each.get("valueFrom", {}), (name, each["name"])
 
 
 def test_the_gateway_reads_the_url_of_its_database_from_a_secrets_file(stack):
