@@ -242,6 +242,8 @@ def main() -> None:
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no message
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # where the machine has too little memory, this is the one
+        Path("/proc/self/oom_score_adj").write_text("1000")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     most = _size() + _RECYCLED_ABOVE
