@@ -52,7 +52,7 @@ def test_requests_on_one_stream_are_answered_each_when_it_is_there(sampler: Samp
     requests = [
         sampler.request(PROMPT, n=500, max_tokens=500, stop=[]),
         *(sampler.request(PROMPT, seed=seed, n=2) for seed in range(5)),
-        sampler.request(PROMPT, max_tokens=0),
+        sampler.request(PROMPT, max_tokens=-1),
     ]
     for number, request in enumerate(requests):
         request.number = number
