@@ -3,8 +3,8 @@
 torch.fx has an interpreter too. It calls methods by name on whatever a node returned, so that it
 would save nothing here.
 
-Nothing here bounds what a graph takes but the `deadline`, which is looked at between operations.
-`process` runs this where the system bounds memory and time.
+The interpreter looks at its `deadline` between operations, and bounds nothing else. `process` runs
+it where the system bounds memory and time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.custom_losses.implementations import DTYPES, FUNCTIONS, METHODS, Imp
 from tandem.errors import CustomLossFailed, describe
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "bad alloc")
-"""What torch says of memory that the system refused."""
+"""Parts of the messages of torch when the system refuses memory."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not sent cannot be now
+            with contextlib.suppress(OSError):  # nobody reads the rest of a message
                 pipe.close()
 
 
@@ -237,12 +237,12 @@ def _content(tensor: Tensor) -> memoryview:
 
 def main() -> None:
     """Serve the process that started this one, until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer gets it, and closes the pipe
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no message
+    os.dup2(2, 1)  # libraries print there
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where the machine has too little memory, this is the one
+    with contextlib.suppress(OSError):  # the kernel ends this process before the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,15 +1,14 @@
 """The files of a checkpoint: safetensors, which torch's distributed checkpoint writes and reads.
 
-torch plans: it knows which rank has which part of a tensor, who writes a part that several have,
-and who reads what for another number of ranks. Its own files are pickles, which can call any
-function of the reader. In ours, the header of each file says all: a shard's type, shape and place,
-and, by its name, which part of which tensor it is.
+torch makes the plans. One rank writes a part that several have, and another number of ranks reads
+other parts. The files of torch are pickles, which can call any function of the reader. In ours, the
+header of each file says all: the type, shape and place of a shard, and its part of the tensor.
 
 Literal example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
 part that begins at the beginning has the tensor's name alone.
 
-`read_layout` trusts nothing in a header, and reads no more than headers. Ranks exchange torch's
-plans as pickles: each trusts the others, and no file comes into it.
+`read_layout` trusts nothing in a header, and reads headers only. Ranks exchange the plans as
+pickles: each trusts the others, and no file is involved.
 """
 
 from __future__ import annotations

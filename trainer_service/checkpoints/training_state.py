@@ -199,8 +199,8 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
     `CheckpointMismatch` when it is of another model, of other layers than this run trains, or,
     if `optimizer`, of another kind of optimizer.
 
-    The headers are read before the files: a file then has no more bytes than the run's state needs,
-    whatever was put in its place.
+    The headers are read before the files. A file then has no more bytes than the state of the run
+    needs.
     """
     try:
         record = _read_record(path)
@@ -284,8 +284,8 @@ def _match_layout(
     *,
     optimizer: bool,
 ) -> None:
-    """Raises `CheckpointDamaged` unless the files hold the whole state that the record tells of,
-    and nothing else. `_match` has compared the record with this run."""
+    """Raises `CheckpointDamaged` unless the files hold the whole state of the record, and nothing
+    else. `_match` has compared the record with this run."""
     saved = {tensor: list(each.shape) for tensor, each in layout.items()}
     wanted = {f"model.{tensor}": shape for tensor, shape in record.parameters.items()}
     if optimizer and record.optimizer:
