@@ -107,7 +107,7 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
         print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         return
     lines = [f"Tandem is up at {endpoint.url}; log: {stack.log_path}"]
-    if (settings := GatewaySettings()).launcher != "kubernetes":
+    if (settings := GatewaySettings()).launcher == "agent" and not settings.agents:
         lines.append(describe_found(settings, this_host(), ranks=settings.trainer.ranks))
     lines += [
         "\nPoint the tinker SDK at it:\n",
