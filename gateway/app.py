@@ -48,7 +48,7 @@ from gateway.auth.bootstrap import read_bootstrap_key
 from gateway.core import Gateway
 from gateway.counted_lines import CountedLines
 from gateway.housekeeping import Housekeeping
-from gateway.http_connection import BoundedProtocol, Connections
+from gateway.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.metrics import Metrics
 from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
@@ -67,7 +67,6 @@ from tandem.worker import set_process_limits
 _SUPERSEDED = (
     "another gateway has taken over from this one; if there is no other, start the agent again, too"
 )
-_GRACEFUL_SECONDS = 5
 _COLLECTIONS = (2_000, 5, 100)
 """How many new objects, and collections of the generation before, start one of the garbage
 collector's three generations. A burst of requests keeps so many objects alive that the second one
@@ -344,7 +343,7 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         log_config=None,
         backlog=4096,
         timeout_keep_alive=settings.http.keep_alive,
-        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+        timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return GatewayServer(config, malformed=malformed)
 

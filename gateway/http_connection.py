@@ -36,7 +36,10 @@ _FIRST_REQUEST = 1.0
 VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
 """Requests without which others take the gateway, or a client, for dead. They are cheap."""
 
-Deadline = Literal["header", "write", "linger"]
+GRACEFUL_SECONDS = 5
+"""How long a stop waits for answers; a second before, those that nobody reads are cut off."""
+
+Deadline = Literal["header", "write", "linger", "stop"]
 
 
 class Connections:
@@ -188,6 +191,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel("write")
         super().resume_writing()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if not self.transport.is_closing():
+            self._start("stop", GRACEFUL_SECONDS - 1)
+
     # --- Called by the parser -------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -272,7 +280,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._expect_headers()  # a pipelined request waits for the answer before its own
                 return
         self._metrics.timeouts.labels(what=deadline).inc()
-        if deadline == "write":
+        if deadline in ("write", "stop"):
             self.transport.abort()
         elif deadline == "header" and self._in_headers:
             self._refuse(

@@ -32,6 +32,10 @@ def gate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(gate):
+    return large_result(gate)
+
+
+def large_result(gate) -> tuple[str, bytes]:
     """The request_id of a large result, and its bytes."""
     run_id = gate.run_id(gate.session_id())
 
@@ -98,6 +102,19 @@ def test_a_client_that_takes_nothing_is_cut_off_and_the_result_stays(gate, resul
     assert len(received(client)) < len(content)
     client.close()
     wait_until(lambda: whole(gate, request_id) == content)
+
+
+def test_a_gateway_that_stops_cuts_off_a_client_that_takes_nothing_without_an_error(
+    tmp_path, caplog
+):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        request_id, _ = large_result(gate)
+        client = ask(gate, request_id)
+        wait_until(lambda: any(c.flow.write_paused for c in gate.server.server_state.connections))
+        cut = gate.gateway.metrics.timeouts.labels(what="stop")
+    assert cut._value.get() == 1
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+    client.close()
 
 
 def test_a_client_that_stands_still_holds_no_more_than_a_piece(gate, result):
