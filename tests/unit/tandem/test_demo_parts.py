@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from tandem.cli.main import app
 from tandem.demo.addition import REFUSAL, Problem, all_problems, imperfect_label, reward
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.data import Rollout, policy_datum, supervised_datum
@@ -111,3 +113,11 @@ def test_the_key_of_a_gateway_that_runs_elsewhere_is_kept_nowhere(tmp_path: Path
     endpoint = Endpoint(url="http://gateway.example", pid=0, api_key="tml-secret")
     configuration = DemoConfiguration(out=tmp_path, data_dir=tmp_path, endpoint=endpoint)
     assert "tml-secret" not in configuration.model_dump_json() + repr(configuration)
+
+
+def test_a_demo_against_a_gateway_elsewhere_cannot_choose_its_ranks(tmp_path: Path) -> None:
+    where = ["--base-url", "http://gateway.example", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["demo", "--ranks", "2", *where])
+    assert done.exit_code == 2
+    assert "--ranks is for a gateway that the demo starts" in done.output
+    assert not (tmp_path / "out").exists()
