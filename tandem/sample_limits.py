@@ -72,6 +72,8 @@ class SampleLimits:
             raise MalformedPayload(f"prompt_tokens has {size} bytes, which are not int32 tokens")
         if not size:
             raise EmptyBatch("the prompt is empty; sampling needs at least one token")
+        if not all(message.params.stop_strings):
+            raise InvalidRequest("a stop string is empty; use an empty list to stop nowhere")
         if self.vocabulary is None:
             return
         tokens = np.frombuffer(message.prompt_tokens, "<i4")

@@ -104,8 +104,6 @@ def _stops(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if not params.stop_given:
         return facts.end_tokens, ()
-    if not all(params.stop_strings):
-        raise InvalidRequest("a stop string is empty; use an empty list to stop nowhere")
     return tuple(params.stop_token_ids), tuple(params.stop_strings)
 
 

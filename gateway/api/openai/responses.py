@@ -93,15 +93,15 @@ class Choice:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._text_length = len(prompt.text or "") if request.echo else 0
-        self._decoded_length = self._text_length
+        self._text_start = self._text_length
         self._waiting: list[Position] = []
         keep_stop = request.include_stop_str_in_output
-        self._silent = frozenset[int]() if keep_stop else frozenset(params.stop_token_ids)
         self._cutter = StopCutter(params.stop_strings, keep=keep_stop)
         self._detokenizer = Detokenizer(
             tokenizer,
             context=prompt.token_ids[-16:],
             skip_special_tokens=request.skip_special_tokens,
+            silent=frozenset() if keep_stop else frozenset(params.stop_token_ids),
         )
 
     def write(
@@ -128,33 +128,27 @@ class Choice:
         return written
 
     def _add(self, tokens: SampledTokens) -> None:
-        self.new_text = ""
         places = zip(tokens.ids, tokens.logprobs, tokens.alternatives, strict=True)
-        for token, logprob, alternatives in places:
-            offset = self._decoded_length + self._detokenizer.held_length
-            self._waiting.append(Position(token, logprob, alternatives, offset))
-            if token not in self._silent:
-                self._read(self._detokenizer.push([token]))
+        self._waiting += [Position(*place, offset=0) for place in places]
+        self.new_text = self._cutter.push(self._detokenizer.push(tokens.ids))
         if tokens.finish is not None:
-            self._read(self._detokenizer.finish())
-            self.new_text += self._cutter.finish()
+            self.new_text += self._cutter.push(self._detokenizer.finish()) + self._cutter.finish()
             self.finish = "stop" if self._cutter.stopped else tokens.finish
         self._text_length += len(self.new_text)
 
-    def _read(self, text: str) -> None:
-        self._decoded_length += len(text)
-        self.new_text += self._cutter.push(text)
-
     def _take_certain(self) -> Sequence[Position]:
         """Return the waiting tokens whose place in the text is certain: all, once it has ended."""
-        end = self._text_length
-        if self.finish is not None:
-            certain = [p._replace(offset=min(p.offset, end)) for p in self._waiting]
-        elif not self.has_offsets or self._request.alternatives is None:
-            certain = self._waiting
-        else:
-            certain = [position for position in self._waiting if position.offset <= end]
-        self._waiting = self._waiting[len(certain) :]
+        if not self.has_offsets or self._request.alternatives is None:
+            certain, self._waiting = self._waiting, []
+            return certain
+        places, end = self._detokenizer.places, self._text_length
+        offsets = [self._text_start + place for place in places]
+        count = sum(self.finish is not None or offset <= end for offset in offsets)
+        certain = [
+            position._replace(offset=min(offset, end))
+            for position, offset in zip(self._waiting[:count], offsets[:count], strict=True)
+        ]
+        del self._waiting[:count], places[:count]
         return certain
 
     def _content(self, stage: Stage) -> Json:

@@ -7,6 +7,7 @@ beside it say which tokens are special and which end a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -150,15 +151,28 @@ class Detokenizer:
     """Decodes with the `DecodeStream` of `tokenizers`, which holds tokens back until they end a
     character. What it lacks is here: an end, a bound on what it holds back, and prompts that end
     within a character, which the sampled tokens then complete. `context` are the last tokens of
-    the prompt. The text is the same however the tokens are divided."""
+    the prompt. The text is the same however the tokens are divided.
+
+    `silent` tokens have no text. `places` says where each token begins in the text, in characters,
+    as far as that is known: it is not of tokens that are held back."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, *, context: Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        context: Sequence[int],
+        skip_special_tokens: bool,
+        silent: AbstractSet[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special if skip_special_tokens else frozenset[int]()
+        special = tokenizer.special if skip_special_tokens else frozenset[int]()
+        self._skipped = special | silent
         self._held: list[int] = []
-        known = [token for token in context if token not in self._skipped]
+        self._unplaced: list[tuple[str, bool]] = []
+        """Of each token without a place: the held text before it, and whether it has text."""
+        self._length = 0
+        self.places: list[int] = []
+        known = [token for token in context if token not in special]
         whole = len(known)
         while whole and tokenizer.decode(known[:whole]).endswith(_REPLACEMENT):
             whole -= 1
@@ -167,27 +181,24 @@ class Detokenizer:
         self._prompt_text = ""
         self.push(begun)
         self._prompt_text = tokenizer.decode_within_text(self._held)
+        self._unplaced, self._length, self.places = [], 0, []
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that is certain with these tokens."""
-        return "".join(self._push(token) for token in tokens if token not in self._skipped)
-
-    @property
-    def held_length(self) -> int:
-        """How many whole characters the tokens held back begin with, beyond the prompt's."""
-        if not self._held:
-            return 0
-        texts = (self._tokenizer.decode_within_text(self._held), self._prompt_text)
-        held, prompt = (len(text.rstrip(_REPLACEMENT)) for text in texts)
-        return max(0, held - prompt)
+        return "".join(map(self._push, tokens))
 
     def finish(self) -> str:
         """Return the text of the tokens held back, with U+FFFD for incomplete characters."""
         held, self._held = self._held, []
         self._stream = DecodeStream(ids=held)
-        return self._without_prompt(self._tokenizer.decode_within_text(held))
+        return self._placed(self._tokenizer.decode_within_text(held))
 
     def _push(self, token: int) -> str:
+        before = self._tokenizer.decode_within_text(self._held) if self._held else ""
+        skipped = token in self._skipped
+        self._unplaced.append((before, not skipped))
+        if skipped:
+            return "" if self._held else self._placed("")
         self._held.append(token)
         text = self._tokenizer.decode_next(self._stream, [token])
         if text is None and len(self._held) < _MAX_HELD:
@@ -195,24 +206,36 @@ class Detokenizer:
         if text is None or text == _REPLACEMENT:
             return self.finish()
         self._held = []
-        return self._without_prompt(text)
+        return self._placed(text)
+
+    def _placed(self, whole: str) -> str:
+        """Place the tokens whose text this is; return what of it is not the prompt's. What a token
+        leaves of the held text before it was there before; one that adds no character is a part of
+        the last."""
+        text = self._without_prompt(whole)
+        of_prompt = len(whole) - len(text)
+        following = [*(before for before, _ in self._unplaced), whole][1:]
+        for (before, spoken), after in zip(self._unplaced, following, strict=True):
+            place = _shared_length(before, whole)
+            if spoken and place and after == before:
+                place -= 1
+            self.places.append(self._length + max(0, place - of_prompt))
+        self._unplaced = []
+        self._length += len(text)
+        return text
 
     def _without_prompt(self, text: str) -> str:
         """Drop what the first text repeats of the prompt's last, incomplete token."""
         prompt_text, self._prompt_text = self._prompt_text, ""
-        pairs = zip(prompt_text, text, strict=False)
-        repeated = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return text[repeated:]
+        return text[_shared_length(prompt_text, text) :]
 
 
 def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> list[int]:
     """Return where each token begins in the text that the tokens are decoded to."""
     detokenizer = Detokenizer(tokenizer, context=(), skip_special_tokens=False)
-    offsets, end = [], 0
-    for token in tokens:
-        offsets.append(min(end + detokenizer.held_length, len(text)))
-        end += len(detokenizer.push([token]))
-    return offsets
+    detokenizer.push(tokens)
+    detokenizer.finish()
+    return [min(place, len(text)) for place in detokenizer.places]
 
 
 class StopCutter:
@@ -249,6 +272,12 @@ class StopCutter:
         """Return how many characters at the end may be the beginning of the stop string."""
         sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Return how many characters two texts begin with together."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _named_tokens(config: Json) -> dict[str, str]:

@@ -485,6 +485,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(gate, sampling):
         ({"prompt": {"chunks": [{"tokens": [5, 99]}]}}, "token 99 of the prompt is outside"),
         ({"prompt": {"chunks": [{"tokens": [5, -1]}]}}, "token -1 of the prompt is outside"),
         ({"sampling_params": {"stop": [99]}}, "stop token 99 is outside the vocabulary of 90"),
+        ({"sampling_params": {"stop": ["a", ""]}}, "a stop string is empty"),
         ({"topk_sample_logprobs": 91}, "topk_sample_logprobs is 91; 0 to 90"),
         ({"topk_prompt_logprobs": 91}, "topk_prompt_logprobs is 91; 0 to 90"),
         ({"num_samples": 0}, "num_samples"),

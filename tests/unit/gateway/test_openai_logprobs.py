@@ -118,6 +118,29 @@ def test_a_token_that_ends_in_the_middle_of_a_character_is_before_it(tokenizers)
     assert offsets_of([*ids, *ids], tokenizer, "€€") == [0, 0, 1, 1]
 
 
+def places_of(tokenizer, tokens):
+    return offsets_of(tokens, tokenizer, tokenizer.decode(tokens))
+
+
+def test_bytes_that_are_no_character_do_not_move_the_token_after_them(tokenizers):
+    tokenizer = tokenizers["bytes"]
+    half, rest = tokenizer.encode("€", add_special_tokens=False)  # of two bytes, and of one
+    word, end = (tokenizer._tokenizer.token_to_id(name) for name in ("the", "<eos>"))
+    assert places_of(tokenizer, [half, word]) == [0, 1]
+    assert places_of(tokenizer, [rest, rest, word, word]) == [0, 1, 2, 5]
+    assert places_of(tokenizer, [half, half, rest, word]) == [0, 1, 1, 2]
+    assert places_of(tokenizer, [word, half, end, word]) == [0, 3, 4, 9]
+
+
+def test_the_bytes_of_one_character_begin_together(tokenizers):
+    sentences = tokenizers["sentences"]
+    ids = [sentences._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "a€😀".encode()]
+    assert places_of(sentences, ids) == [0, 1, 1, 1, 2, 2, 2, 2]
+    bad = sentences._tokenizer.token_to_id("<0xFF>")
+    word = sentences._tokenizer.token_to_id("hello")
+    assert places_of(sentences, [bad, word]) == [0, 1]
+
+
 TEXTS = st.text(st.sampled_from("aé€😀 the\n"), max_size=30)
 
 
@@ -143,3 +166,30 @@ def test_offsets_are_places_in_the_text_however_it_is_streamed(tokenizers, text,
     assert told == wanted
     whole = tokenizer.offsets(text, add_special_tokens=False)
     assert shown == [min(offset, len(wanted)) for offset in whole]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentences"])
+@given(st.lists(st.integers(0, 258), max_size=30), st.lists(st.integers(0, 30), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_a_whole_token_is_found_at_its_offset_also_among_noise(tokenizers, kind, tokens, cuts):
+    tokenizer = tokenizers[kind]
+    edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
+    parts = [tokens[a:b] for a, b in itertools.pairwise(edges)] or [[]]
+    choice, text, names, offsets = choice_of(tokenizer), "", [], []
+    for number, part in enumerate(parts):
+        finish = "stop" if number == len(parts) - 1 else None
+        content = choice.write(
+            SampledTokens(part, [-1.0] * len(part), [()] * len(part), finish), "part"
+        )
+        text += content["text"]
+        names += content["logprobs"]["tokens"]
+        offsets += content["logprobs"]["text_offset"]
+    assert len(names) == len(tokens)
+    assert offsets == sorted(offsets)
+    assert all(offset <= len(text) for offset in offsets)
+    for token, name, offset in zip(tokens, names, offsets, strict=True):
+        known = tokenizer.token(token)
+        # A sentence tokenizer decodes a run of bytes with one wrong byte to wrong characters alone.
+        whole = known.text.isascii() and len(known.raw) > 0 and kind == "bytes"
+        if whole and token not in tokenizer.special:
+            assert text[offset:].startswith(name), (text, names, offsets)
