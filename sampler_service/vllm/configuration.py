@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -104,12 +104,27 @@ def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
     holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
     takes the model's length from other sources than we do."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if not torch.cuda.is_available():
+        _check_heads(config.model_config)
     if fit:
         about = config.model_config
         about.original_max_model_len = -1
         # It first makes tables of `max_num_seqs` sequences of that length: 640 MiB with 131,072.
         about.max_model_len = min(about.max_model_len, _most_tokens(config))
     return config
+
+
+def _check_heads(about: ModelConfig) -> None:
+    """Raise `WorkerStartFailed` for heads that vLLM's build for CPUs does not compute."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = about.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not about.use_mla and size not in sizes:
+        raise WorkerStartFailed(
+            f"the model's attention heads have {size} numbers each, and vLLM's build for CPUs "
+            f"computes heads of {', '.join(map(str, sizes))}. The model can be trained and "
+            "exported here, and sampled on a GPU"
+        )
 
 
 def _most_tokens(config: VllmConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tandem.cli.context import (
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
 from tandem.own_machine import http_client
+from tandem.weights.model_files import ties_head
 
 app = new_commands("Checkpoints: list, delete, export and adopt.")
 
@@ -106,7 +108,7 @@ def export(
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="Base model for --merged. Default: the registered one."),
+        typer.Option("--base", help="The adapter's base model. Default: the registered one."),
     ] = None,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
@@ -125,16 +127,19 @@ def export(
         raise InvalidRequest(f"{path} holds no LoRA adapter to merge; export it without --merged")
     if odd := [name for name in urls if name != Path(name).name or name == ".."]:
         raise ServerError(f"the gateway names a file {odd[0]!r}, which is no plain name")
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial, note = directory.with_name(f".{directory.name}.partial"), ""
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         size = sum(_download(url, partial / name) for name, url in sorted(urls.items()))
-        if merged:
-            base = base or _registered_base(data_dir, path)
+        if "adapter_config.json" in urls:
+            base = base or _registered_base(data_dir, path, needed=merged)
+        if merged and base:
             _merge(adapter=partial, base=base, target=directory)
             shutil.rmtree(partial)
         else:
+            if base and base.is_dir():
+                note = _name_base(partial / "adapter_config.json", base.resolve())
             partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,6 +148,8 @@ def export(
         print_json({"path": path, "directory": str(directory), "bytes": size, "merged": merged})
     else:
         say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
+        if note:
+            say(f"Note: {note}.")
 
 
 @app.command("adopt")
@@ -216,14 +223,32 @@ def _download(url: str, target: Path) -> int:
     return size
 
 
-def _registered_base(data_dir: Path | None, path: str) -> Path:
+def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path | None:
+    """Return the folder of a checkpoint's base model; None if it is unknown and not `needed`."""
     info = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
     name = cast(dict[str, str], info)["base_model"]
     models = cast(dict[str, list[dict[str, str]]], call(data_dir, "GET", "models"))["models"]
     for model in models:
-        if model["name"] == name:
+        if model["name"] == name and model["path"]:
             return Path(model["path"])
+    if not needed:
+        return None
     raise InvalidRequest(f"the base model {name!r} is not registered; name its folder with --base")
+
+
+def _name_base(config: Path, base: Path) -> str:
+    """Let PEFT find the base model of an exported adapter, which names it as the gateway does.
+    Return what to know of merging it, "" for nothing."""
+    content = json.loads(config.read_text())
+    content |= {"base_model_name_or_path": str(base), "revision": None}
+    config.write_text(json.dumps(content, indent=1))
+    head = any(name.rpartition(".")[2] == "lm_head" for name in content.get("target_modules", ()))
+    if not head or not ties_head(base):
+        return ""
+    return (
+        "the base model's output head shares its weight with the embeddings, so PEFT's "
+        "merge_and_unload and tinker-cookbook cannot merge this adapter; export it with --merged"
+    )
 
 
 def _merge(*, adapter: Path, base: Path, target: Path) -> None:

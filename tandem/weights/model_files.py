@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, describe
-from tandem.model_config import INDEX_NAME, read_json
+from tandem.model_config import INDEX_NAME, model_files, read_json, text_config
 from tandem.weights.tensors import check_content, read_header
 
 SINGLE_NAME = "model.safetensors"
@@ -15,6 +15,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Ends of the names of files that can run code when they are read, and are not read."""
 _OTHERS = (".gguf", ".h5", ".msgpack", ".onnx")
 _TEXTS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 _SAMPLE = 3
 
 
@@ -61,6 +62,16 @@ def tensors_by_file(directory: Path) -> dict[str, set[str]]:
             "not finished. Fetch them again"
         )
     return files
+
+
+def ties_head(directory: Path) -> bool:
+    """Return whether a model's output head and its embeddings share one weight. Raises
+    `InvalidRequest`."""
+    tied = text_config(directory).get("tie_word_embeddings")
+    if isinstance(tied, bool):
+        return tied
+    names = (name for file in model_files(directory) for name in read_header(file))
+    return not any(name.endswith(_HEADS) for name in names)
 
 
 def _why_none(directory: Path) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tandem.errors import LoadFailed, PublishFailed, ServerError
+from tandem.model_store import read_record
 from tandem.v1 import trainer_pb2
 from tandem.weights import (
     Canary,
@@ -31,6 +32,7 @@ from tandem.weights import (
     checksum_file,
     open_version,
 )
+from tandem.weights.model_files import ties_head
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
@@ -49,6 +51,7 @@ from trainer_service.checkpoints.storage import (
 )
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
+from trainer_service.lora.card import CARD_NAME, adapter_card
 from trainer_service.models.files import (
     TensorWriter,
     copy_small_files,
@@ -246,13 +249,20 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
     backend, base = trainer.backend, trainer.base
     if not (lora := backend.training.lora):
         return copy_small_files(base.path, partial.path, dtype=backend.dtype)
+    record, targets = read_record(base.path), backend.adapter_targets()
     config = AdapterConfig(
-        base_model=base.name,
+        base_model=record.repository if record else base.name,
+        revision=record.commit if record else None,
         rank=lora.rank,
         alpha=lora.alpha,
-        targets=backend.adapter_targets(),
+        targets=targets,
     )
-    return [*copy_small_files(base.path, partial.path, adapter=True), config.write(partial.path)]
+    card = partial.path / CARD_NAME
+    card.write_text(
+        adapter_card(base=config.base_model, lora=lora, targets=targets, tied=ties_head(base.path))
+    )
+    copies = copy_small_files(base.path, partial.path, adapter=True)
+    return [*copies, config.write(partial.path), card]
 
 
 def _new_file(

@@ -292,9 +292,11 @@ def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The contents of `adapter_config.json`; `targets` are PEFT's `target_modules`."""
+    """The contents of `adapter_config.json`; `targets` are PEFT's `target_modules`. `base_model` is
+    a name at a hub, with its commit as `revision`, or the gateway's name of the model."""
 
     base_model: str
+    revision: str | None
     rank: int
     alpha: float
     targets: Sequence[str]
@@ -309,6 +311,7 @@ class AdapterConfig:
                     "peft_type": "LORA",
                     "task_type": "CAUSAL_LM",
                     "base_model_name_or_path": self.base_model,
+                    "revision": self.revision,
                     "r": self.rank,
                     "lora_alpha": whole,
                     "target_modules": list(self.targets),

@@ -74,8 +74,8 @@ def copy_small_files(
     """Copies configuration and tokenizer, so that `target` loads by itself. Returns the copies.
 
     The configuration is changed to name `dtype`, if given, and, if `untied`, an output head with
-    a weight of its own. An `adapter` gets no `config.json`: with one, transformers would expect
-    a whole model in its directory.
+    a weight of its own. An `adapter` gets no `config.json`, with which transformers would expect
+    a whole model in its directory, and no card of the base model.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -85,7 +85,7 @@ def copy_small_files(
             or file.name.endswith(WEIGHT_SUFFIXES)
             or file.name.endswith(".index.json")
             or file.name.startswith(".")
-            or (adapter and file.name == "config.json")
+            or (adapter and file.name in ("config.json", "README.md"))
         ):
             continue
         path = target / file.name

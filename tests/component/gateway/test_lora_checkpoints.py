@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import tinker
 from typer.testing import CliRunner
 
 from gateway.checkpoints.compatibility import check_compatible, training_from
+from tandem.cli import checkpoints
 from tandem.cli.main import app
 from tandem.errors import CheckpointMismatch
 from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.checkpoints import error_of, step
+from tests.support.model_files import tensor_file
 
 PATH = "tinker://s-1:train:0/weights/a"
 FULL = TrainingSpec()
@@ -122,3 +125,37 @@ def test_tandem_merges_an_adapter_into_the_registered_base(gate, lora, tmp_path,
     assert command[1:3] == ["-m", "trainer_service.lora.merge"]
     assert command[4:] == [gate.gateway.models.get("tiny").path, str(target)]
     assert [child.name for child in tmp_path.iterdir()] == ["merged"], "no partial is left"
+
+
+def test_an_exported_adapter_names_the_folder_of_its_base_model(gate, lora, tmp_path):
+    folder = Path(gate.gateway.models.get("tiny").path)
+    path = lora.save_weights_for_sampler("adapter").result().path
+
+    def exported(name: str, *more: str) -> tuple[dict[str, object], str]:
+        arguments = ["checkpoints", "export", path, str(tmp_path / name), *more]
+        done = CliRunner().invoke(app, [*arguments, "--data-dir", str(gate.settings.data_dir)])
+        assert done.exit_code == 0, done.output
+        return json.loads((tmp_path / name / "adapter_config.json").read_text()), done.output
+
+    config, said = exported("registered")
+    assert config == {
+        "fake": True,
+        "base_model_name_or_path": str(folder),
+        "revision": None,
+    }
+    assert "Note" not in said
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    assert exported("chosen", "--base", str(mine))[0]["base_model_name_or_path"] == str(mine)
+
+
+def test_an_export_says_which_programs_cannot_merge_the_adapter_of_a_tied_head(tmp_path):
+    config = tmp_path / "adapter_config.json"
+    for heads, tensors, noted in (
+        (["lm_head"], ["model.embed_tokens.weight"], True),
+        (["model.layers.0.mlp.up_proj", "lm_head"], ["wte.weight"], True),
+        (["lm_head"], ["model.embed_tokens.weight", "lm_head.weight"], False),
+        (["q_proj"], ["model.embed_tokens.weight"], False),
+    ):
+        config.write_text(json.dumps({"target_modules": heads}))
+        (tmp_path / "model.safetensors").write_bytes(tensor_file(*tensors, size=512))
+        assert ("export it with --merged" in checkpoints._name_base(config, tmp_path)) is noted

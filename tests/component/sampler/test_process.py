@@ -15,6 +15,7 @@ import pytest
 from tandem.agent.worker_process import group_members
 from tandem.v1 import sampler_pb2
 from tandem.worker import SECRET_METADATA_KEY
+from tests.support.architectures import write_model
 from tests.support.sampler_worker import (
     LENGTH,
     PROMPT,
@@ -167,3 +168,21 @@ def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):
 
     arguments = engine_args(model, SamplerSettings())
     assert (arguments.load_format, arguments.trust_remote_code) == ("safetensors", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [({"head_dim": 16}, 16), ({"head_dim": 48}, 48)],
+)
+def test_heads_that_the_cpu_build_does_not_compute_are_named_when_the_sampler_starts(
+    tmp_path: Path, changes: dict[str, int], size: int
+):
+    base = write_model(tmp_path / "base", "qwen3", **changes)
+    with sampler_process(base, wait=False) as client:
+        report = client.next_report()
+        while not report.error_type:
+            report = client.next_report()
+        assert report.error_type == "worker_start_failed"
+        assert f"attention heads have {size} numbers each" in report.error
+        assert "computes heads of 32, 64, 80" in report.error
+        assert client.process.wait(timeout=CALL_SECONDS) == 1

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sampler_service.weights.files import read_sources
 from tandem.errors import InvalidRequest, LoadFailed, NameTaken
+from tandem.model_store import RECORD_NAME, ModelRecord
 from tandem.weights import open_version
 from tandem.worker import LoraSpec
 from tests.support.local_trainer import (
@@ -215,3 +216,56 @@ def test_a_damaged_adapter_is_not_merged(models, published, tmp_path):
     save_file({name: t + 1 for name, t in load_file(file).items()}, file)
     with pytest.raises(LoadFailed, match=r"damaged|bytes"):
         merge(tmp_path / "adapter", models["llama"], tmp_path / "out")
+
+
+# --- What other programs make of an adapter -------------------------------------------------
+
+
+def card_of(version: Path) -> str:
+    return (version / "README.md").read_text()
+
+
+def test_the_card_says_which_programs_load_an_adapter(models, tmp_path):
+    (tmp_path / "base").mkdir()
+    for file in models["qwen3"].iterdir():
+        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "base" / "README.md").write_text("the base model's own card")
+    kinds = {"attention": True, "mlp": False}
+    for name, base, head in (
+        ("tied", tmp_path / "base", True),
+        ("headless", models["qwen3"], False),
+        ("untied", models["llama"], True),
+    ):
+        lora = LoraSpec(rank=3, alpha=6.0, seed=1, **kinds, unembedding=head)
+        publish(make(base, lora, name="org/base"), tmp_path / name)
+    tied, headless, untied = (card_of(tmp_path / name) for name in ("tied", "headless", "untied"))
+    assert "base_model: org/base" in tied and "own card" not in tied
+    assert "Do not merge it with PEFT's `merge_and_unload`" in tied
+    assert "**tinker-cookbook** (`weights.build_hf_model`" in tied
+    for other in (headless, untied):
+        assert "Do not merge" not in other
+        assert "`tandem checkpoints export --merged`" in other
+    assert "embedding_modules" in untied and "embedding_modules" not in headless
+
+
+def test_an_adapter_names_the_hubs_repository_of_a_downloaded_base(models, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in models["llama"].iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    record = ModelRecord(repository="org/llama", revision="main", commit="c0", bytes=1, added_at=0)
+    (base / RECORD_NAME).write_text(record.model_dump_json())
+    publish(make(base, name="my-own-name"), tmp_path / "v1")
+    config = json.loads((tmp_path / "v1" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/llama", "c0")
+
+
+def test_peft_finds_the_base_model_of_an_adapter_that_names_its_folder(models, tmp_path):
+    for name in ("llama", "qwen3"):
+        trainer = make(models[name], name=str(models[name]))
+        train(trainer, 2)
+        publish(trainer, tmp_path / name)
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        np.testing.assert_allclose(
+            logprobs_of_model(loaded.eval(), data_of(4)), logprobs(trainer, data_of(4)), atol=1e-5
+        )
