@@ -37,8 +37,8 @@ _UNTIED = """\
 _TIED = """\
 - **Do not merge it with PEFT's `merge_and_unload`.** The base model's output head and its
   embeddings share one weight. The adapter changes the head alone, and PEFT would change both.
-- **tinker-cookbook** (`weights.build_hf_model`, `merge_tinker_adapter_to_hf_model`) refuses to merge
-  it for the same reason: "lm_head.weight … does not exist in the model state dict". Use
+- **tinker-cookbook** (`weights.build_hf_model`, `merge_tinker_adapter_to_hf_model`) refuses to
+  merge it for the same reason: "lm_head.weight … does not exist in the model state dict". Use
   `tandem checkpoints export --merged`, which gives the head a weight of its own, or train with
   `train_unembed=False`. `weights.build_lora_adapter` takes it.
 - **vLLM** serves it (`--enable-lora`) only for classes of models whose `embedding_modules` list the
