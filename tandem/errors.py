@@ -443,7 +443,12 @@ class WorkerCrashed(WorkerStartFailed):
 
 
 class WorkerDied(ServerError):
-    """The worker that carried out the request has ended."""
+    """The worker that carried out the request has ended. `defect`: by an error in a program, which
+    comes again when the request is repeated."""
+
+    def __init__(self, message: str, *, defect: bool = False) -> None:
+        super().__init__(message)
+        self.defect = defect
 
 
 class WorkerMayRun(ServerError):

@@ -50,6 +50,10 @@ OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
 """The trailing metadata of RESOURCE_EXHAUSTED: how many tokens of a micro-batch were too many for
 a trainer, which ends because of it."""
 
+DEFECT_METADATA_KEY = "tandem-defect"
+"""The trailing metadata of ABORTED where an error in its program ended a trainer, which would end
+the next one, too."""
+
 MAX_SPEC_BYTES = 16 * select.PIPE_BUF
 """Of the line of a specification: the capacity of a pipe that nobody reads yet."""
 SUPERVISOR_PID = "SUPERVISOR_PID"

@@ -99,7 +99,10 @@ class Restoration:
             ).SerializeToString()
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
-        """Note that the trainer died at a call. Raises `GiveUp` if it has too often."""
+        """Note that the trainer died at a call. Raises `GiveUp` if it has too often, or would each
+        time."""
+        if isinstance(error, WorkerDied) and error.defect:
+            raise GiveUp(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
             before = self._too_large.get(call.seq_id, math.inf)
             self._too_large[call.seq_id] = error.tokens

@@ -22,7 +22,7 @@ from tandem.errors import (
     without_paths,
 )
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
+from tandem.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 
 DESCRIBE_TIMEOUT = 30.0
 _REMOVAL_TIMEOUT = 60.0
@@ -307,10 +307,12 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
             raise WorkerUnavailable(details or code.name) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise OperationTimedOut(f"the {kind} gave up: {error.details()}") from error
-        if tokens := dict(error.trailing_metadata() or ()).get(OUT_OF_MEMORY_METADATA_KEY):
+        metadata = dict(error.trailing_metadata() or ())
+        if tokens := metadata.get(OUT_OF_MEMORY_METADATA_KEY):
             raise OutOfMemory(details, tokens=int(tokens)) from error
         if code is grpc.StatusCode.ABORTED:  # the worker says that it is of no use any more
-            raise WorkerDied(details or f"the {kind} is broken") from error
+            defect = DEFECT_METADATA_KEY in metadata
+            raise WorkerDied(details or f"the {kind} is broken", defect=defect) from error
         raise InternalError(f"the {kind} answered {code.name}: {details}") from error
     except asyncio.CancelledError:
         if this_task_is_cancelled():  # and not by closing the channel, which cancels its calls

@@ -17,6 +17,12 @@ from pydantic import BaseModel
 
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, describe, without_paths
 
+_DEFECTS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(NotImplementedError, RecursionError, TypeError, ValueError),
+)
+"""Errors in a program. Of others, such as RuntimeError and OSError, a device, a disk or a network
+may be the reason."""
 _MOST_CAUSES = 3
 _MOST_FRAMES = 12
 """Of the traceback of each, the innermost."""
@@ -25,10 +31,11 @@ _MOST_CHARACTERS = 800
 
 class RankReport(BaseModel):
     """Why a rank ends. `out_of_memory_at`: a micro-batch of so many tokens was too large for it;
-    0: it is something else."""
+    0: it is something else. `defect`: as of `WorkerDied`."""
 
     error: str
     out_of_memory_at: int = 0
+    defect: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> RankReport:
@@ -36,7 +43,8 @@ class RankReport(BaseModel):
 
         if isinstance(error, MicroBatchTooLarge):
             return cls(error=str(error), out_of_memory_at=error.tokens)
-        return cls(error=trace(error))
+        own = isinstance(error, _DEFECTS) and not isinstance(error, TandemError)
+        return cls(error=trace(error), defect=own)
 
 
 def trace(error: BaseException) -> str:
@@ -83,7 +91,7 @@ class Death(BaseModel):
         sentence = f"{rank} failed: {self.report.error}"
         if tokens := self.report.out_of_memory_at:
             return OutOfMemory(sentence, tokens=tokens)
-        return WorkerDied(sentence)
+        return WorkerDied(sentence, defect=self.report.defect)
 
     @property
     def likeliness(self) -> int:

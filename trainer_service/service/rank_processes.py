@@ -118,7 +118,7 @@ class RankProcesses:
     def _watch(self, number: int, rank: _Rank) -> None:
         with os.fdopen(rank.report, "rb") as pipe:
             said = pipe.read()
-        if said:  # it waits to be killed
+        if said and not self._stopping:  # it waits to be killed
             report = RankReport.model_validate_json(said)
             self._on_death(Death(rank=number, returncode=1, report=report))
         rank.process.join()

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
 
-from tandem.errors import OutOfMemory, TandemError
+from tandem.errors import OutOfMemory, TandemError, WorkerDied
 from tandem.fencing import Fence
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
+from tandem.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from trainer_service.service.deaths import trace
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.metrics import TrainerMetrics
@@ -392,6 +392,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         if isinstance(error, OutOfMemory) and run_id == self._at_work:
             context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(error.tokens)),))
             await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+        if isinstance(error, WorkerDied) and error.defect and run_id == self._at_work:
+            context.set_trailing_metadata(((DEFECT_METADATA_KEY, "yes"),))
         await _abort(context, grpc.StatusCode.ABORTED, error.message)
 
 

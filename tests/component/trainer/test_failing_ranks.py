@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tandem.agent.worker_process import group_members
+from tandem.worker import DEFECT_METADATA_KEY
 from tests.support import failing_ranks
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
@@ -36,6 +37,7 @@ def backends(tmp_path, monkeypatch):
 def ends_with(client: TrainerClient, error: grpc.RpcError, sentence: str) -> None:
     assert error.code() is grpc.StatusCode.ABORTED
     assert re.fullmatch(sentence, error.details())
+    assert DEFECT_METADATA_KEY in dict(error.trailing_metadata())
     report = client.next_report()
     assert (report.error_type, report.error) == ("worker_died", error.details())
     assert client.process.wait(timeout=CALL_SECONDS) == 1

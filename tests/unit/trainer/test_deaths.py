@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tandem.errors import OutOfMemory, TandemError, UnknownLoss
+from tandem.errors import OutOfMemory, TandemError, UnknownLoss, WorkerDied
 from trainer_service.service.deaths import Death, Deaths, RankReport, trace
 
 BROKEN = Death(rank=1, returncode=1, report=RankReport(error="RuntimeError: connection closed"))
@@ -87,3 +87,21 @@ def test_the_traceback_of_an_endless_recursion_is_short():
     with pytest.raises(RecursionError) as caught:
         recurse()
     assert len(trace(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("error", "defect"),
+    [
+        (KeyError("weights"), True),
+        (AssertionError(), True),
+        (ZeroDivisionError(), True),
+        (NotImplementedError(), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error"), False),
+        (OSError(5, "Input/output error"), False),
+        (UnknownLoss("unknown loss"), False),
+    ],
+)
+def test_an_error_that_is_in_the_program_itself_is_a_defect(error, defect):
+    found = Death(rank=1, returncode=1, report=RankReport.of(error)).cause("")
+    assert isinstance(found, WorkerDied)
+    assert found.defect == defect
