@@ -199,8 +199,8 @@ class SampledTokens:
 class PromptScores:
     """The answer to a `PromptScoring`; a part that was not asked for is None.
 
-    `logprobs` is [prompt], NaN where nothing was scored; `topk` is [prompt, k]; `targets` is [m];
-    `draws` is [prompt - 1, k], row i about position i + 1.
+    `logprobs` is [prompt], and NaN at positions without a score. `topk` is [prompt, k]. `targets`
+    is [m]. `draws` is [prompt - 1, k], where row i is about position i + 1.
     """
 
     logprobs: Float32Array | None = None

@@ -23,8 +23,8 @@ or a switch before its turn.
 - A load that fails leaves the previous version serving: untouched, or loaded again. Only work for
   the new version gets `LoadFailed`. If the previous version is lost as well, the state is `failed`
   and every request is refused.
-- A sleep lets what runs end and admits nothing more; what waits, waits on, and so does what arrives
-  while the engine is asleep. Sleeps and wakes are carried out in the order in which they came.
+- A sleep waits until the running requests have ended, and admits no others. They wait, also those
+  that arrive while the engine is asleep. Sleeps and wakes keep the order in which they came.
 - A wake loads at most once, and what is wanted next: the version that it names, else that of the
   oldest waiter, else that which was loaded. Adapters that were dropped are added again when a
   request wants them.

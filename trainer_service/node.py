@@ -6,9 +6,9 @@ is the same `WorkerSpec` as that of node 0, which is `python -m trainer_service 
 What a launcher sets for a trainer with several nodes:
 
 - in the specification: `nodes`; `trainer.ranks`, of all nodes together; `rendezvous`, the HOST:PORT
-  of node 0, whose name need not resolve before node 0 runs, but has to as soon as it does, ready
-  or not (on Kubernetes: a headless Service with `publishNotReadyAddresses`); `devices`, if any, of
-  all ranks in the nodes' order;
+  of node 0; `devices`, if any, of all ranks in the nodes' order. The name of HOST must resolve as
+  soon as node 0 runs, ready or not. On Kubernetes a headless Service with
+  `publishNotReadyAddresses` does that;
 - in the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, … (or what else
   `trainer_service/compute/topology.py` understands);
 - between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports

@@ -24,9 +24,13 @@ _STOPPED = "stop"
 
 @dataclass(eq=False)
 class PendingRequest:
-    """The indices of its unfinished samples, of these the ones that wait for the prompt to be
-    computed by the first; by index, the ids in vLLM, the outputs of finished ones, how many tokens
-    of each sample deltas have reported, and how many it had when it was carried over."""
+    """A request in vLLM, and its samples by their index.
+
+    `unfinished` are samples that have not ended. The `followers` among them wait until the first
+    has computed the prompt. `ids` are vLLM's. `outputs` are those of ended samples. Deltas have
+    `reported` so many tokens of a sample. `carried_at` are the numbers of tokens that a sample had
+    when newer weights took it over.
+    """
 
     request: EngineRequest
     unfinished: set[int]

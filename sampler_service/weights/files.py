@@ -76,8 +76,8 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """`path` is a file of safetensors; with a `patch`, that of the version which was compared;
-    `made` is what the patch makes of it, if that was kept."""
+    """`path` is a file of safetensors. A `patch` changes it into a file of a newer version, which
+    is `made` if somebody kept it."""
 
     path: Path
     patch: Path | None = None

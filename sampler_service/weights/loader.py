@@ -196,8 +196,8 @@ class Loader:
     def _read(
         self, directory: Path, manifest: Manifest, go_on: Callable[[], None], made: MadeFiles
     ) -> WeightSums | None:
-        """Read the tensors of a version whose own files are verified, of a delta what its patches
-        make; return their sums, None if the engine cannot be compared with them."""
+        """Read the tensors of a version whose own files are verified. The patches of a delta make
+        its tensors. Return their sums, None if the engine cannot be compared with them."""
         adds_up = self._adds_up
         if not adds_up and not manifest.delta_of:
             return None

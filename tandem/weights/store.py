@@ -127,10 +127,10 @@ def sync_name(path: Path) -> None:
 
 
 def read_again(read: Callable[[Path], Result], file: Path) -> Result:
-    """Return what `read` makes of a file; where it is not found, what it makes of it a second time.
+    """Return the result of `read` for a file. A file that is not found is looked for once more.
 
-    An NFS client goes on believing for 30 s that a name does not exist, and an open file is stale
-    once the server has restarted. To open the folders on the way makes it ask the server again.
+    An NFS client believes for 30 s that a name does not exist. An open file is stale once the
+    server has restarted. Opening the folders on the way makes the client ask the server again.
     """
     try:
         return read(file)

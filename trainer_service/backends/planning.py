@@ -1,9 +1,9 @@
 """Plans the memory of a backend that shards with FSDP2 (`models/memory_plan.py`): what lasts is
 arithmetic, what a micro-batch takes is counted on a stand-in without memory.
 
-A stand-in is the backend itself with the whole model on torch's `meta` device. Of what FSDP2 does
-besides, its gradients and the buffers in which they are reduced are made here as it makes them,
-group by group; what it gathers is arithmetic.
+A stand-in is the backend itself with the whole model on torch's `meta` device. FSDP2 does not run
+there. Its gradients and the buffers in which they are reduced are made here, group by group, as it
+makes them. The size of the parameters that it gathers is arithmetic.
 """
 
 from __future__ import annotations

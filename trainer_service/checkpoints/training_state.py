@@ -58,10 +58,10 @@ _MOST_STATES = 3
 
 
 class CheckpointRecord(BaseModel):
-    """`checkpoint.json`. `parameters` maps each to its whole shape; `optimizer` says whether there
-    is optimizer state (there is none before the first step); `base_model` and `base_fingerprint`
-    identify the base model of a LoRA run's adapter. `micro_batch_tokens` is the trainer's plan, for
-    one that is restored: larger micro-batches may have run out of memory."""
+    """`checkpoint.json`. `parameters` maps each to its whole shape. `optimizer` says whether there
+    is optimizer state: there is none before the first step. `base_model` and `base_fingerprint`
+    identify the base model of a LoRA run's adapter. `micro_batch_tokens` is the trainer's plan. A
+    restored trainer keeps to it, since larger micro-batches may have run out of memory."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -3,9 +3,9 @@
 A trainer of several nodes is started by one program on each (`trainer_service/node.py`), with the
 same specification and the node's number in the environment:
 
-- `TANDEM_NODE_RANK`; or, as torchrun and what speaks its language say it, `PET_NODE_RANK`,
-  `GROUP_RANK` or `RANK` (divided by `LOCAL_WORLD_SIZE`, if there is one); or, if none of these is
-  there, `JOB_COMPLETION_INDEX`, which an indexed Job of Kubernetes sets.
+- `TANDEM_NODE_RANK` has it. Without it, torchrun's variables count: `PET_NODE_RANK`, `GROUP_RANK`
+  or `RANK`, which is divided by `LOCAL_WORLD_SIZE`, if there is one. Without these,
+  `JOB_COMPLETION_INDEX` counts, which an indexed Job of Kubernetes sets.
 - `PET_MASTER_ADDR` and `PET_MASTER_PORT`, or `MASTER_ADDR` and `MASTER_PORT`, are where node 0 is
   reached, if the specification does not say.
 - `PET_NNODES`, or `WORLD_SIZE` divided by `LOCAL_WORLD_SIZE`, is the number of nodes, if the

@@ -41,7 +41,7 @@ class Available:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was chosen, and what it needs of what there is; alike on all ranks."""
+    """The chosen micro-batch, and the memory that it needs and may use. All ranks have the same."""
 
     micro_batch_tokens: int
     checkpointing: bool

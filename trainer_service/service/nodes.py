@@ -1,4 +1,4 @@
-"""The nodes of a trainer: what node 0 knows of the others, and what each of them does.
+"""The nodes of a trainer: node 0's view of the others, and the work of each other node.
 
 Node 0 is the worker proper. Each other node keeps one connection to it (`rendezvous.py`), by which
 its ranks get their assignments and their deaths are told, and which is a lifeline both ways: when

@@ -50,7 +50,7 @@ from trainer_service.service.switching import Switching
 
 @dataclass
 class HeldBatches:
-    """What the batches amount to whose gradients are held; `tokens` and `seconds` are sums."""
+    """The batches whose gradients are held. `tokens` and `seconds` are their sums."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
