@@ -86,25 +86,28 @@ from tandem.v1 import common_pb2
 Category = Literal["user", "server"]
 
 _MAX_CHARACTERS = 4000
-_SLASH = r"(?:\\*/|%(?:25)*2[Ff])"
+_SLASH = r"(?:\\{0,8}/|%(?:25){0,8}2[Ff])"
 """Also escaped, as in JSON, and percent-encoded, as in an address, once or more often."""
 _ROOTS = (
-    r"\bfile:(?://[^\s/'\"`]*)?/+",  # file:///srv, file://localhost/srv
+    r"\bfile:(?://[^\s/'\"`]{0,255})?/+",  # file:///srv, file://localhost/srv
     r"(?<=://)/+",  # https:///srv
     r"(?<=[^\s:/]/)/+",  # https://example.org//srv
     r"(?<![\w.~/\\%:-])(?:~[\w.-]*)?/+",  # /srv, //srv, ~/srv, ~ann/srv
-    r"(?<=:)(?:~[\w.-]*)?\\*/(?!/)",  # of a scheme's name a double slash follows
-    r"(?<![\w.-])%(?:25)*2[Ff]",
+    r"(?<=:)(?:~[\w.-]*)?\\{0,8}/(?!/)",  # of a scheme's name a double slash follows
+    r"(?<![\w.-])%(?:25){0,8}2[Ff]",
     r"(?<=\\[nrt])/",  # a line of a text that is quoted
-    r"(?<![\w.~/\\%-])\\+/",
+    r"(?<![\w.~/\\%-])\\{1,8}/",
 )
 _FOLDERS = re.compile(
     rf"(?:{'|'.join(_ROOTS)})"
-    # A name of up to three words; in quotes of any number.
-    rf"(?:(?:[^\s/'\"`<>]{{1,255}}?(?: [\w.()+-]{{1,64}}){{0,2}}){_SLASH}+)+"
-    r"(?![\s'\"`)\],;:]|$)"
+    # Names of up to three words; in quotes of any number. Each matches in one way only (`?>`,
+    # `++`): a text with many ways would stop its reader for years.
+    rf"(?>[^\s/'\"`<>]{{1,255}}?(?: [\w.()+-]{{1,64}}){{0,2}}{_SLASH}++"
+    r"(?![\s'\"`)\],;:]|$))++"
 )
-_QUOTED = re.compile(rf"""(?<=(['"`]))(?:~[\w.-]*)?{_SLASH}[^'"`\n]*{_SLASH}(?=[^'"`\n]+\1)""")
+_QUOTED = re.compile(
+    rf"""(?<=(['"`]))(?=[^'"`\n]+\1)(?:~[\w.-]*)?{_SLASH}[^'"`\n]*{_SLASH}(?=[^'"`\n])"""
+)
 
 
 def _snake(name: str) -> str:

@@ -181,3 +181,13 @@ def test_what_is_no_path_of_the_machine_stays(said):
 @pytest.mark.parametrize("piece", ["/", "%2F", "/a", "a/", "~", "\\/", "'/", " a", "file://"])
 def test_a_text_of_any_length_is_cut(piece):
     assert len(errors.without_paths(piece * 10_000)) <= len(piece) * 10_000
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [")%2F", ")\\/", "]\\\\\\/", ") )\\/", "; (/", ":/", "a b\\/", "'\\/", "%252F%2F", "~a/\\"],
+)
+@pytest.mark.parametrize("start", ["/", "'/", "file:///", "\\/"])
+def test_a_text_that_can_be_divided_in_many_ways_is_cut_as_soon_as_others(start, piece):
+    said = start + piece * 400
+    assert len(errors.without_paths(said)) <= len(said)
