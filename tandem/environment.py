@@ -1,8 +1,9 @@
 """The environment variables that an agent and its workers inherit: a list of those that they need.
 
 Whoever starts `tandem up` may have passwords and tokens of other programs in the environment. A
-list of the names to leave out would miss some, so this is a list of the names to keep. A name on it
-that looks like a secret's, such as HF_TOKEN, is left out all the same.
+list of the names to leave out would miss some, so this is a list of the names to keep. A variable
+on it is left out all the same if its name is that of a secret, such as HF_TOKEN, or its value is an
+address with a password, as HF_ENDPOINT may be.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ _KEPT = re.compile(
     re.VERBOSE,
 )
 _SECRET = re.compile(
-    r"TANDEM_DATABASE_.*|.*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|_PAT)S?"
+    r"TANDEM_DATABASE_.*"
+    r"|.*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|_PAT|_PASS|_PWD|_AUTH|_DSN)S?"
     r"(_ID|_FILE)?",
     re.IGNORECASE,
 )
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s]*@")
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment that agents and workers inherit."""
-    return {name: value for name, value in environment.items() if is_inherited(name)}
-
-
-def is_inherited(name: str) -> bool:
-    return _KEPT.fullmatch(name) is not None and _SECRET.fullmatch(name) is None
+    return {
+        name: value
+        for name, value in environment.items()
+        if _KEPT.fullmatch(name)
+        and not _SECRET.fullmatch(name)
+        and not _PASSWORD_IN_ADDRESS.search(value)
+    }

@@ -12,7 +12,8 @@ GITHUB_PAT GITHUB_TOKEN GH_PAT NPM_AUTH SLACK_WEBHOOK AWS_SECRET_ACCESS_KEY AWS_
 AWS_SESSION_TOKEN OPENAI_API_KEY TINKER_API_KEY TANDEM_API_KEY TANDEM_BOOTSTRAP_KEY
 TANDEM_BOOTSTRAP_KEY_FILE HF_TOKEN HUGGING_FACE_HUB_TOKEN HUGGINGFACE_TOKEN VLLM_API_KEY
 GOOGLE_APPLICATION_CREDENTIALS DB_PASSWORD MYSQL_PWD SENTRY_DSN http_proxy HTTPS_PROXY ALL_PROXY
-SSH_AUTH_SOCK KUBECONFIG DOCKER_AUTH_CONFIG PIP_INDEX_URL COOKIE PASSWORD VLLM_PAT
+SSH_AUTH_SOCK KUBECONFIG DOCKER_AUTH_CONFIG PIP_INDEX_URL COOKIE PASSWORD VLLM_PAT HF_HUB_AUTH
+TANDEM_STORE_PASS TANDEM_REPORTS_DSN
 """
 KEPT = """
 PATH HOME USER TMPDIR TZ LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONUNBUFFERED
@@ -33,6 +34,13 @@ def test_a_worker_inherits_nothing_that_may_be_a_secret(name):
 @pytest.mark.parametrize("name", KEPT.split())
 def test_a_worker_inherits_what_it_needs(name):
     assert inherited({name: "x"}) == {name: "x"}
+
+
+@pytest.mark.parametrize("name", ["HF_ENDPOINT", "TANDEM_PUBLIC_URL", "VLLM_MODEL_REDIRECT_PATH"])
+def test_a_worker_inherits_no_address_with_a_password(name):
+    assert inherited({name: "https://ann:secret@hub.example.org/models"}) == {}
+    plain = {name: "https://hub.example.org:8080/models@main"}
+    assert inherited(plain) == plain
 
 
 def test_a_worker_inherits_nothing_that_nobody_has_thought_of():
