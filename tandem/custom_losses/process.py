@@ -131,6 +131,7 @@ class LossProcess:
         """Return the process, which is started if there is none. Raises `InternalError`."""
         if self._child is not None and self._child.poll() is None:
             return self._child
+        self._stop()  # closes the pipes of one that has ended
         self._child = child = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,

@@ -246,6 +246,8 @@ def test_a_process_that_is_gone_is_replaced(process):
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert evaluate(process, plain) == -3.75
+    assert child.stdin.closed, "a trainer has only so many files"
+    assert child.stdout.closed
 
 
 def test_a_process_that_ends_within_a_loss_fails_that_loss_alone(process):
