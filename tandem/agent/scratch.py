@@ -43,8 +43,7 @@ class ScratchFolders:
         """Return a new folder; None, for the system's own, while there is no room for one."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
-            about = self._root.lstat()
-            if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+            if not self._is_ours():
                 raise PermissionError(f"{self._root} belongs to somebody else")
             return Path(tempfile.mkdtemp(dir=self._root, prefix=""))
         except OSError as error:
@@ -87,11 +86,21 @@ class ScratchFolders:
 
     def remove_all(self) -> None:
         """Remove what is there of all children. Call it when none of them runs."""
-        if self._root.is_dir() and not self._root.is_symlink():
+        if self._is_ours():
             for folder in self._root.iterdir():
                 self.remove(folder)
             with suppress(OSError):
                 self._root.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether the agent's folder is there, and nobody else can have written into it: its path
+        can be guessed, and everybody may make folders beside it."""
+        try:
+            about = self._root.lstat()
+        except FileNotFoundError:
+            return False
+        writable = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not writable
 
     def _own_names(self) -> dict[str, int]:
         """Return the names in /dev/shm that belong to our user, each with its inode."""

@@ -134,3 +134,29 @@ def test_a_folder_that_belongs_to_somebody_else_is_not_used(tmp_path, monkeypatc
     assert scratches.make() is None
     scratches.remove_all()
     assert (tmp_path / "elsewhere").is_dir()
+
+
+@pytest.mark.parametrize("owner", ["another user", "everybody"])
+def test_notes_that_somebody_else_may_have_written_remove_nothing(tmp_path, monkeypatch, owner):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    name = shared / "of-another-program"
+    name.write_text("x")
+    scratches = ScratchFolders(tmp_path / "data", shared_memory=shared)
+    notes = scratches._root / "planted" / ".shared-memory"
+    notes.mkdir(parents=True)
+    (notes / name.name).write_text(str(name.stat().st_ino))
+    if owner == "everybody":
+        scratches._root.chmod(0o777)
+    else:
+        own = Path.lstat
+        monkeypatch.setattr(
+            Path,
+            "lstat",
+            lambda path: os.stat_result([*own(path)[:4], os.getuid() + 1, *own(path)[5:]]),
+        )
+    scratches.remove_all()
+    assert scratches.make() is None
+    assert name.exists()
+    assert notes.is_dir()
