@@ -1,10 +1,14 @@
-"""What a host has that workers can run on: cores, memory, and the accelerators that NVML knows."""
+"""What a host has that workers can run on: cores, memory, and the accelerators that NVML knows.
+
+A start says which of them it found, and how many ranks trainers have there.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +18,10 @@ import psutil
 
 from tandem.devices import NO_MIG
 from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings
 from tandem.trainer_backends import known_backends
 
+_GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes")
 
@@ -155,6 +161,36 @@ def driver_version() -> str:
         pynvml.nvmlShutdown()
 
 
+def usual_ranks(settings: GatewaySettings, host: Host) -> int:
+    """Return how many ranks the demo's trainer has: those of TANDEM_TRAINER_RANKS, else one on a
+    GPU and two on cores."""
+    if "ranks" in settings.trainer.model_fields_set:
+        return settings.trainer.ranks
+    if _on_gpus(settings, host):
+        return 1
+    devices = [len(group.devices) for group in settings.groups if "trainer" in group.roles]
+    return min(2, max(devices, default=2))
+
+
+def describe_found(settings: GatewaySettings, host: Host, *, ranks: int) -> str:
+    """Return what trainers run on, for a person.
+
+    Literal examples: "found one NVIDIA H200 (140 GiB): trainers run 1 rank", "no GPU: trainers run
+    2 ranks on 2 cores".
+    """
+    kinds = Counter((each.name, each.memory_bytes // _GIB) for each in host.accelerators)
+    devices = " and ".join(
+        f"one {name} ({gib} GiB)" if count == 1 else f"{count} {name} ({gib} GiB each)"
+        for (name, gib), count in kinds.items()
+    )
+    run = f"trainers run {_count(ranks, 'rank')}"
+    if settings.groups:
+        run += f" on {', '.join(g.name for g in settings.groups if 'trainer' in g.roles)}"
+    elif not _on_gpus(settings, host):
+        run += f" on {_count(len(host.cores), 'core')}"
+    return f"{f'found {devices}' if devices else 'no GPU'}: {run}"
+
+
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
@@ -171,3 +207,15 @@ def _memory_bytes() -> int:
         with suppress(OSError, ValueError):  # no such cgroup, or "max"
             bounds.append(int(limit.read_text()))
     return min(bounds)
+
+
+def _on_gpus(settings: GatewaySettings, host: Host) -> bool:
+    """Return whether trainers compute on GPUs."""
+    if settings.groups:
+        devices = [each for g in settings.groups if "trainer" in g.roles for each in g.devices]
+        return any(each.startswith("cuda:") for each in devices)
+    return bool(host.accelerators) and settings.trainer.device != "cpu"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -12,8 +12,7 @@ import typer
 from tandem.cli.context import err, out
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
-from tandem.found import usual_ranks
-from tandem.host import this_host
+from tandem.host import this_host, usual_ranks
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint
 

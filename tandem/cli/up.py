@@ -27,8 +27,7 @@ from tandem.cli.context import (
     say_aside,
 )
 from tandem.environment import inherited
-from tandem.found import describe_found
-from tandem.host import this_host
+from tandem.host import describe_found, this_host
 from tandem.own_machine import follows_proxy
 from tandem.settings import GatewaySettings
 from tandem.stack import Stack

@@ -24,8 +24,7 @@ from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
-from tandem.found import describe_found
-from tandem.host import this_host
+from tandem.host import describe_found, this_host
 from tandem.own_machine import is_own_machine, without_proxies
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, Stack

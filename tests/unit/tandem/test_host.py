@@ -8,8 +8,7 @@ import pytest
 
 from tandem import host
 from tandem.errors import InvalidRequest
-from tandem.found import describe_found, usual_ranks
-from tandem.host import Accelerator, Host
+from tandem.host import Accelerator, Host, describe_found, usual_ranks
 from tandem.settings import GatewaySettings
 from tests.support.fake_nvml import pynvml
 
