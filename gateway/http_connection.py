@@ -161,6 +161,8 @@ class BoundedProtocol(HttpToolsProtocol):
             timer.cancel()
         self._all.remove(self)
         super().connection_lost(exc)
+        if self.scope:  # with its last request, it would wait for the garbage collector
+            self.scope["state"].pop("connection", None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:

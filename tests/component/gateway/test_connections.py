@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import subprocess
 import sys
+import weakref
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -124,3 +126,16 @@ def test_while_all_connections_have_requests_health_and_heartbeats_are_answered(
             with gate.http() as client:
                 assert beat(client, session_id) == 200
         gate.run(trainer.gate.set)
+
+
+def test_a_closed_connection_leaves_the_memory_without_a_garbage_collection(tmp_path):
+    with running_gateway(tmp_path) as gate:
+        gc.disable()
+        try:
+            with gate.http() as client:
+                assert client.get("/api/v1/sessions").status_code == 200
+                left = weakref.WeakSet(gate.server.server_state.connections)
+                assert left
+            wait_until(lambda: not left)
+        finally:
+            gc.enable()

@@ -91,7 +91,10 @@ async def test_the_next_agent_removes_what_a_killed_one_has_left(tmp_path):
         assert not names & set(entry_names(SHARED))
 
 
-async def test_an_idle_process_has_a_folder_of_its_own_and_its_worker_keeps_it(tmp_path):
+async def test_an_idle_process_has_a_folder_of_its_own_and_its_worker_keeps_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tandem.agent.pool._LEAST_FREE_BYTES", 0)
     launcher = ProcessLauncher(
         data_dir=tmp_path,
         command=lambda _: [sys.executable, "-c", _WRITES],
