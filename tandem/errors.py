@@ -76,6 +76,7 @@ that fails is answered with 200 and `{"error", "category"}` instead, since the S
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -189,7 +190,8 @@ def without_paths(text: str) -> str:
 
 def describe(error: BaseException, *, typed: bool = False) -> str:
     """Return the sentence of an error of any library, for people. An error without a sentence is
-    shown by its type and its cause. `typed` puts the type before a sentence, too.
+    shown by its type and its cause. `typed` puts the type before a sentence, too. A cancellation is
+    no cause: a timeout cancels what it ends.
 
     Literal example: `AssertionError()` raised from `KeyError("rank")` gives
     `AssertionError, caused by KeyError: 'rank'`.
@@ -200,7 +202,9 @@ def describe(error: BaseException, *, typed: bool = False) -> str:
         bare = isinstance(error, KeyError)  # its text is the key alone
         return f"{name}: {text}" if typed or bare else text
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return f"{name}, caused by {describe(cause, typed=True)}" if cause else name
+    if cause is None or isinstance(cause, asyncio.CancelledError):
+        return name
+    return f"{name}, caused by {describe(cause, typed=True)}"
 
 
 # --- The request is wrong ----------------------------------------------------------------

@@ -303,7 +303,9 @@ def test_what_a_client_sends_ten_times_too_fast_is_not_held_in_memory(tmp_path):
 
 def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_path):
     with limited(tmp_path, result_bytes=50_000) as gate, gate.http() as client:
-        sampler = create_sampler(client, gate.session_id(), 0).json()["sampling_session_id"]
+        wide = make_model(tmp_path / "wide", window=4096)
+        gate.run(gate.gateway.models.add(name="wide", path=str(wide)))
+        sampler = create_sampler(client, gate.session_id(), 0, "wide").json()["sampling_session_id"]
         ids = [asample(client, sampler, n, prompt=LONG).json()["request_id"] for n in range(20)]
         futures = gate.gateway.futures
         wait_until(lambda: all(futures.get(each).ended for each in ids))
@@ -314,7 +316,7 @@ def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_p
         fetched = [gate.retrieve(each) for each in ids]
         assert {len(answer.content) for answer in fetched} == {len(fetched[-1].content)}
         assert fetched[0].content == fetched[-1].content
-        assert fetched[0].headers["X-Tandem-Weight-Version"] == "base/tiny"
+        assert fetched[0].headers["X-Tandem-Weight-Version"] == "base/wide"
         # Those that were fetched go, and their files with them.
         gate.run(lambda: [futures.forget(each) for each in ids])
         wait_until(lambda: not any(path.is_file() for path in tree(folder)))

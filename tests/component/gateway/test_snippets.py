@@ -33,7 +33,7 @@ SNIPPETS = [
 def gate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("snippets")
     with speaking_gateway(folder, session_ttl=600) as gate:
-        model = write_speaking_model(folder / "model", byte_tokenizer())
+        model = write_speaking_model(folder / "model", byte_tokenizer(), window=2**15)
         gate.run(gate.gateway.models.add(name="my/model", path=str(model)))
         yield gate
 

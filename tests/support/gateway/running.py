@@ -130,10 +130,11 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
     return GatewaySettings(**(values | changes))
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, window: int = 64) -> Path:
+    """Write a model's folder without weights; `window` is its longest sequence."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
-        '{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}'
+        f'{{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": {window}}}'
     )
     (folder / "model.safetensors").write_bytes(tensor_file("weight"))
     return folder

@@ -76,10 +76,15 @@ def letter_tokenizer() -> Tokenizer:
 
 
 def write_speaking_model(
-    folder: Path, tokenizer: Tokenizer, *, template: str | None = CHAT_TEMPLATE, **config: object
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    template: str | None = CHAT_TEMPLATE,
+    window: int = 64,
+    **config: object,
 ) -> Path:
-    """Write a model's folder without weights."""
-    make_model(folder)
+    """Write a model's folder without weights; `window` is its longest sequence."""
+    make_model(folder, window=window)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<eos>", "bos_token": "<bos>"}
     if template is not None:

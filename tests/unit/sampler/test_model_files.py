@@ -12,27 +12,11 @@ from safetensors.numpy import save_file
 from sampler_service.vllm.environment import sampler_environment
 from sampler_service.weights.loader import check_inventory, is_tied, loadable, read_inventory
 from tandem.errors import LoadFailed
-from tandem.model_config import end_tokens, model_length
+from tandem.model_config import model_length
 
 
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value))
-
-
-def test_end_tokens_come_from_the_generation_config_before_the_config(tmp_path: Path):
-    write_json(tmp_path / "config.json", {"eos_token_id": 1})
-    assert end_tokens(tmp_path) == (1,)
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, 3]})
-    assert end_tokens(tmp_path) == (2, 3)
-
-
-def test_a_model_that_names_no_end_token_uses_its_tokenizers(tmp_path: Path):
-    write_json(tmp_path / "config.json", {})
-    write_json(tmp_path / "tokenizer_config.json", {"eos_token": {"content": "<end>"}})
-    write_json(
-        tmp_path / "tokenizer.json", {"added_tokens": [], "model": {"vocab": {"a": 0, "<end>": 7}}}
-    )
-    assert end_tokens(tmp_path) == (7,)
 
 
 def test_nested_configs_are_read_as_the_language_models(tmp_path: Path):

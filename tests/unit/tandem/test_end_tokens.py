@@ -23,6 +23,7 @@ NAMED = {"model": {"vocab": {"a": 0, "<stop>": 3}}}
         ({"generation_config": {"eos_token_id": 4}, "config": {"eos_token_id": 5}}, (4, 5)),
         ({"generation_config": {"eos_token_id": [4, 5]}, "config": {"eos_token_id": [5]}}, (4, 5)),
         ({"tokenizer_config": {"eos_token": "<end>"}, "tokenizer": ADDED}, (8,)),
+        ({"tokenizer_config": {"eos_token": {"content": "<stop>"}}, "tokenizer": NAMED}, (3,)),
         ({"tokenizer_config": {"eos_token": {"content": "<end>"}}, "tokenizer": ADDED}, (8,)),
         ({"special_tokens_map": {"eos_token": "<stop>"}, "tokenizer": NAMED}, (3,)),
         ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": LISTED}, (1,)),

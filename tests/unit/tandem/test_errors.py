@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tandem import errors
@@ -117,6 +119,17 @@ def test_an_error_without_a_sentence_names_the_error_that_it_was_raised_during()
             raise AssertionError  # noqa: B904 - the cause is the context
     except AssertionError as error:
         assert errors.describe(error) == "AssertionError, caused by ValueError: a shape"
+
+
+async def test_a_timeout_is_not_shown_as_caused_by_the_cancellation_that_ends_the_wait():
+    for wait in (asyncio.timeout(0), asyncio.timeout_at(0)):
+        with pytest.raises(TimeoutError) as raised:
+            async with wait:
+                await asyncio.Event().wait()
+        assert errors.describe(raised.value) == "TimeoutError"
+    with pytest.raises(TimeoutError) as raised:
+        await asyncio.wait_for(asyncio.Event().wait(), timeout=0.001)
+    assert errors.describe(raised.value) == "TimeoutError"
 
 
 def test_a_typed_description_begins_with_the_type():
