@@ -20,8 +20,9 @@ from typing import Literal
 
 import httptools
 import orjson
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from gateway.counted_lines import CountedLines
@@ -147,6 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._refused = False
         self._surplus = False
+        self._answering: RequestResponseCycle | None = None
 
     # --- Called by the transport ----------------------------------------------------------
 
@@ -161,6 +163,13 @@ class BoundedProtocol(HttpToolsProtocol):
             timer.cancel()
         self._all.remove(self)
         super().connection_lost(exc)
+        # uvicorn tells only the newest request, which may still wait for the answers before its
+        # own. Others would write to a transport that is closed, or wait for ever.
+        self.pipeline.clear()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        self._answering = None
         if self.scope:  # with its last request, it would wait for the garbage collector
             self.scope["state"].pop("connection", None)
 
@@ -248,6 +257,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._refused:
             self.scope["state"]["body_arrived"] = True
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

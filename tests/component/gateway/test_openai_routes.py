@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import openai
 import pytest
 
+from tests.support.gateway.raw_connection import Raw
 from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (
     CHAT,
@@ -339,6 +341,21 @@ async def test_a_client_that_disconnects_cancels_its_sample(gate, client):
         await until(lambda: len(engine.cancelled) == before + 2)
     gate.run(engine.gate.set)
     wait_until(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_pipelines_and_disconnects_cancels_its_sample(gate, stream):
+    engine = says(gate, "abc")
+    gate.run(engine.gate.clear)
+    before, sent = len(engine.cancelled), len(engine.requests)
+    body = json.dumps({"model": "speaker", "prompt": "x", "stream": stream}).encode()
+    with Raw(gate) as client:
+        client.post("/v1/completions", f"Content-Length: {len(body)}")
+        client.send(body + b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: len(engine.requests) == sent + 1)
+        assert client.protocol_in(gate).pipeline
+    wait_until(lambda: len(engine.cancelled) == before + 1)
+    gate.run(engine.gate.set)
 
 
 async def test_the_asynchronous_client_streams_many_at_once(gate):
