@@ -186,10 +186,12 @@ def _check_model(path: Path) -> int | None:
     config = path / "config.json"
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
+    except FileNotFoundError as error:
         raise InvalidRequest(
-            f"{path} is not a model in the Hugging Face layout: {error.strerror or error}"
+            f"{path} is not a model in the Hugging Face layout: it has no config.json"
         ) from error
+    except OSError as error:
+        raise InvalidRequest(f"{config} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise InvalidRequest(f"{config} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):

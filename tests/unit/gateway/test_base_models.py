@@ -109,6 +109,24 @@ async def test_what_is_no_model_is_logged_once(database, place):
     assert list(paths(models)) == ["org/a"]
 
 
+@pytest.mark.parametrize("exists", [True, False], ids=["empty folder", "no folder"])
+async def test_a_folder_without_a_config_is_refused_by_the_name_of_the_file(
+    database, place, tmp_path, exists
+):
+    models = await opened(database, place)
+    if exists:
+        (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidRequest, match=r"empty is not a model .* it has no config.json"):
+        await models.add(name="org/a", path=str(tmp_path / "empty"))
+
+
+async def test_a_config_that_cannot_be_read_is_refused_with_the_reason(database, place, tmp_path):
+    models = await opened(database, place)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(InvalidRequest, match=r"config.json cannot be read: Is a directory"):
+        await models.add(name="org/a", path=str(tmp_path))
+
+
 async def test_a_record_that_cannot_be_removed_is_said_to_be_so(database, place):
     folder = downloaded(place, "org/a")
     models = await opened(database, place)
