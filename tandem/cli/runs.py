@@ -233,8 +233,9 @@ def chart(values: Sequence[float]) -> str:
         for mean in means
     ]
     labels = [_number(high), *[""] * (_HEIGHT - 2), _number(low)]
+    width = max(9, *map(len, labels))
     return "\n".join(
-        f"{label:>9} │"
+        f"{label:>{width}} │"
         + "".join(_BARS[min(top, max(0, level - top * (_HEIGHT - 1 - row)))] for level in levels)
         for row, label in enumerate(labels)
     )

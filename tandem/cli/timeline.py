@@ -131,7 +131,10 @@ def timeline(
         for row in cast(list[dict[str, Any]], answer["spans"])
     ]
     if not spans:
-        raise UserError(f"nobody had leased devices in the last {since}")
+        raise UserError(
+            f"nobody had leased devices in the last {since}. Only groups with leases are drawn: "
+            "`tandem top` shows the workers of the others, such as a machine's cores"
+        )
     began = max(cast(float, answer["since"]), min(span.began for span in spans))
     picture = draw(spans, began=began, ended=until)
     if out.suffix == ".png":

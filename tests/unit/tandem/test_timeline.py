@@ -240,5 +240,7 @@ def test_the_timeline_is_written_from_its_first_span_on(asked, tmp_path):
 
 def test_a_timeline_of_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(timeline, "call", lambda *_: {**SPANS, "spans": []})
-    with pytest.raises(UserError, match="nobody had leased devices"):
+    with pytest.raises(
+        UserError, match=r"nobody had leased devices in the last 10m.*`tandem top` shows"
+    ):
         tandem("timeline")
