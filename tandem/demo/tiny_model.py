@@ -7,8 +7,8 @@ drawn by numpy, so the same seed gives the same bytes on every machine.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,4 +145,8 @@ def _write_weights(path: Path, shape: TinyShape, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    write_tiny_model(Path(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    parser = argparse.ArgumentParser(description="Write a tiny base model, from a seed.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    asked = parser.parse_args()
+    write_tiny_model(asked.directory, seed=asked.seed)

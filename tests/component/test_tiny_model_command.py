@@ -1,0 +1,18 @@
+"""`python -m tandem.demo.tiny_model`, which writes the demo's model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("given", "status"), [(["--help"], 0), (["--seed"], 2), ([], 2), (["model"], 0)]
+)
+def test_only_a_folder_that_was_named_is_written(tmp_path: Path, given: list[str], status: int):
+    command = [sys.executable, "-m", "tandem.demo.tiny_model", *given]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == status
+    assert [path.name for path in tmp_path.iterdir()] == (given if given == ["model"] else [])
