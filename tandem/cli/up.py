@@ -34,8 +34,13 @@ from tandem.stack import Stack
 
 
 def up(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; else TANDEM_HOST, or 127.0.0.1.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port to listen on, 0: any free one; else TANDEM_PORT, or 8000."),
+    ] = None,
     data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
@@ -48,7 +53,11 @@ def up(
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
-    settings = {"host": host, "port": str(port)}
+    settings: dict[str, str] = {}
+    if host is not None:
+        settings["host"] = host
+    if port is not None:
+        settings["port"] = str(port)
     if models:
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
     warn = partial(fail, what="warning")

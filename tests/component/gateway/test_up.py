@@ -116,6 +116,17 @@ def test_a_port_that_another_program_uses_is_a_sentence(tmp_path):
     assert "--port" in said
 
 
+def test_the_environment_says_where_up_listens(tmp_path):
+    command = [TANDEM, "up", "--data-dir", str(tmp_path)]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused(*command, TANDEM_PORT=str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: another program listens there" in said
+    assert "TANDEM_PORT is 'web'" in refused(*command, TANDEM_PORT="web")
+    said = refused(*command, "--port", "0", TANDEM_HOST="192.0.2.1")
+    assert "the gateway would listen on 192.0.2.1, where others reach it" in said
+
+
 def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(tmp_path):
     wrong = "TANDEM_TRAINER_RANKS is '0': Input should be greater than or equal to 1"
     assert wrong in refused(TANDEM, *up(tmp_path), TANDEM_TRAINER_RANKS="0")
