@@ -291,7 +291,8 @@ class ProcessLauncher:
     async def _look(self) -> None:
         while True:
             children: list[Child | WorkerProcess] = [*self.idle.children(), *self._workers.values()]
-            self.scratches.look([(c.pid, c.scratch) for c in children if c.scratch is not None])
+            known = [(each.pid, each.scratch) for each in children if each.scratch is not None]
+            await asyncio.to_thread(self.scratches.look, known)  # reads files of /proc, some large
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _quiet(self) -> bool:
