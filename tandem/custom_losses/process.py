@@ -104,12 +104,14 @@ class LossProcess:
         tensors = [body, *(tensor for datum in datums for tensor in datum)]
         with self._lock:
             child = self._running()
+            began = time.monotonic()
             reply = _exchange(child, request, tensors, seconds=limits.seconds)
             if reply is None or reply[0]["last"]:
                 self._child = None
                 self._stop()
         if reply is None:
-            why = _cause(child.returncode, limits)
+            late = time.monotonic() - began >= _patience(limits.seconds)
+            why = _cause(child.returncode, limits, late=late)
             raise CustomLossFailed(f"the custom loss {graph.name!r} failed: {why}")
         answer, [losses, *gradients] = reply
         if failure := answer.get("failure"):
@@ -154,7 +156,7 @@ def _exchange(
 ) -> tuple[_Json, list[Tensor]] | None:
     """Return the reply of the process, or nothing if it ends instead."""
     assert child.stdin is not None and child.stdout is not None
-    patience = threading.Timer(_START_SECONDS + _PATIENCE * seconds, child.kill)
+    patience = threading.Timer(_patience(seconds), child.kill)
     patience.daemon = True
     patience.start()
     try:
@@ -166,10 +168,20 @@ def _exchange(
         patience.cancel()
 
 
-def _cause(code: int, limits: Limits) -> str:
-    """Return why the process ended."""
+def _patience(seconds: float) -> float:
+    """Return how many seconds of the clock a request may take that has so many of a processor."""
+    return _START_SECONDS + _PATIENCE * seconds
+
+
+def _cause(code: int, limits: Limits, *, late: bool) -> str:
+    """Return why the process ended; `late`: it had no time left by the clock."""
     if code == -signal.SIGXCPU:
         return _too_long(limits.seconds)
+    if late:
+        return (
+            f"it did not end within {_patience(limits.seconds):g} s, in which it got less than "
+            f"{limits.seconds:g} s of processor time; the machine is busy, try again"
+        )
     return (
         f"its process ended ({code}): it may have taken more memory than {limits.memory >> 20} MiB "
         "for a datum"

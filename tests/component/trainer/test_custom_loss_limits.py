@@ -261,6 +261,14 @@ def test_a_process_that_ends_within_a_loss_fails_that_loss_alone(process):
     assert evaluate(process, plain) == -3.75
 
 
+def test_a_loss_for_which_the_machine_has_no_time_says_so(process, monkeypatch):
+    evaluate(process, plain)
+    os.kill(process._child.pid, signal.SIGSTOP)
+    monkeypatch.setattr("tandem.custom_losses.process._patience", lambda seconds: 0.1)
+    with pytest.raises(CustomLossFailed, match="the machine is busy"):
+        evaluate(process, one_step, SHORT)
+
+
 def test_the_process_keeps_nothing_of_a_large_loss(process):
     def large(logprobs: Tensor):
         return logprobs.repeat(2**13).split(1)[0].sum(), {}
