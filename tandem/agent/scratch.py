@@ -85,10 +85,14 @@ class ScratchFolders:
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove_all(self) -> None:
-        """Remove what is there of all children. Call it when none of them runs."""
+        """Remove what is there of all children. Call it when no worker runs. An idle process of an
+        agent that was killed may still import: it keeps its folder until the next call."""
         if self._is_ours():
             for folder in self._root.iterdir():
-                self.remove(folder)
+                first = folder / _PID
+                pid = first.read_text() if first.is_file() else ""
+                if not (pid.isdigit() and group_members(int(pid))):
+                    self.remove(folder)
             with suppress(OSError):
                 self._root.rmdir()
 

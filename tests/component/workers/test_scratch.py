@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,6 +111,25 @@ async def test_an_idle_process_has_a_folder_of_its_own_and_its_worker_keeps_it(
     finally:
         await launcher.close()
     assert not child.scratch.exists()
+
+
+def test_what_still_runs_keeps_its_names_until_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (shared := tmp_path / "shared").mkdir()
+    scratches = ScratchFolders(tmp_path / "data", shared_memory=shared)
+    folder = scratches.make()
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        try:
+            scratches.note_pid(folder, process.pid)
+            name = shared / f"__KMP_REGISTERED_LIB_{process.pid}_0"
+            name.write_text("openmp")
+            scratches.remove_all()
+            assert folder.is_dir(), "its names would be nobody's"
+        finally:
+            process.kill()
+    scratches.remove_all()
+    assert not folder.exists()
+    assert not name.exists()
 
 
 def test_a_name_that_another_process_has_made_meanwhile_stays(tmp_path):
