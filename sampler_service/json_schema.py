@@ -2,7 +2,8 @@
 
 llguidance refuses every keyword that it does not implement. Some of them have an equivalent:
 
-- `format` is a note where a validator does not know the format (JSON Schema 2020-12, section 7).
+- `format` has a pattern where pydantic writes it (`json_formats`). It is a note where a validator
+  does not know the format (JSON Schema 2020-12, section 7).
 - `propertyNames` with an enum or a pattern is a schema of properties without additional ones.
 - `uniqueItems` of an enum's values is an enum of all arrangements of them.
 
@@ -15,6 +16,7 @@ import json
 from itertools import accumulate, permutations
 from math import perm
 
+from sampler_service.json_formats import ASCII, BESIDE, IN_BYTES, NO_NUMBER, PATTERNS
 from tandem.errors import StructuredOutputInvalid
 
 Schema = dict[str, object]
@@ -66,9 +68,10 @@ class _Rewriter:
         if not isinstance(schema, dict):
             return schema  # true and false are schemas, too
         found = {keyword: self._value(keyword, value) for keyword, value in schema.items()}
-        if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
-            del found["format"]
-        equivalents: list[Schema] = []
+        equivalents = self._format(found)
+        if isinstance(pattern := found.get("pattern"), str) and pattern.startswith(NO_NUMBER):
+            found["pattern"] = f"^{pattern.removeprefix(NO_NUMBER)}"
+            equivalents.append({"pattern": "[0-9]"})
         if "propertyNames" in found:
             equivalents += self._property_names(found.pop("propertyNames"))
         if "uniqueItems" in found and found.pop("uniqueItems") is True:
@@ -85,6 +88,22 @@ class _Rewriter:
         if keyword in _SEVERAL and isinstance(value, list):
             return [self.rewritten(one) for one in value]
         return self.rewritten(value) if keyword in _ONE else value
+
+    @staticmethod
+    def _format(string: Schema) -> list[Schema]:
+        """Return the pattern of a format, and drop the format itself unless llguidance is to keep
+        it. Where values or a pattern stand beside the format, it gets none: they say more."""
+        name = string.get("format")
+        if not isinstance(name, str):
+            return []
+        pattern = PATTERNS.get(name, BESIDE.get(name))
+        if name in IN_BYTES and "maxLength" in string:
+            pattern = ASCII
+        if string.keys() & {"const", "enum", "pattern"}:
+            pattern = None
+        if name not in FORMATS or (pattern is not None and name not in BESIDE):
+            del string["format"]
+        return [] if pattern is None else [{"pattern": f"^(?:{pattern})$"}]
 
     def _property_names(self, names: object) -> list[Schema]:
         """Return what the schema of an object's names says of its properties."""
