@@ -32,11 +32,20 @@ weights.build_hf_model(base_model=base, adapter_path=adapter, output_path=out, d
 
 
 def merge(base: Path, adapter: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return cookbook("-c", MERGE, base, adapter, out)
+
+
+def merge_by_script(base: Path, adapter: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    script = ("-m", "tinker_cookbook.scripts.merge_tinker_adapter_to_hf_model")
+    named = ("--hf-model", base, "--tinker-adapter-path", adapter, "--output-path", out)
+    return cookbook(*script, *named)
+
+
+def cookbook(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     subprocess.run([ROOT / "scripts" / "cookbook.sh"], check=True)  # installs it
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.venv' / 'cookbook'}:{ROOT}"}
-    command = [sys.executable, "-c", MERGE, base, adapter, out]
     return subprocess.run(
-        [str(part) for part in command],
+        [sys.executable, *map(str, arguments)],
         env=environment,
         capture_output=True,
         text=True,
@@ -59,12 +68,16 @@ def test_the_cookbook_merges_an_adapter_unless_it_changes_a_tied_head(
 
     assert (done.returncode == 0) is merges, done.stderr[-2000:]
     assert (tmp_path / "merged-peft" / "adapter_model.safetensors").is_file()
+    scripted = merge_by_script(models[model], tmp_path / "v1", tmp_path / "scripted")
+    assert (scripted.returncode == 0) is merges, scripted.stderr[-2000:]
     card = (tmp_path / "v1" / "README.md").read_text()
     if not merges:  # a merge into the shared weight would change the embeddings, too
-        assert "which does not exist in the model state dict" in done.stderr
+        for each in (done, scripted):
+            assert "which does not exist in the model state dict" in each.stderr
         assert "does not exist in the model state dict" in card
         assert "`tandem checkpoints export --merged`" in card
         return
     assert "does not exist in the model state dict" not in card
-    found = logprobs_of_model(plain(tmp_path / "merged"), data_of(4))
-    np.testing.assert_allclose(found, logprobs(trainer, data_of(4)), atol=1e-4)
+    for name in ("merged", "scripted"):
+        found = logprobs_of_model(plain(tmp_path / name), data_of(4))
+        np.testing.assert_allclose(found, logprobs(trainer, data_of(4)), atol=1e-4)
