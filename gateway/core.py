@@ -217,17 +217,6 @@ class Gateway:
             metrics=metrics,
             epoch=epoch.number,
         )
-        self.sampling = SamplingSessionRegistry(
-            database=database,
-            models=self.models,
-            checkpoints=self.checkpoints,
-            versions=self.versions,
-            sessions=self.sessions,
-            limits=self.limits,
-            idle_ttl=settings.sampler_idle_ttl,
-            superseded_ttl=settings.sampler_superseded_ttl,
-            newest_kept=settings.sampler_newest_kept,
-        )
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"
         )
@@ -248,6 +237,18 @@ class Gateway:
             limits=self.limits,
             leases=self.leases,
             places=self.places,
+        )
+        self.sampling = SamplingSessionRegistry(
+            database=database,
+            models=self.models,
+            checkpoints=self.checkpoints,
+            versions=self.versions,
+            sessions=self.sessions,
+            samplers=self.samplers,
+            limits=self.limits,
+            idle_ttl=settings.sampler_idle_ttl,
+            superseded_ttl=settings.sampler_superseded_ttl,
+            newest_kept=settings.sampler_newest_kept,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(

@@ -29,6 +29,11 @@ _HEADS = {
 _WITHOUT_PLAN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt"}
 _WITHOUT_PLAN |= {"stablelm"}
 _HEAD_ALONE = {"bloom", "falcon", "gpt2", "gptj"}
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads, in numbers, that vLLM's build for CPUs computes."""
+_HEADS_BY_WIDTH = {"cohere", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3"}
+_HEADS_BY_WIDTH |= {"qwen2", "smollm3", "stablelm"}
+"""Types of models whose heads divide the hidden size, where the configuration says no other."""
 _SINKS = {"gpt_oss", "granite_swa"}
 _DIVIDED = {"cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral"}
 _DIVIDED |= {"qwen2", "qwen3"}
@@ -154,6 +159,38 @@ def head_alone(config: Mapping[str, object]) -> bool:
     and of no other layer: vLLM stores their other layers in an order of its own, or the layers are
     no linear ones."""
     return _text(config).get("model_type") in _HEAD_ALONE
+
+
+def head_size(config: Mapping[str, object]) -> int | None:
+    """Return how many numbers an attention head has of a model with this `config.json`, None if it
+    does not say it plainly, or if its attention is latent (MLA).
+
+    Literal example: `head_size({"head_dim": 64})` is 64.
+    """
+    text = _text(config)
+    if text.get("kv_lora_rank") is not None:
+        return None
+    size = text.get("head_dim")
+    if type(size) is int and size > 0:
+        return size
+    width = text.get("hidden_size", text.get("n_embd"))
+    heads = text.get("num_attention_heads", text.get("n_head"))
+    plain = text.get("model_type") in _HEADS_BY_WIDTH and size is None
+    if not plain or type(width) is not int or type(heads) is not int or heads < 1:
+        return None
+    return width // heads
+
+
+def why_unserved_by_cpu(size: int) -> str:
+    """Return why engines on a CPU do not compute attention heads of this size, as sentences without
+    the last one's end, or "" if they do."""
+    if size in CPU_HEADS:
+        return ""
+    return (
+        f"the model's attention heads have {size} numbers each, and vLLM's build for CPUs "
+        f"computes heads of {', '.join(map(str, CPU_HEADS))}. The model can be trained and "
+        "exported here, and sampled on a GPU"
+    )
 
 
 def why_undivided(config: Mapping[str, object], count: int) -> str:

@@ -179,6 +179,12 @@ def asks_of(
     return asks
 
 
+def sampled_on_cpu(asks: Asks, groups: Sequence[DeviceGroup]) -> bool:
+    """Return whether all groups that a session's engines may be on compute on a CPU."""
+    found = _named(groups, "sampler", asks.sampler_group, "sampler_group")
+    return all(group.on_cpu for group in found)
+
+
 def _check_ranks(ranks: int, groups: Sequence[DeviceGroup], name: str) -> None:
     """Raise `InvalidRequest` if no group has a device for each rank; `name` is of the setting."""
     if not any(group.has_devices_for(ranks) for group in groups):

@@ -70,6 +70,11 @@ class DeviceGroup:
         return not self.devices and not self.pool
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether its workers are known to compute on a CPU; of pods, nobody knows."""
+        return not self.pool and all(device.kind == "cpu" for device in self.devices)
+
+    @property
     def family(self) -> str:
         """What users may call it: the pool, whose groups are all alike, or its own name."""
         return self.pool or self.name

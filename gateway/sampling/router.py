@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -14,7 +16,7 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
-from gateway.placement.asks import Asks, settled_asks
+from gateway.placement.asks import Asks, asks_of, sampled_on_cpu, settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.placement.room import PlaceRequest, engine_key
@@ -26,6 +28,7 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
+from tandem.model_config import head_size, read_json, why_unserved_by_cpu
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.worker import WorkerHandle
@@ -153,7 +156,7 @@ class SamplerRouter:
     ) -> Sampler:
         """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
         Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
-        `settled_asks` for what its session asks for."""
+        `check_model` and `settled_asks`."""
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -162,7 +165,7 @@ class SamplerRouter:
             kept=kept,
         )
         if sampler is None:
-            self.sessions.require(session_id)
+            self.check_model(session_id, model.name)
             key = SamplerKey(session_id, model.name, self._largest_rank(rank))
             return self._add(key, model, user=session_id, limited=True)
         # A run may have asked for more.
@@ -170,6 +173,32 @@ class SamplerRouter:
         if wanted > len(sampler.engines):
             sampler.replicas.resize(wanted)
         return sampler
+
+    def check_model(self, session_id: str, model_name: str) -> None:
+        """Raise `InvalidRequest` for a model that engines of the session cannot compute: they would
+        all be on a CPU, and its heads have another size than vLLM computes there. Raises
+        `SessionFinished`, and as `asks_of` for what the session asks for."""
+        session = self.sessions.require(session_id)
+        model = next((each for each in self.models.all() if each.name == model_name), None)
+        if model is None:
+            return
+        asks = asks_of(
+            None,
+            session.user_metadata,
+            model=model_name,
+            settings=self.settings,
+            groups=self.places.groups,
+            admin=True,  # it was checked when the session was created
+            trains=False,
+        )
+        if not sampled_on_cpu(asks, self.places.groups):
+            return
+        config: Mapping[str, object] = {}
+        with suppress(OSError, ValueError):  # what is wrong with it is said when it is loaded
+            config = read_json(self.settings.data_dir / model.path / "config.json")
+        size = head_size(config)
+        if size is not None and (reason := why_unserved_by_cpu(size)):
+            raise InvalidRequest(f"the model {model_name} cannot be sampled here: {reason}")
 
     async def scale(self, sampler: Sampler, replicas: int, *, wait: float) -> None:
         """Let a sampler have so many engines from now on; what a new one needs is free within

@@ -28,6 +28,7 @@ from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
 from gateway.limits import Quotas
+from gateway.sampling.router import SamplerRouter
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
@@ -65,6 +66,7 @@ class SamplingSessionRegistry:
     checkpoints: CheckpointCatalog
     versions: VersionStore
     sessions: SessionRegistry
+    samplers: SamplerRouter
     limits: Quotas
     idle_ttl: float
     superseded_ttl: float
@@ -291,6 +293,7 @@ class SamplingSessionRegistry:
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
         owner = self.sessions.require(session_id).owner
+        self.samplers.check_model(session_id, version.base_model)
         used = self.sessions.count_of(owner, (s.session_id for s in self._active.values()))
         self.limits.check("sampling_sessions", used=used)
         self._active[session.id] = session

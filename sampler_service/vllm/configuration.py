@@ -13,7 +13,7 @@ from vllm.usage.usage_lib import UsageContext
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
-from tandem.model_config import has_experts, model_length, text_config
+from tandem.model_config import has_experts, model_length, text_config, why_unserved_by_cpu
 from tandem.worker_settings import SamplerSettings
 
 _DEFAULT_LENGTH = 8192
@@ -116,15 +116,9 @@ def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
 
 def _check_heads(about: ModelConfig) -> None:
     """Raise `WorkerStartFailed` for heads that vLLM's build for CPUs does not compute."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size, sizes = about.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if not about.use_mla and size not in sizes:
-        raise WorkerStartFailed(
-            f"the model's attention heads have {size} numbers each, and vLLM's build for CPUs "
-            f"computes heads of {', '.join(map(str, sizes))}. The model can be trained and "
-            "exported here, and sampled on a GPU"
-        )
+    reason = "" if about.use_mla else why_unserved_by_cpu(about.get_head_size())
+    if reason:
+        raise WorkerStartFailed(reason)
 
 
 def _most_tokens(config: VllmConfig) -> int:

@@ -170,6 +170,14 @@ def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):
     assert (arguments.load_format, arguments.trust_remote_code) == ("safetensors", False)
 
 
+def test_the_sizes_of_heads_are_those_of_the_cpu_build():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from tandem.model_config import CPU_HEADS
+
+    assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
+
+
 @pytest.mark.parametrize(
     ("changes", "size"),
     [({"head_dim": 16}, 16), ({"head_dim": 48}, 48)],

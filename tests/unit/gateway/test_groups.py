@@ -130,3 +130,13 @@ def test_gpus_that_are_all_needed_for_the_ranks_are_shared_with_samplers():
 def test_who_is_to_use_the_cpu_is_not_placed_on_a_gpu(trainer, sampler, names):
     settings = GatewaySettings(trainer={"device": trainer}, sampler={"device": sampler})
     assert [group.name for group in groups_of(settings, host(gpus=2))] == names
+
+
+def test_it_is_known_which_groups_compute_on_a_cpu():
+    def on_cpu(settings: GatewaySettings, machine: Host) -> dict[str, bool]:
+        return {group.name: group.on_cpu for group in groups_of(settings, machine)}
+
+    assert on_cpu(GatewaySettings(), host()) == {"cpu": True}
+    assert on_cpu(GatewaySettings(), host(gpus=1)) == {"gpu": False}
+    samplers_on_cpu = GatewaySettings(sampler={"device": "cpu"})
+    assert on_cpu(samplers_on_cpu, host(gpus=1)) == {"cpu": True, "train": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.model_config import why_unsharded, why_untrained
+from tandem.model_config import head_size, why_unserved_by_cpu, why_unsharded, why_untrained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 
@@ -64,3 +64,25 @@ def test_a_copy_is_not_on_ranks_of_which_some_would_have_no_expert(
     found = why_unsharded({"num_local_experts": experts}, ranks=ranks, divided=divided)
     assert found.startswith(f"it has {experts} experts") == without
     assert why_unsharded({"num_local_experts": 0}, ranks=ranks, divided=divided) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"head_dim": 48, "hidden_size": 64, "num_attention_heads": 4}, 48),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"model_type": "gpt2", "n_embd": 64, "n_head": 2}, 32),
+        ({"text_config": {"head_dim": 20}}, 20),
+        ({"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4}, None),
+        ({"head_dim": 16, "kv_lora_rank": 8}, None),
+        ({"model_type": "llama", "hidden_size": "64", "num_attention_heads": 0}, None),
+        ({}, None),
+    ],
+)
+def test_the_size_of_heads_is_read_where_a_configuration_says_it(config, size):
+    assert head_size(config) == size
+
+
+def test_a_size_of_heads_that_a_cpu_does_not_compute_is_named():
+    assert why_unserved_by_cpu(64) == ""
+    assert "heads have 16 numbers each" in why_unserved_by_cpu(16)
