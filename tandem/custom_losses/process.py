@@ -35,7 +35,7 @@ from torch import Tensor
 from tandem.custom_losses.graph import Graph, read_custom_loss
 from tandem.custom_losses.implementations import DTYPES
 from tandem.custom_losses.interpreter import Interpreter
-from tandem.errors import CustomLossFailed, InternalError
+from tandem.errors import CustomLossFailed, describe
 
 _Json = dict[str, object]
 _LENGTH = struct.Struct("<Q")
@@ -88,22 +88,24 @@ class LossProcess:
         *,
         gradient: bool,
         limits: Limits,
+        used: float,
     ) -> Evaluation:
         """Compute the graph on each datum. A datum's tensors, on the host, are in the order of the
-        graph's inputs; `definition` is the body that the graph was read from.
+        graph's inputs. `definition` is the body that the graph was read from. Other datums of the
+        request have `used` so many seconds.
 
-        Raises `CustomLossFailed`.
+        Raises `CustomLossFailed` alone: its caller's peers may be in a collective.
         """
         request: _Json = {
             "gradient": gradient,
             "memory": limits.memory,
-            "seconds": limits.seconds,
+            "seconds": limits.seconds - used,
             "inputs": len(graph.inputs),
         }
         body = torch.frombuffer(bytearray(definition), dtype=torch.uint8)
         tensors = [body, *(tensor for datum in datums for tensor in datum)]
         with self._lock:
-            child = self._running()
+            child = self._running(graph.name)
             began = time.monotonic()
             reply = _exchange(child, request, tensors, seconds=limits.seconds)
             if reply is None or reply[0]["last"]:
@@ -129,21 +131,27 @@ class LossProcess:
             self._child = None
             self._stop()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process, which is started if there is none. Raises `InternalError`."""
+    def _running(self, name: str) -> subprocess.Popen[bytes]:
+        """Return the process, which is started if there is none. Raises `CustomLossFailed` for the
+        loss of this name."""
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._stop()  # closes the pipes of one that has ended
-        self._child = child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )
+        failed = f"the custom loss {name!r} failed: its process could not start"
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:  # no memory, or no more processes
+            raise CustomLossFailed(f"{failed}: {describe(error)}") from error
         self._stop = weakref.finalize(self, _kill, child)
         if _exchange(child, {}, [], seconds=0.0) is None:
             self._stop()
-            raise InternalError("the process that computes custom losses could not start")
+            raise CustomLossFailed(f"{failed} ({child.returncode})")
+        self._child = child
         return child
 
 
@@ -250,7 +258,8 @@ def _content(tensor: Tensor) -> memoryview:
 
 def main() -> None:
     """Serve the process that started this one, until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer gets it, and closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer gets them, and closes the pipe
+        signal.signal(number, signal.SIG_IGN)
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print there

@@ -8,7 +8,8 @@ import torch
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from trainer_service.losses.base import DatumLayout, Totals
+from tandem.errors import CustomLossFailed
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, Totals
 
 CustomLossFn = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
@@ -27,6 +28,13 @@ def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-te
         graph=encode_graph(handle),
     )
     return request.model_dump_json().encode()
+
+
+def metrics_of(loss: Loss, result: LossResult) -> dict[str, float]:
+    """The metrics of a request that is one micro-batch. Raises `CustomLossFailed`."""
+    if failure := loss.failure():
+        raise CustomLossFailed(failure)
+    return loss.metrics(dict(zip(loss.sum_names, map(float, result.sums), strict=True)))
 
 
 def layout_of(

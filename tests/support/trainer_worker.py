@@ -130,7 +130,7 @@ class TrainerClient(WorkerClient):
         )
 
     def forward_backward(
-        self, message: wire.ForwardBackwardRequest | bytes, **fields: int
+        self, message: wire.ForwardBackwardRequest | bytes, **fields: int | bytes
     ) -> trainer_pb2.ForwardBackwardReply:
         """`fields` are further ones of the request."""
         payload = message if isinstance(message, bytes) else message.SerializeToString()

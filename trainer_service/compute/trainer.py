@@ -16,7 +16,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from tandem.errors import OutOfMemory
+from tandem.errors import CustomLossFailed, OutOfMemory
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
@@ -154,7 +154,7 @@ class RankTrainer:
         A single rank that runs out of memory computes the batch again: first once more as before,
         if more memory is free now, which others or torch's cache may have had; then in smaller
         micro-batches, and stays with those. Raises `OutOfMemory` with the gradients held as they
-        were before, or `MicroBatchTooLarge`.
+        were before, or `MicroBatchTooLarge`, or `CustomLossFailed` on rank 0.
         """
         self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
@@ -226,9 +226,13 @@ class RankTrainer:
             results = self._parallel.compute(self.backend, batch, plan, done=self.progress.add)
         else:
             results = self._compute_on_ranks(batch, plan)
+        loss = batch.loss
+        if loss.failure is not None:  # perhaps on one rank alone, also of those that compute alike
+            told = self.control.gather(loss.failure().encode("utf-8", "replace"))
+            if failed := next(filter(None, told), b""):
+                raise CustomLossFailed(failed.decode())
         if not results:
             return None
-        loss = batch.loss
         logprobs = np.empty(int(batch.sizes.sum()), np.float32)
         sums = np.zeros(1 + len(loss.sum_names))
         maxima = np.full(len(loss.max_names), -np.inf)

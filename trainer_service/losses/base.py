@@ -181,7 +181,8 @@ class Loss:
     whose provenance span is a prompt do not act. `check` raises a `UserError` for settings that
     contradict each other. `by_entry` says whether, with these settings, the gradient at each entry
     is a function of that entry's logprob alone, whatever the others are: it can then be made
-    before they are known (`models/logprobs.py`).
+    before they are known (`models/logprobs.py`). A loss that may fail on its datums has a
+    `failure`: why it failed on this rank, "" if it did not. Its results count for nothing then.
     """
 
     name: str
@@ -197,6 +198,7 @@ class Loss:
     sampled_only: bool = False
     check: Callable[[Settings], None] = field(default=lambda settings: None)
     by_entry: Callable[[Settings], bool] = field(default=lambda settings: False)
+    failure: Callable[[], str] | None = None
 
     @property
     def required(self) -> tuple[str, ...]:

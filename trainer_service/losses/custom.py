@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,15 +34,13 @@ if TYPE_CHECKING:
     from tandem.custom_losses import Graph
 
 _COUNT = "datums"
-_FAILED = "failed"
 
 
 def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | None = None) -> Loss:
     """Return the loss of one request, made from the JSON body of create_custom_loss.
 
     Raises `UnknownLoss` for a request without a definition, `MalformedPayload` or
-    `CustomLossInvalid`. The loss's `metrics` raises `CustomLossFailed` if it could not be
-    computed for some datum, on whichever rank that was.
+    `CustomLossInvalid`.
     """
     if not definition:
         raise UnknownLoss(
@@ -67,8 +64,9 @@ def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | Non
             for each in graph.inputs[1:]
         ),
         settings=(Setting("loss_id", "", "which custom loss"),),
-        sum_names=(*graph.metrics, _COUNT, _FAILED),
+        sum_names=(*graph.metrics, _COUNT),
         metrics=request.metrics,
+        failure=request.failure,
         wide=True,
     )
 
@@ -85,7 +83,7 @@ class _Request:
         self._limits = limits
         self._seconds = 0.0  # over all datums
         self._lock = threading.Lock()
-        self._failure: CustomLossFailed | None = None
+        self._failure = ""
 
     def compute(
         self,
@@ -99,7 +97,7 @@ class _Request:
         `logprobs` [E]: the function gets each datum's part of them as [N] or [N, K], and the
         datum's other inputs in the client's shapes.
 
-        A failure is kept for `metrics`, and the micro-batch counts as zero: the other ranks are
+        A failure is kept for `failure`, and the micro-batch counts as zero: the other ranks are
         in the middle of the same operation, and none may leave it alone. The rest of the request is
         not computed.
         """
@@ -107,18 +105,20 @@ class _Request:
             value, gradient, sums = self._evaluate(logprobs, layout)
         except CustomLossFailed as error:
             with self._lock:
-                self._failure = self._failure or error
+                self._failure = self._failure or error.message
             value, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logprobs)
-            sums = [*([0.0] * len(self._graph.metrics)), float(layout.datums), 1.0]
+            sums = [0.0] * len(self._graph.metrics)
         # Its value is `value`, and its derivative by the logprobs is `gradient`.
         linear = (logprobs.double() * gradient).sum()
         loss = (linear - linear.detach()) + value.to(logprobs.device)
+        sums.append(layout.datums)
         totals = torch.tensor(sums, dtype=torch.float64, device=logprobs.device)
         return LossResult(loss=loss, sums=tuple(totals))
 
+    def failure(self) -> str:
+        return self._failure
+
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        if sums[_FAILED]:
-            raise self._failure or self._failed("the failure was on another rank")
         count = sums[_COUNT]
         return {
             name: sums[name] / count if name.endswith(":mean") else sums[name]
@@ -132,8 +132,8 @@ class _Request:
         self, logprobs: Tensor, layout: DatumLayout
     ) -> tuple[Tensor, Tensor, list[float]]:
         """Return the value, float64; its derivative by the logprobs [E]; the sums."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise CustomLossFailed(self._failure)
         rank, others = self._graph.inputs[0].rank, self._graph.inputs[1:]
         pieces = logprobs.detach().cpu().split(layout.sizes)
         datums = []
@@ -150,14 +150,15 @@ class _Request:
             self._definition,
             datums,
             gradient=logprobs.requires_grad,
-            limits=replace(self._limits, seconds=self._limits.seconds - self._seconds),
+            limits=self._limits,
+            used=self._seconds,
         )
         self._seconds += found.seconds
         gradient = torch.zeros_like(logprobs)
         if logprobs.requires_grad:
             flat = torch.cat([each.reshape(-1) for each in found.gradients])
             gradient = flat.to(logprobs.device)
-        return found.losses.sum(), gradient, [*found.metrics, float(layout.datums), 0.0]
+        return found.losses.sum(), gradient, list(found.metrics)
 
 
 LOSS = DefinedLoss("custom", partial(custom_loss, process=LossProcess()))

@@ -16,7 +16,7 @@ from tandem.custom_losses import operations
 from tandem.custom_losses.implementations import FUNCTIONS, METHODS
 from tandem.custom_losses.process import Limits, LossProcess
 from tandem.errors import CustomLossFailed
-from tests.support.custom_losses import CustomLossFn, layout_of, request_body, traced
+from tests.support.custom_losses import CustomLossFn, layout_of, metrics_of, request_body, traced
 from trainer_service.losses.custom import custom_loss
 
 PROCESS = LossProcess()
@@ -101,9 +101,7 @@ def by_the_trainer(
     flat = torch.cat([row.reshape(-1) for row in logprobs]).requires_grad_(True)
     result = loss.compute(flat, {}, loss.defaults, layout_of(logprobs, arrays))
     result.loss.backward()
-    sums = dict(zip(loss.sum_names, (float(each) for each in result.sums), strict=True))
-    metrics = loss.metrics(sums)
-    return result.loss.item(), flat.grad, metrics
+    return result.loss.item(), flat.grad, metrics_of(loss, result)
 
 
 RANKS = {"logprobs": 1, "old": 1, "advantages": 1, "mask": 1}

@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tandem.custom_losses import operations
+from tandem.custom_losses import operations, read_custom_loss
 from tandem.custom_losses.process import Limits, LossProcess
 from tandem.errors import CustomLossFailed, CustomLossInvalid
-from tests.support.custom_losses import CustomLossFn, layout_of, request_body, traced
+from tests.support.custom_losses import CustomLossFn, layout_of, metrics_of, request_body, traced
 from trainer_service.losses.custom import custom_loss
 
 Tensor = torch.Tensor
@@ -42,7 +42,7 @@ def evaluate(process: LossProcess, fn: CustomLossFn, limits: Limits | None = Non
     loss = custom_loss(request_body(traced(fn, logprobs=1)), process=process, limits=limits)
     flat = torch.tensor([-0.5, -1.0, -0.25, -2.0]).requires_grad_(True)
     result = loss.compute(flat, {}, loss.defaults, layout_of([flat], {}))
-    loss.metrics(dict(zip(loss.sum_names, (float(each) for each in result.sums), strict=True)))
+    metrics_of(loss, result)
     return result.loss.item()
 
 
@@ -148,8 +148,7 @@ def test_datums_do_not_share_their_memory(process):
     rows = [torch.rand(4) for _ in range(32)]
     flat = torch.cat(rows).requires_grad_(True)
     result = loss.compute(flat, {}, loss.defaults, layout_of(rows, {}))
-    sums = dict(zip(loss.sum_names, (float(each) for each in result.sums), strict=True))
-    loss.metrics(sums)
+    metrics_of(loss, result)
 
 
 # --- Time ----------------------------------------------------------------------------------------
@@ -228,8 +227,7 @@ def test_any_operation_with_any_arguments_is_computed_or_fails_that_loss(process
         try:
             loss = custom_loss(body_of(kind, target, args), process=process, limits=limits)
             result = loss.compute(flat, {}, loss.defaults, layout_of([flat], {}))
-            sums = (float(each) for each in result.sums)
-            loss.metrics(dict(zip(loss.sum_names, sums, strict=True)))
+            metrics_of(loss, result)
             assert result.loss.item() == -3.75
             outcomes["computed"] += 1
         except (CustomLossFailed, CustomLossInvalid):
@@ -248,6 +246,32 @@ def test_a_process_that_is_gone_is_replaced(process):
     assert evaluate(process, plain) == -3.75
     assert child.stdin.closed, "a trainer has only so many files"
     assert child.stdout.closed
+
+
+def test_a_process_that_cannot_start_fails_that_loss_alone(monkeypatch):
+    process = LossProcess()
+    for program in ("/bin/false", "/no/such/program"):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", program)
+            with pytest.raises(CustomLossFailed, match="could not start"):
+                evaluate(process, plain)
+    assert evaluate(process, plain) == -3.75
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_of_a_trainer_that_stops_fails_no_loss(process, number):
+    evaluate(process, plain)
+    child = process._child
+    os.kill(child.pid, number)
+    assert evaluate(process, plain) == -3.75
+    assert process._child is child
+
+
+def test_the_message_names_the_time_of_the_whole_request(process):
+    body = request_body(traced(one_step, logprobs=1))
+    graph, datums = read_custom_loss(body), [[torch.tensor([-0.5])]]
+    with pytest.raises(CustomLossFailed, match="more than 1 s of processor time"):
+        process.evaluate(graph, body, datums, gradient=False, limits=SHORT, used=0.5)
 
 
 def test_a_process_that_ends_within_a_loss_fails_that_loss_alone(process):

@@ -1,16 +1,21 @@
-"""An error of Python in one rank, while the others wait for it in a collective for minutes."""
+"""An error in one rank, while the others wait for it in a collective for minutes."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 
 import grpc
+import psutil
 import pytest
+import torch
 
 from tandem.agent.worker_process import group_members
-from tandem.worker import DEFECT_METADATA_KEY
+from tandem.worker import DEFECT_METADATA_KEY, Layout, TrainingSpec
 from tests.support import failing_ranks
+from tests.support.architectures import write_model
+from tests.support.custom_losses import request_body, traced
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
 
@@ -62,3 +67,38 @@ def test_an_error_in_the_optimizer_of_a_rank_is_told_with_its_traceback(models, 
         with pytest.raises(grpc.RpcError) as caught:
             client.optim_step()
         ends_with(client, caught.value, IN_STEP.format(rank=1))
+
+
+def squares(logprobs: torch.Tensor):
+    return logprobs.repeat(2**20).square().mean(), {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
+@pytest.mark.parametrize("together", [1, 2], ids=["own shares", "divided matrices"])
+def test_a_custom_loss_that_fails_on_a_rank_alone_fails_the_request(tmp_path, together):
+    model = write_model(tmp_path, "qwen3")
+    training = TrainingSpec(layout=Layout(tensor_parallel=together))
+    body = request_body(traced(squares, logprobs=1))
+    batch = request([datum([7, 8, 9]), datum([4, 5, 6])], "custom")
+    with trainer_process(model, tmp_path, ranks=2, training=training) as client:
+        assert not client.forward_backward(batch, loss_definition=body).HasField("failure")
+        process = process_of_losses(client)
+        most = process.memory_info().vms
+        process.rlimit(psutil.RLIMIT_AS, (most, most))
+        failure = client.forward_backward(batch, loss_definition=body).failure
+        assert failure.type == "custom_loss_failed", failure
+        assert "more memory" in failure.message, failure
+        refused = client.optim_step().failure
+        assert refused.type == "gradients_incomplete", refused
+
+
+def process_of_losses(client: TrainerClient) -> psutil.Process:
+    """The process in which rank 1 of two computes custom losses."""
+    ranks = psutil.Process(client.process.pid).children()
+    [found] = [
+        child
+        for each in ranks
+        for child in each.children()
+        if "tandem.custom_losses.process" in child.cmdline()
+    ]
+    return found
