@@ -65,10 +65,9 @@ class _LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        try:
-            self._fd: int | None = stream.fileno()
-        except OSError:  # in memory
-            self._fd = None
+        self._fd: int | None = None
+        with suppress(OSError, AttributeError):  # in memory, or another object that writes
+            self._fd = stream.fileno()
 
     def write(self, text: str) -> int:
         with suppress(OSError):  # there is nowhere left to report it

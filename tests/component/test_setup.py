@@ -112,7 +112,10 @@ def test_make_setup_ends_with_what_to_do_next_and_other_targets_do_not(tmp_path:
     script.chmod(0o755)
 
     def make(target: str) -> list[str]:
-        done = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True)
+        ours = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+        done = subprocess.run(
+            ["make", target], cwd=tmp_path, env=ours, capture_output=True, text=True
+        )
         return done.stdout.splitlines()
 
     for _ in range(2):  # also when nothing is left to do

@@ -67,5 +67,5 @@ def test_a_run_trains_with_the_backend_that_it_names_and_is_restored_with_it(sta
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             np.testing.assert_allclose(found[name], tensor, atol=2e-4, err_msg=name)
-        with pytest.raises(Exception, match="unknown trainer backend 'plane'"):
+        with pytest.raises(Exception, match="'plane', which is no trainer backend"):
             create(sdk, "plane")

@@ -417,7 +417,7 @@ def test_models_are_added_listed_and_removed(gate, tmp_path):
             answer = client.post(f"{own}/models", json=wrong)
             assert answer.status_code == 400
         nowhere = client.post(f"{own}/models", json={"name": "x", "path": "/nowhere"})
-        assert "No such file" in nowhere.json()["error"]
+        assert "it has no config.json" in nowhere.json()["error"]
 
 
 def test_status_shows_runs_workers_and_queues_and_config_no_secret(gate):

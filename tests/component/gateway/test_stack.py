@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tandem.agent.address import agent_address
-from tandem.errors import ServerError, WorkerStartFailed
+from tandem.errors import InvalidRequest, ServerError
 from tandem.stack import Stack, answers
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tests.support.waiting import PATIENCE, wait_until
@@ -97,7 +97,7 @@ def test_a_stack_whose_logs_were_removed_goes_on_and_stops_like_any_other(tmp_pa
 
 def test_a_second_stack_on_the_same_data_directory_is_refused(stack):
     with (
-        pytest.raises(WorkerStartFailed, match=r"another \w+ uses the data directory"),
+        pytest.raises(InvalidRequest, match=f"Tandem is up at {stack.endpoint.url} already"),
         Stack(data_dir=stack.data_dir, settings={"port": "0"}),
     ):
         pass

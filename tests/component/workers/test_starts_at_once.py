@@ -55,7 +55,8 @@ def test_a_worker_shares_its_port_with_no_other_program():
         "async def main():\n"
         "    spec = WorkerSpec(worker_id='t', kind='trainer', secret='s', model_name='m',\n"
         "                      model_path='m', session_id='s')\n"
-        "    report = await WorkerServer(spec).listen(CollectorRegistry())\n"
+        "    server = WorkerServer(spec)\n"  # kept: its port closes when it is collected
+        "    report = await server.listen(CollectorRegistry())\n"
         "    print(report.address.rpartition(':')[2], flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"

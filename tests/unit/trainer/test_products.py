@@ -67,7 +67,7 @@ def test_padding_and_products_change_nothing_but_the_last_digits(model, monkeypa
     plain = make_rank(model, lora, micro_batch_tokens=48)
     with monkeypatch.context() as patched:
         patched.setattr(fsdp2, "faster_by_onednn", lambda device: True)
-        patched.setattr(fsdp2, "compile_blocks", lambda blocks: None)
+        patched.setattr(fsdp2, "compile_blocks", lambda blocks, *, threads: None)
         changed = make_rank(model, lora, micro_batch_tokens=48, compile="on")
     activations = [each.backend.plan.needs.device["activations"] for each in (plain, changed)]
     of_each_length = 3 * 5 if lora is None else 2 * 5
