@@ -37,7 +37,7 @@ _KEPT = re.compile(
 _SECRET = re.compile(
     r"TANDEM_DATABASE_.*"
     r"|.*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|_PAT|_PASS|_PWD|_AUTH|_DSN)S?"
-    r"(_ID|_FILE)?",
+    r"(_ID|_FILE|_PATH)?",
     re.IGNORECASE,
 )
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s]*@")

@@ -40,6 +40,8 @@ from tandem.errors import CustomLossFailed, describe
 _Json = dict[str, object]
 _LENGTH = struct.Struct("<Q")
 _START_SECONDS = 120.0
+_KILL_SECONDS = 10.0
+"""For the end of a process that was killed."""
 _PATIENCE = 10.0
 """Seconds of the clock that the process may take for each second of a processor, and
 `_START_SECONDS` besides: a machine may be busy, but no trainer waits for ever."""
@@ -202,7 +204,8 @@ def _too_long(seconds: float) -> str:
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     child.kill()
-    child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the system is at a disk that hangs
+        child.wait(_KILL_SECONDS)
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):  # nobody reads the rest of a message

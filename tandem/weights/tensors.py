@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tandem.errors import InvalidRequest, describe
+from tandem.weights.store import read_again
 
 METADATA = "__metadata__"
 """The key of a header that names no tensor."""
@@ -65,12 +66,29 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a file in file order. Raises `InvalidRequest`.
+    """List the tensors of a file in file order. A file that a network volume shows too late, or
+    whose handle is stale, is opened again. Raises `InvalidRequest`.
 
     The file may come from anybody. Its tensors fill it without gaps and overlaps, and none has more
     bytes than the file: nothing that a header says makes its reader allocate more.
     """
-    check_content(file)
+    try:
+        return read_again(_read_header, file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def check_content(file: Path) -> None:
+    """Raise `InvalidRequest` for a file that cannot be read, is empty, or is a pointer that Git LFS
+    has left in its place."""
+    try:
+        read_again(_check_content, file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    _check_content(file)
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -93,8 +111,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 f"its tensors end at byte {start}, and the file at byte {size}. Where its download "
                 "or copy was not finished, fetch it again"
             )
-    except OSError as error:
-        raise _unreadable(file, error) from error
     except (struct.error, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{file.name} is not a safetensors file: {describe(error)}") from error
     return {place.name: place for place in places}
@@ -131,14 +147,9 @@ def _place(file: Path, name: str, entry: object, start: int) -> StoredTensor:
     )
 
 
-def check_content(file: Path) -> None:
-    """Raise `InvalidRequest` for a file that cannot be read, is empty, or is a pointer that Git LFS
-    has left in its place."""
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(len(_POINTER))
-    except OSError as error:
-        raise _unreadable(file, error) from error
+def _check_content(file: Path) -> None:
+    with file.open("rb") as stream:
+        start = stream.read(len(_POINTER))
     if not start:
         raise InvalidRequest(f"{file.name} is empty")
     if start == _POINTER:

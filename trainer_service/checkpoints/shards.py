@@ -110,12 +110,7 @@ def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
 
 
 def _read_own_header(folder: Path, name: str, _: Path) -> Mapping[str, StoredTensor]:
-    try:
-        return read_header(check_own_file(folder, name))
-    except InvalidRequest as error:
-        if isinstance(error.__cause__, OSError):  # a stale file is opened again
-            raise error.__cause__ from None
-        raise
+    return read_header(check_own_file(folder, name))
 
 
 def _shard(place: StoredTensor) -> tuple[str, Shard]:

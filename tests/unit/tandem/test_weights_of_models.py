@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +103,22 @@ def test_only_headers_are_read_so_that_size_costs_nothing(tmp_path):
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2**40)
     check_weights(tmp_path)
+
+
+@pytest.mark.parametrize("fault", [errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_a_network_volume_shows_late_is_opened_again(
+    tmp_path, monkeypatch, fault, name
+):
+    for each, content in (WHOLE | {"tokenizer.json": b"{}"}).items():
+        (tmp_path / each).write_bytes(content)
+    really, left = Path.open, [OSError(fault, "not seen yet")]
+
+    def once_unseen(path, *arguments, **named):
+        if path.name == name and left:
+            raise left.pop()
+        return really(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", once_unseen)
+    check_weights(tmp_path)
+    assert not left
