@@ -60,6 +60,22 @@ def no_proxies() -> Iterator[None]:
         yield
 
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_INTERFACES_BEFORE = {name: os.environ.get(name) for name in _INTERFACES}
+
+
+@pytest.fixture(autouse=True)
+def interfaces_of_collectives() -> Iterator[None]:
+    """A rank that is computed in this process says by which interface its collectives go. The
+    processes of later tests, some on hosts of their own, must not inherit that."""
+    yield
+    for name, value in _INTERFACES_BEFORE.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(scope="session", autouse=True)
 def grpc_of_all_tests() -> Iterator[None]:
     """Keeps what all channels and servers of grpc.aio in this process share until its tests end.

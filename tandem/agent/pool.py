@@ -284,9 +284,9 @@ class Pool:
         waiting = self._idle.get(kind, [])
         if idle in waiting:
             waiting.remove(idle)
+            self._note_end(kind, idle)  # at once: `_fill` may look while its files are removed
             idle.kill()
             await idle.gone()
-            self._note_end(kind, idle)
 
     def _note_end(self, kind: WorkerKind, idle: _Idle) -> None:
         status = idle.child.process.returncode

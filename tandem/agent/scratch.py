@@ -109,8 +109,8 @@ class ScratchFolders:
     def _own_names(self) -> dict[str, int]:
         """Return the names in /dev/shm that belong to our user, each with its inode."""
         found = {}
-        with suppress(OSError):  # not Linux
-            for entry in os.scandir(self._shared_memory):
+        with suppress(OSError), os.scandir(self._shared_memory) as entries:  # none but on Linux
+            for entry in entries:
                 with suppress(FileNotFoundError):
                     about = entry.stat(follow_symlinks=False)
                     if about.st_uid == os.getuid() and stat.S_ISREG(about.st_mode):

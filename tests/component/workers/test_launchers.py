@@ -71,13 +71,14 @@ def spec(worker_id: str = "trainer-s-1-0", *, start: float = 60, stop: float = 6
 
 def descriptors(pid: str) -> dict[str, str]:
     """The open file descriptors of a process and what they are (Linux; elsewhere none), but for the
-    connections that threads of earlier tests make and lose."""
+    connections that threads of earlier tests make and lose, and the folder that agents look at."""
     found = {}
     folder = Path("/proc") / pid / "fd"
     for entry in sorted(folder.iterdir()) if folder.exists() else ():
         with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
             found[entry.name] = str(entry.readlink())
-    return {name: what for name, what in found.items() if not what.startswith("socket:")}
+    passing = ("socket:", "/dev/shm")
+    return {name: what for name, what in found.items() if not what.startswith(passing)}
 
 
 async def next_end(watch) -> WorkerExit:
