@@ -10,9 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 
 def allocations(compute: Callable[[], object]) -> list[int]:
     """Return the bytes of tensors as they come and, negative, go while `compute` runs."""
-    gc.collect()  # what an earlier call has left would be seen to go
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        compute()
+    # Garbage of earlier calls would be counted when it goes, so it goes first. One collection may
+    # leave objects whose finalizers it has just called.
+    for _ in range(3):
+        gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            compute()
+    finally:
+        gc.enable()
     waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
     sizes: list[tuple[int, int]] = []
     while waiting:
