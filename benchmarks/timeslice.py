@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sqlite3
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -140,41 +140,44 @@ def at_once(experiments: Sequence[Experiment], steps: int) -> None:
         raise faults[0]
 
 
-def switches(database: Path, *, since: float) -> dict[str, object]:
-    """Return what the leases of a time tell: seconds of switches, and device seconds of owners."""
-    query = (
-        "SELECT owner, group_name, wake_seconds, sleep_seconds, busy_seconds "
-        "FROM lease_spans WHERE began >= ?"
-    )
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        rows = connection.execute(query, [since]).fetchall()
-    seconds = sorted(row[2] + row[3] for row in rows)
-    owners: dict[str, dict[str, float]] = {}
-    for owner, group, *_, held in rows:
-        of_group = owners.setdefault(group, {})
-        of_group[owner] = of_group.get(owner, 0.0) + held
+def list_groups(stack: Stack) -> list[dict[str, Any]]:
+    with stack.client() as client:
+        groups: list[dict[str, Any]] = client.get("groups").raise_for_status().json()["groups"]
+    return groups
+
+
+def switches(
+    before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
+) -> dict[str, object]:
+    """Return the number of switches between two lists of groups, the seconds of a recent switch,
+    and how evenly the owners used the devices."""
+    evenness = {}
+    for old, new in zip(before, after, strict=True):
+        used: dict[str, float] = {}
+        for sign, group in ((-1, old), (1, new)):
+            for worker in group["workers"]:
+                owner = worker["owner"]
+                used[owner] = used.get(owner, 0.0) + sign * worker["device_seconds"]
+        if min(used.values(), default=0.0) > 0:
+            evenness[new["name"]] = round(max(used.values()) / min(used.values()), 3)
     return {
-        "switches": len(seconds),
-        "switch_median": round(statistics.median(seconds), 4),
-        "switch_p95": round(seconds[int(0.95 * len(seconds))], 4),
-        "owners_max_over_min": {
-            group: round(max(found.values()) / min(found.values()), 3)
-            for group, found in owners.items()
-            if len(found) > 1
-        },
+        "switches": sum(each["switches"] for each in after)
+        - sum(each["switches"] for each in before),
+        "switch_seconds": {each["name"]: each["switch_seconds"] for each in after},
+        "owners_max_over_min": evenness,
     }
 
 
 def measure(
     stack: Stack, experiments: Sequence[Experiment], *, steps: int, rounds: int
 ) -> dict[str, object]:
-    rows, alone, together, began = [], [], [], 0.0
+    rows, alone, together = [], [], []
     told: list[dict[str, object]] = []
     for _ in range(rounds):
         alone.append(_timed(stack, lambda: in_a_row(experiments, steps)))
-        began = time.time()
+        before = list_groups(stack)
         together.append(_timed(stack, lambda: at_once(experiments, steps)))
-        told.append(switches(stack.data_dir / "tandem.db", since=began))
+        told.append(switches(before, list_groups(stack)))
         rows.append(together[-1]["seconds"] / alone[-1]["seconds"])
     bound = [
         there["busiest"] / here["seconds"] for here, there in zip(alone, together, strict=True)

@@ -25,7 +25,6 @@ from gateway.storage.tables import (
     audit,
     checkpoints,
     custom_losses,
-    lease_spans,
     operations,
     runs,
     sampling_sessions,
@@ -74,7 +73,6 @@ class Retention:
                 weight_versions, weight_versions.c.collected_at < before
             ),
             "workers": await self._remove(workers, workers.c.ended_at < before),
-            "lease_spans": await self._remove(lease_spans, lease_spans.c.ended < before),
             "runs": await self._remove_runs(before),
             "sessions": await self._remove_sessions(before),
             "audit": await self._remove(audit, audit.c.at < now - self.audit_ttl),

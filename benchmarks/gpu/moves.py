@@ -220,7 +220,7 @@ def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
     two in a row; all of them come to their end."""
     import tinker
 
-    from benchmarks.timeslice import Experiment, at_once, in_a_row, switches
+    from benchmarks.timeslice import Experiment, at_once, in_a_row, list_groups, switches
     from tandem.stack import Stack
 
     bench.say(f"{size}: two experiments share the device")
@@ -249,7 +249,7 @@ def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
             experiments[-1].step()
         began = time.perf_counter()
         in_a_row(experiments, bench.steps)
-        serial, since = time.perf_counter() - began, time.time()
+        serial, before = time.perf_counter() - began, list_groups(stack)
         began = time.perf_counter()
         at_once(experiments, bench.steps)
         both = time.perf_counter() - began
@@ -258,7 +258,7 @@ def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
             "serial_seconds": round(serial, 2),
             "together_seconds": round(both, 2),
             "makespan_over_serial": round(both / serial, 3),
-            "leases": switches(stack.data_dir / "tandem.db", since=since),
+            "leases": switches(before, list_groups(stack)),
         }
     bench.say(json.dumps(found))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from gateway.metrics import Metrics
 from gateway.placement.lease import Lease
-from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
+from gateway.placement.lease_records import LeaseRecord, LeaseRecords
 from gateway.placement.memory import HostMemory
 from gateway.placement.switches import RECENT
 from tandem.errors import StorageFailed
@@ -80,7 +80,6 @@ class Accounts:
 
     def note_used(self, lease: Lease, seconds: float) -> None:
         lease.seconds += seconds
-        lease.span_seconds += seconds
         self._add_share(lease.owner, seconds)
 
     def note_waiting(self, lease: Lease) -> None:
@@ -113,27 +112,10 @@ class Accounts:
             seconds = now - lease.granted_at
             self.hold_seconds += RECENT * (seconds - self.hold_seconds)
             self._metrics.lease_hold_seconds.labels(self._group).observe(seconds)
-            self._records.free(lease.key, seconds=lease.seconds, span=self.span(lease))
-            lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
-            lease.span_seconds = 0.0
+            self._records.free(lease.key, seconds=lease.seconds)
+            lease.granted_at = 0.0
         if lease.waiting:
             self.note_waiting(lease)
-
-    def span(self, lease: Lease) -> Span:
-        """Return the time for which it has had the devices, up to now."""
-        seconds = self._loop.time() - lease.granted_at
-        return Span(
-            worker=lease.key,
-            group_name=self._group,
-            kind=lease.kind,
-            owner=lease.owner,
-            session_id=lease.session_id,
-            began=time.time() - seconds - lease.wake_seconds,
-            wake_seconds=lease.wake_seconds,
-            busy_seconds=lease.span_seconds + self.running(lease),
-            sleep_seconds=lease.sleep_seconds,
-            ended=time.time(),
-        )
 
     def _add_share(self, owner: str, seconds: float) -> None:
         self._shares[owner] = self._shares.get(owner, 0.0) + seconds / self._weight(owner)

@@ -77,9 +77,9 @@ class Lease:
     counts the calls under way; `in_step` has the runs whose gradients were computed and not applied
     yet. `since` is when it began to wait, `granted_at` when it got the devices, `idle_since` when
     its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
-    `seconds` is how long it used them in all, `span_seconds` since they were granted. `why_not`
-    says why there was no room for its worker to sleep, since `refused_since`, or to wake; it stays
-    awake, or asleep as it is, until `stays_until`.
+    `seconds` is how long it used them in all. `why_not` says why there was no room for its worker
+    to sleep, since `refused_since`, or to wake; it stays awake, or asleep as it is, until
+    `stays_until`.
     """
 
     key: str
@@ -104,9 +104,6 @@ class Lease:
     served_at: float = 0.0
     busy_since: float = 0.0
     seconds: float = 0.0
-    span_seconds: float = 0.0
-    wake_seconds: float = 0.0
-    sleep_seconds: float = 0.0
     stays_until: float = 0.0
     refused_since: float = 0.0
     why_not: str = ""

@@ -1,17 +1,17 @@
-"""What the database knows of leases: who has one or waits for one, and who had one when.
+"""The leases in the database: one row for each worker with a place on a leased group.
 
-One row for each worker that has a place on a leased group. That a worker has a lease is committed
-before it wakes, so that the next gateway takes no worker for asleep that may be awake.
+A lease is committed before its worker wakes, so that the next gateway takes no worker for asleep
+that may be awake.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, select, update
 
 from gateway.storage.database import Database
-from gateway.storage.tables import lease_spans, leases
+from gateway.storage.tables import leases
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,6 @@ class LeaseRecord:
     token: int
     since: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Span:
-    """A time in which a worker had the devices of a group, its wake and its sleep included. Times
-    in seconds since 1970. It used them for `busy_seconds`."""
-
-    worker: str
-    group_name: str
-    kind: str
-    owner: str
-    session_id: str
-    began: float
-    wake_seconds: float
-    busy_seconds: float
-    sleep_seconds: float
-    ended: float
 
 
 class LeaseRecords:
@@ -76,9 +59,8 @@ class LeaseRecords:
         change = update(leases).where(leases.c.worker == key)
         await self._database.write(change.values(held=True, token=token, since=0.0))
 
-    def free(self, key: str, *, seconds: float, span: Span) -> None:
+    def free(self, key: str, *, seconds: float) -> None:
         self._update(key, held=False, seconds=seconds)
-        self._database.write_soon(insert(lease_spans), asdict(span))
 
     def remove(self, key: str) -> None:
         self._database.write_soon(delete(leases).where(leases.c.worker == key))

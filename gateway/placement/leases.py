@@ -374,14 +374,12 @@ class GroupLeases:
                 self.accounts.note_free(lease)
                 return
         lease.granted_at = lease.idle_since = self._loop.time()
-        lease.wake_seconds = lease.granted_at - began
         if lease.since:  # else an earlier gateway has granted it
             self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
         lease.since = 0.0
         self._admit(lease)
 
     async def _sleep(self, lease: Lease) -> None:
-        began = self._loop.time()
         following = next((each.residence for each in self.queue()), None)
         why_not = await self.switches.put_to_sleep(
             lease,
@@ -402,7 +400,6 @@ class GroupLeases:
             reason = f"others need its devices, and it could not sleep: {why_not}"
             await self.switches.end(lease, reason)
         lease.why_not, lease.refused_since, lease.stays_until = "", 0.0, 0.0
-        lease.sleep_seconds = self._loop.time() - began
         self.accounts.note_free(lease)
 
     def _enough_bytes(self, lease: Lease, following: Residence | None) -> int:

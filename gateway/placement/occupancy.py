@@ -1,4 +1,4 @@
-"""Who has, had and waits for the devices of the groups, as far as a caller may see it.
+"""The workers of the groups and their queues, as far as a caller may see them.
 
 Of another owner's workers a caller sees that there is one, what it does and its turn: without its
 name, its session, its sizes or its times. An admin sees all.
@@ -6,23 +6,15 @@ name, its session, its sizes or its times. An admin sees all.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import case, desc, func, select
-
 from gateway.auth.identity import Caller
-from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease
-from gateway.placement.lease_records import Span
-from gateway.placement.leases import GroupLeases, Leases
+from gateway.placement.leases import GroupLeases
 from gateway.placement.places import Places
 from gateway.placement.room import Place
-from gateway.storage.database import Database, from_row
-from gateway.storage.tables import lease_spans
 
 Standing = Literal["awake", "giving_way", "falling_asleep", "waking", "waiting", "asleep", "absent"]
 """What a worker does on its group. `absent`: it has a place, and there is no process."""
@@ -76,27 +68,6 @@ class Applicant:
 
     def for_caller(self, caller: Caller) -> Applicant:
         return self if caller.may_see(self.owner) else Applicant(self.position)
-
-
-@dataclass(frozen=True)
-class OwnerSeconds:
-    """The seconds for which an owner had devices. Of a span that is partly in the time that was
-    asked for, that part of its use counts."""
-
-    owner: str
-    device_seconds: float
-
-
-@dataclass(frozen=True)
-class History:
-    """`spans` are those that there were in a time, in the order of their beginning; those that
-    have not ended are in `lasting`. `truncated`: there were more than were asked for, and older
-    ones are left out. `owners` counts all of them."""
-
-    spans: Sequence[Span]
-    lasting: Sequence[Span]
-    owners: Sequence[OwnerSeconds]
-    truncated: bool
 
 
 def occupants(leases: GroupLeases, places: Iterable[Place], *, now: float) -> list[Occupant]:
@@ -156,58 +127,3 @@ def applicants(places: Places) -> list[Applicant]:
         )
         for position, ask in enumerate(places.queue.waiting, start=1)
     ]
-
-
-async def history(
-    *,
-    database: Database,
-    leases: Leases,
-    groups: Sequence[DeviceGroup],
-    caller: Caller,
-    since: float,
-    until: float,
-    group: str = "",
-    limit: int,
-) -> History:
-    """Return who had devices in a time, in seconds since 1970."""
-    lasting = [
-        each.accounts.span(lease)
-        for each in leases.all()
-        for lease in each.leases
-        if lease.granted_at and group in ("", each.name)
-    ]
-    lasting = [each for each in lasting if max(each.began, since) < min(each.ended, until)]
-    table = lease_spans.c
-    within = (table.ended > since) & (table.began < until) & (table.ended > table.began)
-    if group:
-        within &= table.group_name == group
-    newest = select(lease_spans).where(within).order_by(desc(table.ended)).limit(limit + 1)
-    spans = [from_row(Span, row) for row in await database.read(newest)]
-    seconds: defaultdict[str, float] = defaultdict(float)
-    devices = {each.name: len(each.devices) for each in groups}
-    for span in lasting:
-        part = (min(span.ended, until) - max(span.began, since)) / (span.ended - span.began)
-        seconds[span.owner] += span.busy_seconds * part * devices.get(span.group_name, 1)
-    began = case((table.began < since, since), else_=table.began)
-    ended = case((table.ended > until, until), else_=table.ended)
-    used = table.busy_seconds * (ended - began) / (table.ended - table.began)
-    sums = select(table.owner, table.group_name, func.sum(used).label("seconds"))
-    for row in await database.read(sums.where(within).group_by(table.owner, table.group_name)):
-        seconds[row["owner"]] += row["seconds"] * devices.get(row["group_name"], 1)
-    began_at = attrgetter("began")
-    return History(
-        spans=[_for_caller(each, caller) for each in sorted(spans[:limit], key=began_at)],
-        lasting=[_for_caller(each, caller) for each in sorted(lasting, key=began_at)],
-        owners=[
-            OwnerSeconds(owner, had)
-            for owner, had in sorted(seconds.items(), key=lambda item: -item[1])
-            if caller.may_see(owner)
-        ],
-        truncated=len(spans) > limit,
-    )
-
-
-def _for_caller(span: Span, caller: Caller) -> Span:
-    if caller.may_see(span.owner):
-        return span
-    return replace(span, worker="", kind="", owner="", session_id="")

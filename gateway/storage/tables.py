@@ -300,24 +300,6 @@ leases = Table(
     Column("seconds", Float, nullable=False, default=0.0),  # for which it used the devices in all
 )
 
-# Who had the devices of a group when.
-lease_spans = Table(
-    "lease_spans",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
-    Column("worker", String(320), nullable=False),
-    Column("group_name", String(100), nullable=False),
-    Column("kind", String(16), nullable=False),
-    Column("owner", String(100), nullable=False),
-    Column("session_id", String(64), nullable=False),
-    Column("began", Float, nullable=False),  # with its wake, until it slept
-    Column("wake_seconds", Float, nullable=False),
-    Column("busy_seconds", Float, nullable=False),
-    Column("sleep_seconds", Float, nullable=False),
-    Column("ended", Float, nullable=False),
-    Index("lease_spans_by_end", "ended"),
-)
-
 # Which worker may exist on which device group, from before it starts until nothing is left of it.
 places = Table(
     "places",

@@ -1,4 +1,4 @@
-"""Exports a session's timeline as a Chrome trace, which Perfetto and chrome://tracing show.
+"""Exports a session's events as a Chrome trace, which Perfetto and chrome://tracing show.
 
 A trace is read through a signed address. It is generated while it is sent, from the operations, the
 workers and the recent samples of the session, so that no file is kept and only a batch of events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
@@ -47,8 +48,6 @@ _WORKERS = (
     Column("reason", wrap=24),
 )
 _HOLDING = ("awake", "waking", "giving_way", "falling_asleep")
-_WINDOW = 600.0
-"""Seconds for which `top` counts what each owner had."""
 
 
 @app.command("list")
@@ -88,7 +87,7 @@ def top(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who has the devices, who waits and for how long, and what each owner had lately."""
+    """Show each worker's turn, its wait and its reason, and the device seconds of each owner."""
     if once or as_json:
         _look(data_dir, as_json=as_json)
         return
@@ -114,10 +113,8 @@ def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
 def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
     """Print the groups, their workers and the owners once."""
     answer = cast(dict[str, list[Row]], call(data_dir, "GET", "groups"))
-    query = f"leases/spans?since={time.time() - _WINDOW:.0f}&limit=1"
-    owners = cast(dict[str, list[Row]], call(data_dir, "GET", query))["owners"]
     if as_json:
-        print_json({**answer, "owners": owners})
+        print_json(answer)
         return
     say(time.strftime("%H:%M:%S"))
     _show_groups(answer)
@@ -130,13 +127,24 @@ def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
             [[row["position"], row["owner"], row["worker"], row["reason"]] for row in queue],
             title="waiting for a place:",
         )
-    if owners:
+    if owners := _device_seconds(answer["groups"]):
         say("")
         show_table(
             [Column("owner"), Column("device seconds", right=True)],
-            [[row["owner"], f"{cast(float, row['device_seconds']):.1f}"] for row in owners],
-            title=f"owners, in the last {_WINDOW / 60:.0f} minutes:",
+            [[owner, f"{used:.1f}"] for owner, used in owners],
+            title="owners, with all workers of now:",
         )
+
+
+def _device_seconds(groups: list[Row]) -> list[tuple[str, float]]:
+    """Return for how long the present workers of each owner used devices, times the devices."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for group in groups:
+        devices = len(cast(list[str], group["devices"])) or 1
+        for worker in cast(list[Row], group["workers"]):
+            if owner := str(worker["owner"]):
+                found[owner] += cast(float, worker["device_seconds"]) * devices
+    return sorted(found.items(), key=lambda item: -item[1])
 
 
 def _show_groups(answer: dict[str, list[Row]]) -> None:

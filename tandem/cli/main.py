@@ -19,7 +19,6 @@ from tandem.cli import (
     observe,
     runs,
     scale,
-    timeline,
     tls,
     up,
     usage,
@@ -34,7 +33,6 @@ app.command("agent")(up.agent)
 app.command("demo")(demo.demo)
 app.command("status")(observe.status)
 app.command("top")(groups.top)
-app.command("timeline")(timeline.timeline)
 app.command("usage")(usage.usage)
 app.command("scale")(scale.scale)
 app.command("logs")(logs.logs)

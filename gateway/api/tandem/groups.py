@@ -1,4 +1,4 @@
-"""Device groups: who has their devices, who waits, who had them when; and draining one.
+"""Device groups: their workers, the workers that wait, and draining a group.
 
 What is another owner's is shown without its name, see `gateway.placement.occupancy`.
 """
@@ -6,24 +6,15 @@ What is another owner's is shown without its name, see `gateway.placement.occupa
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Annotated
-
-from fastapi import Query
-from pydantic import Field
 
 from gateway.api.dependencies import CallerDep, GatewayDep
-from gateway.api.fields import Answer, Omitted, PathText
+from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.auth.identity import Caller
 from gateway.core import Gateway
 from gateway.placement.groups import DeviceGroup
-from gateway.placement.lease_records import Span
-from gateway.placement.occupancy import applicants, history, occupants
+from gateway.placement.occupancy import applicants, occupants
 from tandem.errors import UnknownGroup
-
-_RECENT = 600.0
-_Seconds = Annotated[float, Field(ge=0, le=2**53)]
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
@@ -101,39 +92,6 @@ class GroupList(Answer):
     queue: list[PlaceApplicant]
 
 
-class LeaseSpan(Answer):
-    """A time in which a worker had a group's devices: the first `wake_seconds` it woke, the last
-    `sleep_seconds` it fell asleep. `ended` is null while it has them. Another owner's has times
-    alone."""
-
-    group: str
-    worker: str
-    kind: str
-    owner: str
-    session_id: str
-    began: float
-    wake_seconds: float
-    sleep_seconds: float
-    ended: float | None
-
-
-class OwnerDeviceSeconds(Answer):
-    """Seconds for which an owner used the devices of a group, times the devices."""
-
-    owner: str
-    device_seconds: float
-
-
-class LeaseSpans(Answer):
-    """`truncated`: there were more spans, and older ones are left out; `owners` counts all."""
-
-    since: float
-    until: float
-    spans: list[LeaseSpan]
-    truncated: bool
-    owners: list[OwnerDeviceSeconds]
-
-
 @router.operation("GET", "/groups", role="reader")
 async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
     """List the device groups, who has their devices and who waits."""
@@ -165,39 +123,6 @@ async def undrain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) 
     group = _group(name, gateway)
     await gateway.drain(group, drained=False)
     return _described(group, gateway, caller)
-
-
-@router.operation("GET", "/leases/spans", role="reader")
-async def lease_spans(
-    gateway: GatewayDep,
-    caller: CallerDep,
-    since: Annotated[_Seconds | Omitted, Query()] = None,
-    until: Annotated[_Seconds | Omitted, Query()] = None,
-    group: Annotated[str, Query(max_length=100)] = "",
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 5_000,
-) -> LeaseSpans:
-    """Say who had the devices of a group, or of all, and when: times in seconds since 1970, without
-    any the last ten minutes. At most `limit` spans, the newest."""
-    until = time.time() if until is None else until
-    since = until - _RECENT if since is None else min(since, until)
-    found = await history(
-        database=gateway.database,
-        leases=gateway.leases,
-        groups=gateway.places.groups,
-        caller=caller,
-        since=since,
-        until=until,
-        group=group,
-        limit=limit,
-    )
-    spans = [_span(each, ended=each.ended) for each in found.spans]
-    return LeaseSpans(
-        since=since,
-        until=until,
-        spans=[*spans, *(_span(each, ended=None) for each in found.lasting)],
-        truncated=found.truncated,
-        owners=[OwnerDeviceSeconds.of(each) for each in found.owners],
-    )
 
 
 def _group(name: str, gateway: Gateway) -> DeviceGroup:
@@ -238,7 +163,3 @@ def _described(group: DeviceGroup, gateway: Gateway, caller: Caller) -> GroupOcc
         sleeping_bytes=sum(each.host_bytes for each in workers),
         spilled_bytes=sum(each.disk_bytes for each in workers),
     )
-
-
-def _span(span: Span, *, ended: float | None) -> LeaseSpan:
-    return LeaseSpan.of(span, group=span.group_name, ended=ended)

@@ -36,7 +36,6 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "usage_summary": EVERYBODY,
     "list_models": EVERYBODY,
     "list_groups": EVERYBODY,
-    "lease_spans": EVERYBODY,
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
     "export_run_steps": OWN_LOOK,

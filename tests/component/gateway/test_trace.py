@@ -1,4 +1,4 @@
-"""Exports of a session's timeline, through the SDK."""
+"""Exports of a session's events, through the SDK."""
 
 from __future__ import annotations
 

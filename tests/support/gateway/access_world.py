@@ -241,7 +241,6 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "status": _get(f"{OWN}/status"),
     "list_models": _get(f"{OWN}/models"),
     "list_groups": _get(f"{OWN}/groups"),
-    "lease_spans": _get(f"{OWN}/leases/spans"),
     "metrics_targets": _get(f"{OWN}/metrics/targets"),
     "scale_sampler": lambda w: Call(f"{OWN}/samplers/{w.run}/replicas", {"replicas": 1}),
     "drain_group": _get(f"{OWN}/groups/spare/drain"),

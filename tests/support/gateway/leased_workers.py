@@ -31,7 +31,6 @@ class MemoryRecords:
 
     def __init__(self) -> None:
         self.rows: dict[str, LeaseRecord] = {}
-        self.spans = []
         self.failing = 0
 
     def take_left(self, key):
@@ -50,9 +49,8 @@ class MemoryRecords:
             raise StorageFailed("the disk is away")
         self._change(key, held=True, token=token, since=0.0)
 
-    def free(self, key, *, seconds, span):
+    def free(self, key, *, seconds):
         self._change(key, held=False, seconds=seconds)
-        self.spans.append(span)
 
     def remove(self, key):
         self.rows.pop(key, None)

@@ -209,7 +209,6 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "ALTER TABLE operations DROP COLUMN digest",
         "DROP TABLE snapshots",
         "DROP TABLE leases",
-        "DROP TABLE lease_spans",
         "DROP TABLE places",
         "DROP TABLE drained_groups",
         "DROP TABLE scaled_samplers",

@@ -1,4 +1,4 @@
-"""Leases on device groups, and who had them when."""
+"""Leases on device groups."""
 
 from __future__ import annotations
 
@@ -21,18 +21,3 @@ def upgrade() -> None:
         sa.Column("since", sa.Float, nullable=False),
         sa.Column("seconds", sa.Float, nullable=False),
     )
-    op.create_table(
-        "lease_spans",
-        sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), primary_key=True),
-        sa.Column("worker", sa.String(320), nullable=False),
-        sa.Column("group_name", sa.String(100), nullable=False),
-        sa.Column("kind", sa.String(16), nullable=False),
-        sa.Column("owner", sa.String(100), nullable=False),
-        sa.Column("session_id", sa.String(64), nullable=False),
-        sa.Column("began", sa.Float, nullable=False),
-        sa.Column("wake_seconds", sa.Float, nullable=False),
-        sa.Column("busy_seconds", sa.Float, nullable=False),
-        sa.Column("sleep_seconds", sa.Float, nullable=False),
-        sa.Column("ended", sa.Float, nullable=False),
-    )
-    op.create_index("lease_spans_by_end", "lease_spans", ["ended"])
