@@ -4,7 +4,7 @@ clients log. They are kept as long as their run is."""
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import func, select, tuple_
@@ -63,10 +63,3 @@ class RunHistory:
         await self._database.flush()
         rows = await self._database.read(select(training_steps).where(this.in_(last)))
         return {row["run_id"]: from_row(TrainingStep, row) for row in rows}
-
-    async def all(self, run_id: str) -> AsyncIterator[list[TrainingStep]]:
-        """Yield all the steps of a run in their order, some at a time."""
-        await self._database.flush()
-        wanted = select(training_steps).where(training_steps.c.run_id == run_id)
-        async for rows in self._database.read_in_batches(wanted, training_steps.c.seq_id):
-            yield [from_row(TrainingStep, row) for row in rows]

@@ -1,41 +1,24 @@
-"""`tandem runs`: list training runs, show and export the metrics of their optimizer steps."""
+"""`tandem runs`: list training runs, show the metrics of their optimizer steps."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, cast
 from urllib.parse import quote
 
-import httpx
 import typer
 
-from tandem.cli.context import (
-    DataDir,
-    JsonFlag,
-    call,
-    new_commands,
-    print_json,
-    running_gateway,
-    say,
-)
+from tandem.cli.context import DataDir, JsonFlag, call, new_commands, print_json, say
 from tandem.cli.tables import Column, moment, show_table
-from tandem.errors import ServerError, describe
 
-app = new_commands("Training runs: list them, show and export their steps.")
+app = new_commands("Training runs: list them, show their steps.")
 
 _RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them.")
 _WIDTH, _HEIGHT = 60, 6
 _BARS = " ▁▂▃▄▅▆▇█"
 
 Row = dict[str, object]
-
-
-class ExportFormat(StrEnum):
-    CSV = "csv"
-    JSONL = "jsonl"
 
 
 @app.command("list")
@@ -151,32 +134,6 @@ def show(
             for step in steps[-10:]
         ],
     )
-    say(f"`tandem runs export {about['id']}` writes all steps and metrics.")
-
-
-@app.command("export")
-def export(
-    run: Annotated[str, _RUN],
-    format: Annotated[
-        ExportFormat, typer.Option("--format", help="csv: a column for each metric.")
-    ] = ExportFormat.CSV,
-    data_dir: DataDir = None,
-) -> None:
-    """Write all optimizer steps of a run to standard output."""
-    endpoint = running_gateway(data_dir)
-    path = f"runs/{quote(run, safe=':')}/steps/export?format={format}"
-    try:
-        with endpoint.client() as client, client.stream("GET", path) as answer:
-            if answer.is_error:
-                answer.read()
-                raise ServerError(answer.json().get("error", answer.text))
-            for block in answer.iter_bytes():
-                sys.stdout.buffer.write(block)
-    except httpx.HTTPError as error:
-        raise ServerError(
-            f"the gateway at {endpoint.url} does not answer: {describe(error)}"
-        ) from error
-    sys.stdout.flush()
 
 
 def _layout(ranks: int, *, replicas: int, together: int) -> str:

@@ -1,28 +1,20 @@
-"""Training runs, and the list and the export of their optimizer steps."""
+"""Training runs and their optimizer steps."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import AsyncIterator
-from typing import Annotated, Literal
+from typing import Annotated
 
-import orjson
 from fastapi import Query
-from fastapi.responses import StreamingResponse
 
 from gateway.api.dependencies import Access, AccessDep
-from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time, iso
-from gateway.api.routing import Router, file_response
+from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
+from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
-from gateway.runs.history import RunHistory, TrainingStep
+from gateway.runs.history import TrainingStep
 from gateway.runs.queries import RunRecord
 from gateway.runs.training_run import TrainingRun
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2
-
-_CSV, _JSONL = "text/csv", "application/jsonl"
-_COLUMNS = ("step", "seq_id", "at", "seconds", "tokens", "weight_version")
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
@@ -148,36 +140,6 @@ async def run_steps(
     )
 
 
-@router.operation(
-    "GET",
-    "/runs/{run_id}/steps/export",
-    role="reader",
-    errors=[UnknownRun],
-    responses={
-        200: {
-            "content": {
-                **file_response(_CSV, "One row a step; a column for each metric")["content"],
-                **file_response(_JSONL, "One JSON object a step and line")["content"],
-            }
-        }
-    },
-)
-async def export_run_steps(
-    run_id: PathText,
-    access: AccessDep,
-    format: Annotated[Literal["csv", "jsonl"], Query()] = "csv",
-) -> StreamingResponse:
-    """Return all of a run's optimizer steps as a file, which is generated as it is sent."""
-    await _own(run_id, access)
-    write, media = (_csv, _CSV) if format == "csv" else (_jsonl, _JSONL)
-    name = f"{run_id.replace(':', '-')}.{format}"
-    return StreamingResponse(
-        write(access.gateway.run_history, run_id),
-        media_type=media,
-        headers={"Content-Disposition": f'attachment; filename="{name}"'},
-    )
-
-
 async def _own(run_id: str, access: Access) -> RunRecord:
     """Return a run that the caller may see all of. A published checkpoint shows none of its
     run's steps. Raises `UnknownRun`."""
@@ -218,32 +180,3 @@ def _memory(about: trainer_pb2.DescribeTrainerReply) -> RunMemory | None:
         host=dict(plan.host),
         host_available=plan.host_available,
     )
-
-
-async def _csv(history: RunHistory, run_id: str) -> AsyncIterator[str]:
-    """The columns of the metrics are known when all steps were read once."""
-    names = {name async for steps in history.all(run_id) for step in steps for name in step.metrics}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *sorted(names)])
-    async for steps in history.all(run_id):
-        for step in steps:
-            row = _row(step)
-            metrics = [step.metrics.get(name) for name in sorted(names)]
-            writer.writerow([*(row[column] for column in _COLUMNS), *metrics])
-        yield text.getvalue()
-        text.seek(0)
-        text.truncate()
-    yield text.getvalue()
-
-
-async def _jsonl(history: RunHistory, run_id: str) -> AsyncIterator[bytes]:
-    async for steps in history.all(run_id):
-        yield b"".join(
-            orjson.dumps(_row(step) | {"metrics": step.metrics}, option=orjson.OPT_APPEND_NEWLINE)
-            for step in steps
-        )
-
-
-def _row(step: TrainingStep) -> dict[str, object]:
-    return {name: getattr(step, name) for name in _COLUMNS} | {"at": iso(step.at)}

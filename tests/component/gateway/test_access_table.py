@@ -38,7 +38,6 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "list_groups": EVERYBODY,
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
-    "export_run_steps": OWN_LOOK,
     "sampled_versions": OWN_LOOK,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,

@@ -1,9 +1,7 @@
-"""The optimizer steps of a run: kept with it, listed, shown and exported."""
+"""The optimizer steps of a run: kept with it, listed and shown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 
 import pytest
@@ -87,34 +85,13 @@ def test_a_run_is_listed_with_its_last_step_and_one_without_steps_too(gate, trai
     assert rows[trained]["state"] == rows[empty]["state"] == "active"
 
 
-def test_steps_are_exported_whole_as_csv_and_as_json_lines(trained, command):
-    rows = list(csv.DictReader(io.StringIO(command("export", trained))))
-    assert [(row["step"], row["tokens"], row["loss:sum"]) for row in rows] == [
-        ("1", "4", "8.0"), ("2", "8", "8.0"), ("3", "12", "8.0"),
-    ]  # fmt: skip
-    lines = command("export", trained, "--format", "jsonl").splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [line["metrics"]["grad_norm"] for line in found] == [1.5] * 3
-    assert [line["weight_version"] for line in found] == [row["weight_version"] for row in rows]
-
-
-def test_an_export_of_many_steps_has_a_column_for_a_metric_that_only_the_last_one_has(
-    gate, training, command
-):
-    history = gate.gateway.run_history
+def test_a_metric_that_is_not_finite_is_recorded_as_no_number(gate, training):
     step = {"run_id": training.model_id, "at": 1.0, "seconds": 1.0, "tokens": 1}
-
-    for number in range(1, 1203):
-        metrics = {"grad_norm": float("nan")} | ({"last": 1.0} if number == 1202 else {})
-        gate.run(
-            lambda n=number, m=metrics: history.record(
-                TrainingStep(**step, seq_id=n, step=n, weight_version="", metrics=m)
-            )
-        )
-    rows = list(csv.DictReader(io.StringIO(command("export", training.model_id))))
-    assert [int(row["step"]) for row in rows] == list(range(1, 1203))
-    assert [row["last"] for row in rows[-2:]] == ["", "1.0"]
-    assert {row["grad_norm"] for row in rows} == {""}, "what is not finite is no number"
+    row = TrainingStep(**step, seq_id=1, step=1, weight_version="", metrics={"loss": float("nan")})
+    gate.run(lambda: gate.gateway.run_history.record(row))
+    with gate.http() as client:
+        (told,) = client.get(f"{OWN}/runs/{training.model_id}/steps").json()["steps"]
+    assert told["metrics"] == {"loss": None}
 
 
 def test_the_commands_list_and_show_runs_with_charts(trained, command):
@@ -131,8 +108,6 @@ def test_the_commands_list_and_show_runs_with_charts(trained, command):
     assert told["steps"][0]["step"] == 1 and told["memory"]["device"]["weights"] == 3 * 2**20
     with pytest.raises(ServerError, match="there is no training run"):
         command("show", "s-000000000000:train:0")
-    with pytest.raises(ServerError, match="there is no training run"):
-        command("export", "s-000000000000:train:0")
 
 
 def test_a_run_without_steps_says_so(gate, command):
@@ -146,7 +121,6 @@ def test_a_published_checkpoint_shows_nobody_the_steps_of_its_run(world):
     assert world.ask(
         "POST", Call(f"{world.checkpoint(path)}/publish"), key=world.keys["member"]
     ).is_success
-    for about in ("steps", "steps/export"):
-        call = Call(f"{OWN}/runs/{run}/{about}")
-        assert world.ask("GET", call, key=world.keys["foreign"]).status_code == 404
-        assert world.ask("GET", call, key=world.keys["member"]).status_code == 200
+    call = Call(f"{OWN}/runs/{run}/steps")
+    assert world.ask("GET", call, key=world.keys["foreign"]).status_code == 404
+    assert world.ask("GET", call, key=world.keys["member"]).status_code == 200
