@@ -85,9 +85,9 @@ def fill(file: Path, count: int) -> None:
                 )
         with database:
             database.executemany(
-                "INSERT INTO runs (id, session_id, base_model, owner, project_id, state, "
-                "error_type, reason, created_at, ended_at) "
-                "VALUES (?, ?, 'bench/model', 'local', '', 'ended', '', '', ?, ?)",
+                "INSERT INTO runs (id, session_id, base_model, host, owner, project_id, state, "
+                "error_type, reason, parent, newest, replay_after, created_at, ended_at) "
+                "VALUES (?, ?, 'bench/model', '', 'local', '', 'ended', '', '', '', '', -1, ?, ?)",
                 [(run, run.partition(":")[0], old, old) for run in runs],
             )
             database.executemany(

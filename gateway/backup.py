@@ -48,7 +48,7 @@ from gateway.storage.data_directory import locked_data_directory, write_private
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
-from gateway.storage.migrations import newest_revision
+from gateway.storage.migrations import check_revision
 from gateway.storage.tables import (
     checkpoints,
     operations,
@@ -195,7 +195,8 @@ def _copy_sqlite(source: Path, target: Path) -> str:
 
 
 def _check(database: sqlite3.Connection, file: Path) -> str:
-    """Return the revision of a database. Raise `InvalidRequest` if it is damaged, or newer."""
+    """Return the revision of a database. Raises `InvalidRequest` for a damaged database, and
+    `UnknownSchema`."""
     try:
         (said,) = database.execute("PRAGMA quick_check(1)").fetchone()
         (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -203,8 +204,7 @@ def _check(database: sqlite3.Connection, file: Path) -> str:
         raise InvalidRequest(f"{file} is not a database of Tandem: {error}") from error
     if said != "ok":
         raise InvalidRequest(f"{file} is damaged: {said}")
-    if revision > newest_revision():
-        raise InvalidRequest(f"{file} is of a newer release of Tandem (revision {revision})")
+    check_revision(str(revision), str(file))
     return str(revision)
 
 

@@ -27,6 +27,8 @@
     │   │   ├── UnsuitableLora
     │   │   ├── UnsupportedByBackend
     │   │   └── CheckpointMismatch
+    │   ├── UnknownSchema
+    │   ├── UnknownSetting
     │   ├── EmptyBatch
     │   ├── TokenOutOfVocabulary
     │   ├── SequenceTooLong
@@ -361,6 +363,15 @@ class CheckpointMismatch(InvalidRequest):
 
 class CustomLossInvalid(InvalidRequest):
     """A traced loss that is malformed or uses an operation that is not allowed."""
+
+
+class UnknownSchema(UserError):
+    """The database has a schema that this release cannot migrate."""
+
+
+class UnknownSetting(UserError):
+    """An environment variable that begins with TANDEM_ has no known name. A process that meets one
+    ends with status 2."""
 
 
 class EmptyBatch(UserError):

@@ -179,7 +179,7 @@ class Journal:
                 operations.c.run_id == run_id, operations.c.seq_id == seq_id
             )
         )
-        if row is not None and row["digest"] not in (None, digest):
+        if row is not None and row["digest"] != digest:
             raise SequenceTaken(
                 f"operation {seq_id} of {run_id} is another {row['kind']} already, which stays as "
                 "it is: two clients number the operations of one run. Let one client write to a "

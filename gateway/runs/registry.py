@@ -23,7 +23,7 @@ from gateway.identifiers import (
     run_id_of,
 )
 from gateway.limits import Quotas
-from gateway.placement.asks import Asks, default_asks, settled_asks
+from gateway.placement.asks import Asks, settled_asks
 from gateway.placement.places import Places
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
@@ -132,7 +132,7 @@ class RunRegistry:
             owner=row["owner"],
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
-            asks=Asks(**row["asks"]) if row["asks"] else default_asks(self.settings),
+            asks=Asks(**row["asks"]),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
         await read_ahead(run.model.path, self.settings)

@@ -83,7 +83,6 @@ class Database:
     def __init__(
         self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0
     ) -> None:
-        self._data_dir = data_dir
         self._epoch = epoch
         self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
@@ -107,7 +106,7 @@ class Database:
         self._log = get_log()
 
     async def open(self) -> None:
-        await self._read(partial(upgrade, data_dir=self._data_dir))
+        await self._read(upgrade)
         connection = await self._writer_thread.run(self._engine.connect)
         self._writer = asyncio.create_task(self._run_writer(connection), name="database-writer")
 

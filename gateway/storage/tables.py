@@ -1,7 +1,7 @@
 """The tables of the gateway's database. Times are in seconds since 1970; paths are relative to the
 data directory.
 
-A change here needs a migration in `gateway/storage/migrations/versions`.
+Each change here needs a migration in `gateway/storage/migrations/versions`, and a test of it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON),  # a tandem.worker.TrainingSpec
-    Column("asks", JSON),  # a gateway.placement.asks.Asks; absent in rows of an earlier release
+    Column("asks", JSON),  # a gateway.placement.asks.Asks
     # Whose trainer's place it has: its own, or that of the run whose trainer it shares.
-    Column("host", String(100), nullable=False, default="", server_default=""),
+    Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
     Column("state", String(16), nullable=False),  # active, ended
@@ -107,9 +107,9 @@ runs = Table(
     # that it published, and the newest that can be sampled from; and the newest operation that no
     # replay goes back to.
     Column("model", JSON),  # a BaseModelEntry
-    Column("parent", String(200), nullable=False, default="", server_default=""),
-    Column("newest", String(200), nullable=False, default="", server_default=""),
-    Column("replay_after", BigInteger, nullable=False, default=-1, server_default="-1"),
+    Column("parent", String(200), nullable=False, default=""),
+    Column("newest", String(200), nullable=False, default=""),
+    Column("replay_after", BigInteger, nullable=False, default=-1),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("runs_by_session", "session_id"),
@@ -131,7 +131,7 @@ operations = Table(
     Column("request", LargeBinary, nullable=False),
     Column("payload", LargeBinary),
     Column("call", LargeBinary),
-    Column("digest", LargeBinary),  # of kind and request; absent in rows of an earlier release
+    Column("digest", LargeBinary),  # of kind and request
     Column("accepted_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),
@@ -200,7 +200,7 @@ weight_versions = Table(
     Column("base_model", String(200), nullable=False),
     Column("path", Text, nullable=False),
     Column("parent", String(200), nullable=False, default=""),
-    Column("delta_of", String(200), nullable=False, default="", server_default=""),
+    Column("delta_of", String(200), nullable=False, default=""),
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("adapter", Boolean, nullable=False, default=False),

@@ -1,6 +1,8 @@
 """Migrations of the database (alembic), applied when the gateway starts.
 
-`upgrade` brings a database to the newest revision. For one that is up to date, it costs one query.
+Each change of `gateway/storage/tables.py` is one file in `versions`, `vNNNN_SUBJECT.py`, with the
+revision `NNNN_SUBJECT`. An empty database goes through all of them. A database at the newest
+revision costs one query.
 """
 
 from __future__ import annotations
@@ -9,36 +11,49 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from gateway.storage.tables import metadata
+from tandem.errors import UnknownSchema
 
 _FOLDER = Path(__file__).parent
 
 
-def upgrade(connection: Connection, *, data_dir: Path) -> None:
-    """Create the tables of an empty database, or apply the migrations that an older one misses,
-    in one transaction. `data_dir` is for migrations of what is in it."""
+def upgrade(connection: Connection) -> None:
+    """Apply the missing migrations in one transaction.
+
+    Raises `UnknownSchema` if no migration made the database's schema.
+    """
     revision = _revision(connection)
     if revision == newest_revision():
         return
+    check_revision(revision, "the database")
     from alembic import command  # takes a third of a second to import
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(_FOLDER))
     config.attributes["connection"] = connection
-    config.attributes["data_dir"] = data_dir
-    if revision:
-        command.upgrade(config, "head")
-    else:
-        metadata.create_all(connection)
-        command.stamp(config, "head")
+    command.upgrade(config, "head")
     connection.commit()
 
 
 def newest_revision() -> str:
-    """Return the revision of the newest migration, which its file names: `v0006_digest.py`."""
-    newest = max(path.stem for path in (_FOLDER / "versions").glob("v*.py"))
-    return newest.removeprefix("v").partition("_")[0]
+    return _revisions()[-1]
+
+
+def check_revision(revision: str, database: str) -> None:
+    """Raise `UnknownSchema` unless a database of this revision can be migrated. An empty database
+    has the revision ""."""
+    if revision and revision not in _revisions():
+        raise UnknownSchema(
+            f"{database} has the schema {revision!r}, which this release of Tandem does not know: "
+            "another version made it, a newer one or one that was never released. Use that version "
+            "again, or give this one an empty database and data directory (TANDEM_DATABASE_URL, "
+            "TANDEM_DATA_DIR) and create the runs again"
+        )
+
+
+def _revisions() -> list[str]:
+    """Return all revisions, oldest first. The name of each file has its revision."""
+    return sorted(path.stem.removeprefix("v") for path in (_FOLDER / "versions").glob("v*.py"))
 
 
 def _revision(connection: Connection) -> str:

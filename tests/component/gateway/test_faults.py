@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import tinker
@@ -194,6 +196,23 @@ def test_a_second_gateway_on_the_same_data_directory_is_refused(gate):
     )
     assert result.returncode == 1
     assert "another gateway uses the data directory" in result.stderr.splitlines()[-1]
+
+
+def test_a_gateway_says_in_one_sentence_that_it_does_not_know_a_database(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "tandem.db")) as database, database:
+        database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        database.execute("INSERT INTO alembic_version VALUES ('0015')")
+    result = subprocess.run(
+        [sys.executable, "-m", "gateway"],
+        env={"TANDEM_DATA_DIR": str(tmp_path), "TANDEM_PORT": "0", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "the database has the schema '0015'" in result.stderr.splitlines()[-1]
 
 
 def test_a_worker_that_does_not_answer_its_heartbeat_is_shown_as_such(tmp_path, capfd):

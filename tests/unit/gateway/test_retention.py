@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import func, insert, select, update
 
 from gateway.auth.identity import Caller
 from gateway.retention import Retention
@@ -183,49 +181,3 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
         await history.database.write(insert(tables.audit), row)
     await history.retention.remove_old()
     assert len(await history.database.read(select(tables.audit))) == 1
-
-
-RUN_COLUMNS = ("host", "asks", "model", "parent", "newest", "replay_after")
-
-
-async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
-    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
-    await database.open()
-    session = {
-        "id": "s-1:sample:0", "session_id": "s-1", "kind": "base", "base_model": "tiny",
-        "version": "b", "state": "ended", "created_at": 5.0,
-    }  # fmt: skip
-    await database.write(insert(tables.sampling_sessions), session)
-    for statement in (
-        "DROP INDEX operations_with_result",
-        "ALTER TABLE sampling_sessions DROP COLUMN ended_at",
-        "ALTER TABLE usage DROP COLUMN project_id",
-        "ALTER TABLE usage DROP COLUMN run_id",
-        "DROP INDEX checkpoints_by_expired",
-        "ALTER TABLE checkpoints DROP COLUMN expired_at",
-        "DROP TABLE released_folders",
-        "DROP TABLE data_directory",
-        "DROP TABLE training_steps",
-        "ALTER TABLE operations DROP COLUMN digest",
-        "DROP TABLE snapshots",
-        "DROP TABLE leases",
-        "DROP TABLE places",
-        "DROP TABLE drained_groups",
-        "DROP TABLE scaled_samplers",
-        "ALTER TABLE weight_versions DROP COLUMN delta_of",
-        *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
-        *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
-        "UPDATE alembic_version SET version_num = '0001'",
-    ):
-        await database.write(text(statement))
-    await database.close()
-    upgraded = Database(url=url_for(tmp_path), data_dir=tmp_path)
-    await upgraded.open()
-    history = History(upgraded, tmp_path)
-    await history.add("s-old", days_ago=31)
-    await history.retention.remove_old()
-    assert await history.rows() == {}
-    with upgraded._engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": False})
-        assert compare_metadata(context, tables.metadata) == []
-    await upgraded.close()

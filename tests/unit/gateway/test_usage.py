@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert
 
 from gateway.auth.identity import Caller
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
-from gateway.storage.migrations.versions import v0003_usage_of_runs
-from gateway.storage.tables import checkpoints, sampling_sessions
-from gateway.storage.tables import usage as table
+from gateway.storage.tables import checkpoints
 from gateway.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.usage.reports import BillingReports, Used
 from tandem.request_settings import LimitSettings
@@ -166,39 +162,3 @@ async def test_usage_is_summed_up_by_owner_and_by_run_and_samples_count_for_thei
     ] == ["ben", "ben"]
     _, later = await reports.summary(ADMIN, since=40_000, max_runs=9)
     assert [about(used)[4:] for used in later] == [(0.0, 1, 1000), (0.0, 1, 300)]
-
-
-async def test_usage_from_before_runs_were_noted_is_given_its_run(database, tmp_path):
-    usage = UsageMeter(database=database, clock=lambda: 3600.0)
-    subjects = ("s-1:train:0", "s-1:sample:0", "s-1:sample:1")
-    for id_, kind in zip(subjects, ("forward", "sample", "sample"), strict=True):
-        usage.record(
-            kind,
-            Subject(id=id_, session_id="s-1", owner="local", base_model="tiny"),
-            input_tokens=1,
-        )
-    usage.write()
-    sampler = {
-        "id": "s-1:sample:0",
-        "session_id": "s-1",
-        "kind": "snapshot",
-        "base_model": "tiny",
-        "run_id": "s-1:train:0",
-        "version": "s-1:train:0/v000001-00000000",
-        "state": "active",
-        "created_at": 0.0,
-    }
-    await database.write(insert(sampling_sessions), sampler)
-    await database.flush()
-    await database.write(text("ALTER TABLE usage DROP COLUMN run_id"))
-    with (
-        database._engine.begin() as connection,
-        Operations.context(MigrationContext.configure(connection)),
-    ):
-        v0003_usage_of_runs.upgrade()
-    rows = await database.read(select(table.c.subject, table.c.run_id).order_by(table.c.subject))
-    assert [tuple(row.values()) for row in rows] == [
-        ("s-1:sample:0", "s-1:train:0"),
-        ("s-1:sample:1", ""),
-        ("s-1:train:0", "s-1:train:0"),
-    ]
