@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from gateway.app import run
+from tandem.errors import UnknownSetting
+from tandem.setting_names import check_environment
 from tandem.settings import GatewaySettings, settings_fault
 from tandem.stack import SENTENCE
 from tandem.worker import end_with_supervisor
@@ -23,7 +25,11 @@ from tandem.worker import end_with_supervisor
 if __name__ == "__main__":
     end_with_supervisor()
     try:
+        check_environment(os.environ)
         settings = GatewaySettings()
+    except UnknownSetting as error:
+        print(f"{SENTENCE}{error.message}", file=sys.stderr)
+        sys.exit(2)
     except (ValidationError, SettingsError) as error:
         sys.exit(f"{SENTENCE}{settings_fault(error)}")
     sys.exit(run(settings.model_copy(update={"data_dir": settings.data_dir.resolve()})))

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from gateway.doctor import Finding, Level
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest, TandemError, describe
+from tandem.setting_names import check_environment
 from tandem.settings import GatewaySettings
 
 Object: TypeAlias = dict[str, Any]
@@ -367,13 +368,15 @@ def _chosen(values: Mapping[str, str], source: str) -> Chosen:
 
 def read_settings(file: Path) -> dict[str, str]:
     """Return the variables of a file with lines NAME=VALUE, as kustomize reads it. Raises
-    `InvalidRequest`."""
+    `InvalidRequest` and `UnknownSetting`."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise InvalidRequest(f"the settings cannot be read: {describe(error)}") from error
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
-    return {name: value for name, _, value in pairs}
+    values = {name: value for name, _, value in pairs}
+    check_environment(values)
+    return values
 
 
 def _pool(pool: ClaimPoolSettings, most: int) -> Finding:

@@ -25,7 +25,8 @@ from typing import BinaryIO, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from tandem.background import in_background
-from tandem.errors import WorkerStartFailed
+from tandem.errors import UnknownSetting, WorkerStartFailed
+from tandem.setting_names import check_environment
 from tandem.worker import (
     MAX_SPEC_BYTES,
     PROTOCOL,
@@ -63,20 +64,30 @@ class LauncherLink(Protocol):
 
 def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
     """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`, with
-    `--spec-fd M` a `PooledLink`; `--spec-file PATH` and `--report-file PATH` are a `FileLink`."""
+    `--spec-fd M` a `PooledLink`; `--spec-file PATH` and `--report-file PATH` are a `FileLink`. An
+    unknown setting ends the process with status 2, and its launcher gets the reason."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, help="where reports are written")
     parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
     parser.add_argument("--spec-file", type=Path, help="the specification")
     parser.add_argument("--report-file", type=Path, help="where the reason of its end is left")
     chosen = parser.parse_args(arguments)
+    link: LauncherLink
     if chosen.spec_file is not None:
-        return FileLink(spec=chosen.spec_file, report=chosen.report_file)
-    if chosen.report_fd is None:
+        link = FileLink(spec=chosen.spec_file, report=chosen.report_file)
+    elif chosen.report_fd is None:
         parser.error("--spec-file or --report-fd is needed")
-    if chosen.spec_fd is None:
-        return PipeLink(report_fd=chosen.report_fd)
-    return PooledLink(report_fd=chosen.report_fd, spec=socket.socket(fileno=chosen.spec_fd))
+    elif chosen.spec_fd is None:
+        link = PipeLink(report_fd=chosen.report_fd)
+    else:
+        link = PooledLink(report_fd=chosen.report_fd, spec=socket.socket(fileno=chosen.spec_fd))
+    try:
+        check_environment(os.environ)
+    except UnknownSetting as error:
+        link.report(WorkerReport(error_type=error.type, error=error.message))
+        print(error.message, file=sys.stderr)
+        raise SystemExit(2) from None
+    return link
 
 
 class PipeLink:

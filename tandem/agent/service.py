@@ -26,9 +26,10 @@ from tandem.agent.pool import pool_sizes
 from tandem.certificate import Certificate, read_certificate
 from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
-from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed, describe
+from tandem.errors import InvalidRequest, TandemError, UnknownSetting, WorkerStartFailed, describe
 from tandem.heartbeat import send_heartbeats
 from tandem.host import this_host
+from tandem.setting_names import check_environment
 from tandem.settings import settings_fault
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
@@ -289,6 +290,7 @@ def run(data_dir: Path, *, listening: Listening | None = None) -> int:
         os.environ.setdefault(name, folder)
     try:
         with _locked(data_dir):
+            check_environment(os.environ)
             pool = pool_sizes(PoolSettings())
             asyncio.run(_serve_until_signalled(data_dir, pool=pool, listening=listening))
     except (ValidationError, SettingsError) as error:
@@ -296,7 +298,7 @@ def run(data_dir: Path, *, listening: Listening | None = None) -> int:
         return 1
     except TandemError as error:
         print(f"{SENTENCE}{error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UnknownSetting) else 1
     except OSError as error:  # of the data directory
         print(f"{SENTENCE}{error.filename}: {error.strerror}", file=sys.stderr)
         return 1

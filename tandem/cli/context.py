@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from tandem.errors import ServerError, UserError, describe
 from tandem.own_machine import http_client
+from tandem.setting_names import check_environment
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint
 
@@ -69,8 +70,16 @@ def print_json(value: object) -> None:
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
 
+def read_settings() -> GatewaySettings:
+    """Return the settings of the environment. Raises `UnknownSetting`."""
+    check_environment(os.environ)
+    return GatewaySettings()
+
+
 def resolve_data_dir(data_dir: Path | None) -> Path:
-    """Return the data directory of the option, else that of the settings."""
+    """Return the data directory of the option, else that of the settings. Raises
+    `UnknownSetting`."""
+    check_environment(os.environ)
     return data_dir if data_dir is not None else GatewaySettings().data_dir
 
 

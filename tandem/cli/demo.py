@@ -9,11 +9,10 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from tandem.cli.context import err, out
+from tandem.cli.context import err, out, read_settings
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
 from tandem.host import this_host, usual_ranks
-from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
@@ -66,7 +65,7 @@ def demo(
         out=out_dir or default_out(Path("runs"), seed=seed),
         data_dir=data_dir,
         seed=seed,
-        ranks=None if endpoint else ranks or usual_ranks(GatewaySettings(), this_host()),
+        ranks=None if endpoint else ranks or usual_ranks(read_settings(), this_host()),
         save=save,
         endpoint=endpoint,
         reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),

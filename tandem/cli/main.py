@@ -24,7 +24,7 @@ from tandem.cli import (
     usage,
 )
 from tandem.cli.context import fail, new_commands
-from tandem.errors import TandemError, describe
+from tandem.errors import TandemError, UnknownSetting, describe
 from tandem.settings import settings_fault
 
 app = new_commands("Reinforcement learning of language models on your own machines.")
@@ -50,7 +50,7 @@ app.add_typer(tls.app, name="tls")
 
 
 def main() -> None:
-    """Run the command line; exit with status 1 on an error."""
+    """Run the command line; exit with status 1 on an error, 2 for an unknown setting."""
     try:
         app()
     except (ValidationError, SettingsError) as error:  # of a setting
@@ -58,7 +58,7 @@ def main() -> None:
         sys.exit(1)
     except (TandemError, ValueError) as error:
         fail(describe(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UnknownSetting) else 1)
     except OSError as error:  # such as a file that cannot be written
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         sys.exit(1)

@@ -23,6 +23,7 @@ from tandem.cli.context import (
     fail,
     new_commands,
     print_json,
+    read_settings,
     resolve_data_dir,
     say,
     say_aside,
@@ -30,7 +31,6 @@ from tandem.cli.context import (
 from tandem.cli.hub import Added, Show, Wanted, add_model
 from tandem.cli.tables import Column, byte_size, show_table
 from tandem.errors import UserError
-from tandem.settings import GatewaySettings
 from tandem.stack import read_endpoint
 
 app = new_commands("Base models: add, remove and list.")
@@ -87,7 +87,7 @@ def _download(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    settings, data_dir = GatewaySettings(), resolve_data_dir(data_dir)
+    settings, data_dir = read_settings(), resolve_data_dir(data_dir)
     wanted = Wanted(
         hub=os.environ.get("HF_ENDPOINT", _HUB).rstrip("/"),
         repository=repository,

@@ -15,12 +15,13 @@ from tandem.cli.context import (
     call,
     fail,
     print_json,
+    read_settings,
     resolve_data_dir,
     run_offline,
     say,
 )
 from tandem.cli.tables import Column, byte_size, show_table
-from tandem.settings import GatewaySettings, without_password
+from tandem.settings import without_password
 
 Rows = list[dict[str, object]]
 
@@ -99,7 +100,7 @@ def config(
     if resources is not None:
         _show_resources(resources, as_json=as_json)
         return
-    settings = GatewaySettings()
+    settings = read_settings()
     settings.database_url = without_password(settings.database_url)
     if as_json:
         print_json(settings.model_dump(mode="json"))

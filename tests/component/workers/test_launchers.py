@@ -326,12 +326,12 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
     monkeypatch.setenv("TANDEM_API_KEY", "tml-key")
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    monkeypatch.setenv("TANDEM_SOMETHING_ELSE", "1")
+    monkeypatch.setenv("TANDEM_BACKEND_ELSE", "1")
     launcher = await make("environment")
     handle = await launcher.start(spec())
     log_path = launcher.describe(handle.worker_id).log_path
     text = log_path.read_text()
-    assert "'TANDEM_SOMETHING_ELSE'" in text
+    assert "'TANDEM_BACKEND_ELSE'" in text
     assert "'SOMETHING_ELSE'" not in text
     assert "TANDEM_API_KEY" not in text
     assert "TINKER_API_KEY" not in text
