@@ -20,7 +20,7 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import custom_losses
 from gateway.api.errors import ErrorResponses
@@ -56,7 +56,7 @@ from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
-from tandem.errors import StorageFailed, TandemError, describe
+from tandem.errors import StorageFailed, TandemError, UserError, describe
 from tandem.heartbeat import send_heartbeats
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
@@ -159,6 +159,7 @@ def create_app(
                     yield
         except Exception as error:
             app.state.start_error = _sentence(error)
+            app.state.misused = isinstance(error, UserError)
             raise
 
     app = FastAPI(
@@ -172,6 +173,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.stop = stop
     app.state.start_error = ""
+    app.state.misused = False
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(custom_losses.router)
@@ -188,10 +190,27 @@ def create_app(
         errors=errors,
     )
     app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
-    app.add_middleware(PathBoundary)  # the outermost: all others look at the path
+    app.add_middleware(PathBoundary)  # the outermost of requests: all others look at the path
+    app.add_middleware(_StartBoundary)
     app.router.default = _unknown_path
     path_operations(app)
     return app
+
+
+class _StartBoundary:
+    """Keeps the traceback of a user's mistake at the start out of the log: a sentence says it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without_traceback(message: Message) -> None:
+            state = scope["app"].state
+            if message["type"] == "lifespan.startup.failed" and state.misused:
+                message = {"type": message["type"], "message": state.start_error}
+            await send(message)
+
+        await self._app(scope, receive, without_traceback if scope["type"] == "lifespan" else send)
 
 
 @asynccontextmanager
