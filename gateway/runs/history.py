@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import func, select, tuple_
 
 from gateway.storage.database import Database, from_row
-from gateway.storage.frequent_statement import FrequentStatement
 from gateway.storage.tables import training_steps
 
 
@@ -31,7 +30,7 @@ class TrainingStep:
 class RunHistory:
     def __init__(self, *, database: Database) -> None:
         self._database = database
-        self._insert = FrequentStatement(database.insert_once(training_steps))
+        self._insert = database.insert_once(training_steps)
 
     def record(self, step: TrainingStep) -> None:
         """Write a step, without waiting. One that is recorded already stays as it is."""

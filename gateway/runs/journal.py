@@ -27,7 +27,6 @@ from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import ReplayLog
 from gateway.storage.database import Database
 from gateway.storage.drivers import typed
-from gateway.storage.frequent_statement import FrequentStatement
 from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,
@@ -47,12 +46,12 @@ INLINE_PAYLOAD_BYTES = 64 * 1024
 _READS = 4
 """Payloads that are read at the same time; owners take turns."""
 
-_ACCEPT = FrequentStatement(insert(operations))
+_ACCEPT = insert(operations)
 _THIS = and_(
     operations.c.run_id == bindparam("this_run"), operations.c.seq_id == bindparam("this_seq")
 )
-_END = FrequentStatement(update(operations).where(_THIS).values(payload=None))
-_END_HELD = FrequentStatement(update(operations).where(_THIS))
+_END = update(operations).where(_THIS).values(payload=None)
+_END_HELD = update(operations).where(_THIS)
 """Of an operation that a replay may need."""
 _DROP = (
     update(operations)

@@ -1,7 +1,7 @@
 """The database and the data directory.
 
 `database` (SQLite or PostgreSQL) has one writer task and group commit: `commits` is what its
-`work_thread` carries out, a `frequent_statement` is one that each operation executes, `log_sync`
+`work_thread` carries out, `log_sync`
 brings SQLite's log to the disk, and `drivers` knows how the two databases differ. `tables` declares
 the tables; `migrations` brings a database up to date; `lease` says which of several gateways may
 use PostgreSQL; `log_files` are those of the gateway and its workers; `data_directory` locks the

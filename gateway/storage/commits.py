@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, Executable, text
 from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import typed
-from gateway.storage.frequent_statement import FrequentStatement, Row
 from tandem.errors import StorageFailed
 
 _TRANSACTION = text("SELECT CAST(pg_current_xact_id() AS text)")
@@ -23,7 +22,7 @@ _COMMIT_UNKNOWN = 20.0
 """Seconds for which PostgreSQL is asked whether it committed what it was lost in."""
 _RETRY_COMMIT_UNKNOWN = 0.2
 
-Statement = Executable | FrequentStatement
+Row = Mapping[str, object]
 FileWork = Callable[[], None]
 
 
@@ -31,7 +30,7 @@ FileWork = Callable[[], None]
 class Write:
     """Statements that are committed together, each with the rows that it is executed for."""
 
-    statements: Sequence[tuple[Statement, Sequence[Row]]]
+    statements: Sequence[tuple[Executable, Sequence[Row]]]
     before: FileWork | None = None
     undo: FileWork | None = None
     after: FileWork | None = None
@@ -71,7 +70,7 @@ def _sync_commits(connection: Connection, *, durable: bool) -> None:
 def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[Exception | None]:
     """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
     it commits, ask it afterwards whether it did."""
-    merged: list[tuple[Statement, list[dict[str, object]]]] = []
+    merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         parameters = list(map(dict, rows))
         last, before = merged[-1] if merged else (None, [])
@@ -85,10 +84,7 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
         _sync_commits(connection, durable=any(write.durable for write in batch))
         with connection.begin():
             for statement, parameters in merged:
-                if isinstance(statement, FrequentStatement):
-                    statement.execute(connection, parameters)
-                else:
-                    connection.execute(statement, parameters or None)
+                connection.execute(statement, parameters or None)
             if merged and connection.dialect.name == "postgresql":
                 number = _end(connection, epoch)
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError

@@ -40,9 +40,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
 from gateway.fair_queue import FairQueue
-from gateway.storage.commits import FileWork, Statement, Write, errors_of, write_batch
+from gateway.storage.commits import FileWork, Row, Write, errors_of, write_batch
 from gateway.storage.drivers import cause_of, make_engine, typed
-from gateway.storage.frequent_statement import Row
 from gateway.storage.log_sync import LogSync
 from gateway.storage.migrations import upgrade
 from gateway.storage.work_thread import WorkThread
@@ -123,7 +122,7 @@ class Database:
 
     async def write(
         self,
-        statement: Statement,
+        statement: Executable,
         *rows: Row,
         before: FileWork | None = None,
         undo: FileWork | None = None,
@@ -160,7 +159,7 @@ class Database:
 
     def write_soon(
         self,
-        statement: Statement,
+        statement: Executable,
         *rows: Row,
         before: FileWork | None = None,
         after: FileWork | None = None,

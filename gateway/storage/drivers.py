@@ -55,7 +55,7 @@ def make_engine(url: str) -> Engine:
         raise InvalidRequest(f"TANDEM_DATABASE_URL is not a URL; {wanted}") from error
     match given.get_backend_name():
         case "sqlite":
-            engine = create_engine(given, json_serializer=_to_json)
+            engine = create_engine(given, json_serializer=_to_json, hide_parameters=True)
             event.listen(engine, "connect", _prepare_sqlite)
             return engine
         case "postgresql" | "postgres":
@@ -65,7 +65,11 @@ def make_engine(url: str) -> Engine:
             )
             try:
                 engine = create_engine(
-                    given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json
+                    given,
+                    connect_args=_POSTGRESQL,
+                    pool_pre_ping=True,
+                    json_serializer=_to_json,
+                    hide_parameters=True,
                 )
                 event.listen(engine, "connect", _check_postgresql, insert=True)
                 return engine
