@@ -44,7 +44,6 @@ from gateway.storage.commits import FileWork, Row, Write, errors_of, write_batch
 from gateway.storage.drivers import cause_of, make_engine, typed
 from gateway.storage.log_sync import LogSync
 from gateway.storage.migrations import upgrade
-from gateway.storage.work_thread import WorkThread
 from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
@@ -86,7 +85,7 @@ class Database:
         self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
-        self._writer_thread = WorkThread("database-writer")
+        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._queue: deque[Write] = deque()
         self._owner_queues: FairQueue[Write] = FairQueue()
         self._postponed: list[Write] = []
@@ -106,7 +105,7 @@ class Database:
 
     async def open(self) -> None:
         await self._read(upgrade)
-        connection = await self._writer_thread.run(self._engine.connect)
+        connection = await self._in_writer(self._engine.connect)
         self._writer = asyncio.create_task(self._run_writer(connection), name="database-writer")
 
     async def close(self) -> None:
@@ -295,22 +294,24 @@ class Database:
 
     async def _run_writer(self, connection: Connection) -> None:
         """Write what is queued. A connection that was lost is made anew by the next transaction."""
-        in_thread = self._writer_thread.run
         while True:
             await self._work.wait()
             self._work.clear()
             while batch := self._take_batch():
-                errors = await in_thread(partial(write_batch, connection, batch, self._epoch))
+                errors = await self._in_writer(partial(write_batch, connection, batch, self._epoch))
                 self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)
                 if later := [write.after for write in done if write.after is not None]:
-                    for error in await in_thread(partial(errors_of, later)):
+                    for error in await self._in_writer(partial(errors_of, later)):
                         if error is not None:  # what was committed stays; files may be left over
                             self._log.error("file_work_failed", error=str(error))
             if self._closing:
-                await in_thread(connection.close)
+                await self._in_writer(connection.close)
                 return
+
+    def _in_writer(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._writer_thread, work)
 
     def _take_batch(self) -> list[Write]:
         """Take writes without an owner first: they wait only for the commit itself."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import typed
-from gateway.storage.work_thread import WorkThread
 from tandem.errors import describe
 from tandem.telemetry import get_log
 
@@ -20,7 +20,7 @@ class LogSync:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._thread = WorkThread("database-sync")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
         self._waiting: list[asyncio.Future[None]] = []
         self._syncing: asyncio.Task[None] | None = None
         self._in_doubt = False
@@ -40,11 +40,12 @@ class LogSync:
             os.close(self._fd)
 
     async def _sync_all(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._waiting:
             batch, self._waiting = self._waiting, []
             failed: Exception | None = None
             try:
-                await self._thread.run(self._sync_file)
+                await loop.run_in_executor(self._thread, self._sync_file)
             except (OSError, DBAPIError) as error:
                 failed = typed(error)
                 get_log().error("sync_failed", reason=describe(error))

@@ -166,19 +166,6 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         raise AssertionError(f"these tasks cannot be cancelled: {tasks}")
 
 
-class ThreadOfLoop:
-    """Stands for a `WorkThread` of the gateway: its work is done in further steps of the loop."""
-
-    def __init__(self, name: str) -> None:
-        pass
-
-    def run(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        return asyncio.get_running_loop().run_in_executor(None, work)
-
-    def shutdown(self) -> None:
-        pass
-
-
 def as_process(name: str) -> Context:
     """Return a context for the tasks of a process."""
     context = copy_context()

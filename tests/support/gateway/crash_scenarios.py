@@ -43,7 +43,7 @@ from gateway.storage.tables import (
 from gateway.workers.epoch import Epoch
 from tandem.settings import GatewaySettings
 from tandem.worker import LoraSpec, TrainingSpec
-from tests.support.crashing_loop import Clock, Crash, CrashingLoop, ThreadOfLoop
+from tests.support.crashing_loop import Clock, Crash, CrashingLoop
 from tests.support.gateway.crash_client import Client, Script
 from tests.support.gateway.model_host import ModelHost, ModelLauncher
 from tests.support.gateway.model_workers import Misfortune
@@ -149,8 +149,6 @@ class Scenario:
                 "gateway.core.locked_data_directory": lambda *_args, **_more: nullcontext(),
                 "gateway.storage.database._MAX_BATCH": self._rng.choice((1, 2, 512)),
                 "gateway.storage.drivers.create_engine": self._engine,
-                "gateway.storage.database.WorkThread": ThreadOfLoop,
-                "gateway.storage.log_sync.WorkThread": ThreadOfLoop,
                 "gateway.runs.journal.write_file": self._write_file,
                 "os.fsync": lambda _fd: None,
                 "secrets.token_hex": lambda size=16: self._rng.randbytes(size).hex(),
