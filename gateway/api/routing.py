@@ -204,7 +204,7 @@ class Router(APIRouter):
             body_schema: the fields of the body that the endpoint validates itself.
             raw: the OpenAPI content of the request of an endpoint that takes the `Request` and
                 returns the `Response` itself, past FastAPI's parsing and serialising. Each one
-                has the measurement beside it that asks for that.
+                says why in a comment.
         """
         if audit is ... and method != "GET":
             raise TypeError(f"the route {method} {path} must state its action in the audit log")

@@ -75,9 +75,6 @@ _LATER = (
 
 _ROUTING_BYTES = 256
 """More than the two fields take that say whose operation a forward_backward is."""
-_MOST_FIELDS = 2**15
-"""Datums of a large batch, and its few other fields."""
-_DATUMS = tinker_pb2.ForwardBackwardRequest.DATA_FIELD_NUMBER
 
 Saved = TypeVar("Saved", SaveWeights, SaveWeightsForSampler, SaveWeightsExternal)
 
@@ -165,9 +162,8 @@ def _unchanging(raw: bytes, body: Body | None) -> bytes:
     return json.dumps(json.loads(raw) | {"sampling_session_seq_id": 0}).encode()
 
 
-# Raw: a protobuf that goes into the journal as it came; the gateway decodes its routing fields
-# only, and must see the first bytes of one that is too large. 75 us for 1 MB, and 121 us by
-# FastAPI with the body as bytes (median of 600 calls in process, both ways in turn).
+# Raw: the journal keeps the protobuf as it came. The endpoint reads the first bytes of a body that
+# is too large, and FastAPI would refuse that body before.
 @router.operation(
     "POST",
     "/forward_backward",
@@ -192,10 +188,7 @@ async def forward_backward(request: BoundedRequest) -> Response:
     refused: UserError | None = None
     try:
         payload = await request.body()
-        if len(payload) <= SMALL_BODY:
-            routing = tinker_pb2.ForwardBackwardRouting.FromString(payload)
-        else:
-            routing = await request.read(_routing_of)
+        routing = await request.read(tinker_pb2.ForwardBackwardRouting.FromString)
     except BodyTooLarge as error:
         refused, routing = error, _routing_in(error.prefix)
     except DecodeError:
@@ -344,57 +337,6 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
         return OptimStep(params=kind.model_validate(params))
     except ValidationError as error:
         raise OptimizerSetting(f"{where}: {first_fault(error)}") from error
-
-
-def _routing_of(payload: bytes) -> tinker_pb2.ForwardBackwardRouting:
-    """Parse a large message without its datums. protobuf would copy them, with the interpreter
-    locked: 50 ms for 32 MB, and 500 ms for 64 MB of the smallest fields there are.
-
-    Raises `DecodeError` or `BodyTooLarge`.
-    """
-    kept = bytearray()
-    at = fields = 0
-    try:
-        while at < len(payload):
-            start, fields = at, fields + 1
-            tag, at = _varint(payload, at)
-            match tag & 7:
-                case 0:
-                    _, at = _varint(payload, at)
-                case 1:
-                    at += 8
-                case 2:
-                    size, at = _varint(payload, at)
-                    at += size
-                case 5:
-                    at += 4
-                case wire_type:
-                    raise DecodeError(f"there is no wire type {wire_type}")
-            if tag >> 3 != _DATUMS:
-                kept += payload[start:at]
-            if fields > _MOST_FIELDS or len(kept) > SMALL_BODY:
-                raise BodyTooLarge(
-                    f"the batch has more than {_MOST_FIELDS} datums, or more than {SMALL_BODY} "
-                    "bytes besides them; send less at once",
-                    prefix=payload[:_ROUTING_BYTES],
-                )
-    except IndexError:
-        at = len(payload) + 1
-    if at > len(payload):
-        raise DecodeError("the message is cut")
-    return tinker_pb2.ForwardBackwardRouting.FromString(bytes(kept))
-
-
-def _varint(payload: bytes, at: int) -> tuple[int, int]:
-    """Return the number of variable length at this place, and the place behind it."""
-    value = shift = 0
-    while (byte := payload[at]) >= 0x80:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        at += 1
-        if shift > 63:
-            raise DecodeError("a number is too long")
-    return value | byte << shift, at + 1
 
 
 def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting:
