@@ -28,7 +28,7 @@ from tandem.stack import Stack
 
 MODEL = "bench/model"
 _SEQUENCES, _TOKENS = 16, 64
-_OFTEN = {"recovery_share": "1", "recovery_replay": "0"}
+_OFTEN = {"recovery_share": "1"}
 
 
 def batch() -> list[types.Datum]:

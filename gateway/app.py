@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import custom_losses
+from gateway import custom_losses, http_connection
 from gateway.api.errors import ErrorResponses
 from gateway.api.hosts import HostBoundary
 from gateway.api.middleware import RequestBoundary
@@ -185,7 +185,7 @@ def create_app(
     app.add_middleware(
         StandbyBoundary,
         opened=opened,
-        longest_wait=settings.long_poll,
+        longest_wait=futures.LONG_POLL,
         registry=metrics.registry,
         errors=errors,
     )
@@ -344,9 +344,8 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     malformed = CountedLines(first="malformed_request", more="malformed_requests")
     protocol = partial(
         BoundedProtocol,
-        settings=settings.http,
         metrics=metrics,
-        all_connections=Connections(settings.http.max_connections, metrics=metrics),
+        all_connections=Connections(http_connection.MAX_CONNECTIONS, metrics=metrics),
         malformed=malformed,
     )
     config = uvicorn.Config(
@@ -361,7 +360,7 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         server_header=False,
         log_config=None,
         backlog=4096,
-        timeout_keep_alive=settings.http.keep_alive,
+        timeout_keep_alive=http_connection.KEEP_ALIVE,
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return GatewayServer(config, malformed=malformed)

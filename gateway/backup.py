@@ -35,7 +35,7 @@ from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER
 from gateway.checkpoints.adoption import CheckpointAdopter
-from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
+from gateway.checkpoints.catalog import EXPIRY_GRACE, CheckpointCatalog, checkpoint_of
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.quarantine import Quarantine
@@ -277,7 +277,7 @@ async def _forget_what_went_on(database: Database) -> None:
 
 
 def _collector(database: Database, settings: GatewaySettings) -> GarbageCollector:
-    data_dir, grace = settings.data_dir, settings.expiry_grace
+    data_dir = settings.data_dir
     return GarbageCollector(
         database=database,
         data_dir=data_dir,
@@ -286,9 +286,8 @@ def _collector(database: Database, settings: GatewaySettings) -> GarbageCollecto
             data_dir=data_dir,
             pins=Pins(),
             limits=Quotas(settings=settings.limit, metrics=Metrics()),
-            expiry_grace=grace,
         ),
-        quarantine=Quarantine(data_dir=data_dir, ttl=settings.quarantine_ttl, grace=grace),
+        quarantine=Quarantine(data_dir=data_dir, ttl=settings.quarantine_ttl, grace=EXPIRY_GRACE),
     )
 
 

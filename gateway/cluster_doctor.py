@@ -21,6 +21,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.doctor import Finding, Level
+from gateway.workers.launchers.kubernetes.objects import service_account
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest, TandemError, describe
 from tandem.setting_names import check_environment
@@ -276,8 +277,8 @@ class ClusterDoctor:
     def _accounts(self, chosen: Chosen) -> Iterator[Finding]:
         """Kubernetes makes no pod for an account that is not there."""
         accounts = {
-            "trainers": chosen.cluster.trainer_service_account,
-            "samplers": chosen.cluster.sampler_service_account,
+            "trainers": service_account("trainer", chosen.cluster),
+            "samplers": service_account("sampler", chosen.cluster),
         }
         for role, account in accounts.items():
             name = f"account of {role}"

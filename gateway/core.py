@@ -13,7 +13,7 @@ from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
 from gateway.checkpoints.adoption import CheckpointAdopter
 from gateway.checkpoints.base_models import BaseModels
-from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.checkpoints.catalog import EXPIRY_GRACE, CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
@@ -22,14 +22,14 @@ from gateway.checkpoints.quarantine import Quarantine
 from gateway.checkpoints.versions import VersionStore
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.completion_feed import CompletionFeed
-from gateway.futures.table import FutureTable, Outcome
+from gateway.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from gateway.placement.leases import Leases
 from gateway.placement.memory import HostMemory
-from gateway.placement.places import Places
+from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING, Places
 from gateway.retention import Retention
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.history import RunHistory
@@ -63,6 +63,7 @@ from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
+from tandem.worker import WORKER_STOP_TIMEOUT
 
 _BEYOND_STOP = 30.0
 """Seconds that a worker which did not end when it was asked to may take to be killed."""
@@ -132,9 +133,7 @@ class Gateway:
         )
         self.database = database
         self.keys = KeyStore(database=database)
-        self.identity = Identity(
-            keys=self.keys, signing_key=signing_key, token_ttl=settings.token_ttl
-        )
+        self.identity = Identity(keys=self.keys, signing_key=signing_key)
         self.audit = AuditLog(database=database)
         self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
@@ -149,14 +148,12 @@ class Gateway:
         self.usage = UsageMeter(database=database)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = SampleMeter(usage=self.usage)
-        self.traces = TraceExporter(
-            database=database, samples=self.samples, key=signing_key, ttl=settings.trace_ttl
-        )
+        self.traces = TraceExporter(database=database, samples=self.samples, key=signing_key)
         self.futures = FutureTable(
             folder=private / "results" / "samples",
             result_ttl=settings.result_ttl,
-            bytes_in_memory=settings.limit.result_bytes,
-            max_samples=settings.limit.results,
+            bytes_in_memory=RESULT_BYTES,
+            max_samples=RESULTS,
             metrics=metrics,
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
@@ -171,7 +168,6 @@ class Gateway:
             data_dir=data_dir,
             pins=self.pins,
             limits=self.limits,
-            expiry_grace=settings.expiry_grace,
         )
         self.versions = VersionStore(
             database=database, data_dir=data_dir, min_free_bytes=settings.min_free_bytes
@@ -181,7 +177,7 @@ class Gateway:
             data_dir=data_dir,
             checkpoints=self.checkpoints,
             quarantine=Quarantine(
-                data_dir=data_dir, ttl=settings.quarantine_ttl, grace=settings.expiry_grace
+                data_dir=data_dir, ttl=settings.quarantine_ttl, grace=EXPIRY_GRACE
             ),
         )
         self.adopter = CheckpointAdopter(
@@ -223,8 +219,8 @@ class Gateway:
         self.places = Places(
             database=database,
             most_engines=settings.max_engines,
-            most_starting=settings.max_starting_engines,
-            quantum=settings.engine_quantum,
+            most_starting=MOST_STARTING,
+            quantum=ENGINE_QUANTUM,
         )
         self.samplers = SamplerRouter(
             settings=settings,
@@ -248,7 +244,6 @@ class Gateway:
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
             superseded_ttl=settings.sampler_superseded_ttl,
-            newest_kept=settings.sampler_newest_kept,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
@@ -309,7 +304,6 @@ class Gateway:
             journal=self.journal,
             database=database,
             limits=self.limits,
-            most_queued=settings.max_queued_operations,
         )
         self.retention = Retention(
             database=database,
@@ -408,7 +402,7 @@ class Gateway:
     def _patience(self) -> float:
         """Seconds for which the end of workers is waited for: they keep their places and leases
         until it is known (`Fleet`), which can take longer."""
-        return self.settings.worker_stop_timeout + _BEYOND_STOP
+        return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request that memory no longer holds, None if there is none."""

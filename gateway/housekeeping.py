@@ -13,10 +13,17 @@ from gateway.storage.log_files import tidy_logs
 from tandem.errors import StorageFailed, describe
 from tandem.telemetry import get_log
 
+ROUND_INTERVAL = 2.0
 _HOUSEKEEPING_INTERVAL = 30.0
 _LAG_INTERVAL = 0.25
 _RETENTION_INTERVAL = 600.0
 _MODELS_INTERVAL = 10.0
+
+LOG_MAX_BYTES = 64 * 2**20
+"""A larger log is rotated into LOG.1, LOG.2 and LOG.3."""
+_LOG_COPIES = 3
+LOG_TTL = 30 * 86_400.0
+"""Seconds. Older rotated logs, and logs of ended workers, are removed."""
 
 
 class Housekeeping:
@@ -31,10 +38,10 @@ class Housekeeping:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Do a round every `reaper_interval` seconds while the block runs. Removing old history can
+        """Do a round every `ROUND_INTERVAL` seconds while the block runs. Removing old history can
         take minutes, a look at a shared models directory seconds; neither holds anything up."""
         gateway = self._gateway
-        rounds = self._repeat(self._do_round, interval=gateway.settings.reaper_interval)
+        rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
         models = self._repeat(gateway.models.find, interval=_MODELS_INTERVAL)
         tasks = [
@@ -117,14 +124,13 @@ class Housekeeping:
         await gateway.journal.expire()
 
     async def _tidy_logs(self) -> None:
-        settings = self._gateway.settings
         try:
             await asyncio.to_thread(
                 tidy_logs,
-                settings.data_dir / "logs",
-                max_bytes=settings.log_max_bytes,
-                copies=settings.log_copies,
-                ttl=settings.log_ttl,
+                self._gateway.settings.data_dir / "logs",
+                max_bytes=LOG_MAX_BYTES,
+                copies=_LOG_COPIES,
+                ttl=LOG_TTL,
                 in_use={
                     "gateway",
                     "agent",

@@ -27,8 +27,19 @@ from uvicorn.server import ServerState
 
 from gateway.counted_lines import CountedLines
 from gateway.metrics import Metrics
-from tandem.request_settings import HttpSettings
 
+MAX_CONNECTIONS = 8192
+"""Open connections. Further ones get a 429."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Of request line and headers."""
+HEADER_TIMEOUT = 20.0
+"""Seconds for the headers of a request."""
+WRITE_TIMEOUT = 60.0
+"""Seconds after which a client is disconnected that reads nothing of its answer."""
+LINGER = 10.0
+"""Seconds for which the rest of a refused body is discarded, so that the client can read why."""
+KEEP_ALIVE = 75
+"""Seconds after which an idle connection is closed."""
 _RESERVE = 1024
 """Connections above the limit that still get an answer."""
 _FIRST_REQUEST = 1.0
@@ -130,7 +141,6 @@ class BoundedProtocol(HttpToolsProtocol):
         app_state: dict[str, object],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        settings: HttpSettings,
         metrics: Metrics,
         all_connections: Connections,
         malformed: CountedLines,
@@ -140,7 +150,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._malformed = malformed
         self.known = False
         self.address = ""
-        self._settings = settings
         self._metrics = metrics
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
         self._header_bytes = 0
@@ -189,14 +198,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._refused or self.transport.is_closing():
             return
-        if self._header_bytes > self._settings.max_header_bytes:  # headers so far, or trailers
+        if self._header_bytes > MAX_HEADER_BYTES:  # headers so far, or trailers
             self._refuse_headers()
         elif self._is_idle() and self.timeout_keep_alive_task is None:
             self._expect_headers()  # it sent something that begins no request, like empty lines
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start("write", self._settings.write_timeout)
+        self._start("write", WRITE_TIMEOUT)
 
     def resume_writing(self) -> None:
         self._cancel("write")
@@ -230,7 +239,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel("header")
         if self._refused:
             return
-        if self._header_bytes > self._settings.max_header_bytes:
+        if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
             return
         self._in_body = True
@@ -238,8 +247,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "overloaded",
-                f"the gateway has {self._all.most} connections with a request, the most allowed "
-                "(TANDEM_HTTP_MAX_CONNECTIONS); try again",
+                f"the gateway has {self._all.most} connections with a request, the most allowed; "
+                "try again",
             )
             return
         self._all.begin(self)
@@ -269,7 +278,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_body and not self.transport.is_closing():
             # The rest of a refused body is discarded as it comes: a client that is cut off
             # while it writes would not read why.
-            self._start("linger", self._settings.linger)
+            self._start("linger", LINGER)
 
     # --- Deadlines and refusals -----------------------------------------------------------
 
@@ -284,7 +293,7 @@ class BoundedProtocol(HttpToolsProtocol):
             timer.cancel()
 
     def _expect_headers(self) -> None:
-        self._start("header", self._settings.header_timeout)
+        self._start("header", HEADER_TIMEOUT)
 
     def _expire(self, deadline: Deadline) -> None:
         del self._deadlines[deadline]
@@ -301,8 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(
                 HTTPStatus.REQUEST_TIMEOUT,
                 "request_timed_out",
-                f"the headers of the request did not arrive within "
-                f"{self._settings.header_timeout:g} s (TANDEM_HTTP_HEADER_TIMEOUT)",
+                f"the headers of the request did not arrive within {HEADER_TIMEOUT:g} s",
             )
         else:
             self.transport.close()
@@ -324,8 +332,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
             "invalid_request",
-            f"the headers have more than {self._settings.max_header_bytes} bytes, the most "
-            "allowed (TANDEM_HTTP_MAX_HEADER_BYTES)",
+            f"the headers have more than {MAX_HEADER_BYTES} bytes, the most allowed",
         )
 
     def _refuse(self, status: HTTPStatus, type_: str, sentence: str) -> None:

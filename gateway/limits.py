@@ -5,9 +5,9 @@ There are two kinds of limits. What does not pass by waiting (runs, checkpoints,
 calls `Quotas.check`. What passes (queues, bodies on their way) is `Overloaded`, a 429 with the
 time to retry after: a `Ledger` counts it.
 
-To add a limit: a field of `LimitSettings`; then, for things that an owner keeps, a call of
-`Quotas.check` where they are created and a line in `_FREE`, or else a ledger in `Quotas` and a
-reservation where the amount is taken.
+To add a limit: a field of `LimitSettings`, or a line in `BOUNDS`; then, for things that an owner
+keeps, a call of `Quotas.check` where they are created and a line in `_FREE`, or else a ledger in
+`Quotas` and a reservation where the amount is taken.
 """
 
 from __future__ import annotations
@@ -32,9 +32,21 @@ _FREE: Mapping[str, str] = {
     "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
     "(`tinker checkpoint set-ttl`)",
 }
+BOUNDS = {
+    "sampling_sessions": 10_000,
+    "custom_losses": 1024,
+    "held_bytes": 256 * 2**20,
+    "held_bytes_in_all": 2**30,
+    "body_bytes": 256 * 2**20,
+    "body_bytes_in_all": 2**30,
+    "queued_operations_in_all": 65_536,
+    "queued_bytes_in_all": 8 * 2**30,
+    "waiting_samples_in_all": 32_768,
+}
+"""Limits that no deployment needs to change. `_in_all` means all owners together."""
 _MIN_RETRY_AFTER = 1.0
 _MAX_RETRY_AFTER = 10.0
-"""Seconds. Well below `sequence_gap_timeout`, so that a refused operation comes back before those
+"""Seconds. Well below `GAP_TIMEOUT`, so that a refused operation comes back before those
 behind it are given up."""
 _RATE_WINDOW = 30.0
 """Seconds over which a rate is measured."""
@@ -45,6 +57,7 @@ _ASSUMED_RATE = 10.0
 class Quotas:
     def __init__(self, *, settings: LimitSettings, metrics: Metrics) -> None:
         self._settings = settings
+        self._limits: dict[str, int] = BOUNDS | settings.model_dump()
         self._metrics = metrics
         self.operations = self._ledger("queued_operations", "queued operations")
         self.operation_bytes = self._ledger("queued_bytes", "bytes of queued operations")
@@ -56,16 +69,16 @@ class Quotas:
     def check(self, what: str, *, used: int, adding: int = 1) -> None:
         """Raise `LimitExceeded` if `adding` is too much for an owner that uses so many.
 
-        `what` is the field of `LimitSettings`. Where adding takes time, as a save does, what is
+        `what` is the name of the limit. Where adding takes time, as a save does, what is
         added meanwhile is not counted, so that several can each exceed the limit once."""
-        limit: int = getattr(self._settings, what)
+        limit = self._limits[what]
         if used + adding <= limit:
             return
         self.note_refusal(what)
         more = f", and {adding} are to come" if adding > 1 else ""
         raise LimitExceeded(
-            f"the limit of {what.replace('_', ' ')} is {limit} for each owner "
-            f"(TANDEM_LIMIT_{what.upper()}), {used} are used{more}; {_FREE.get(what, _CLOSE)}",
+            f"the limit of {what.replace('_', ' ')} is {limit} for each owner"
+            f"{_setting_of(what)}, {used} are used{more}; {_FREE.get(what, _CLOSE)}",
             limit=what,
             value=limit,
             used=used,
@@ -93,15 +106,20 @@ class Quotas:
         self._metrics.refusals.labels(limit=limit).inc()
 
     def _ledger(self, limit: str, what: str) -> Ledger:
-        """Make a ledger with the limits of these names in the settings, for each owner and, if
-        there is one, for all together."""
+        """Make a ledger with the limit of this name for each owner and, if there is one, for all
+        together."""
         return Ledger(
             limit=limit,
             what=what,
-            per_owner=getattr(self._settings, limit),
-            in_all=getattr(self._settings, f"{limit}_in_all", 2**62),
+            per_owner=self._limits[limit],
+            in_all=self._limits.get(f"{limit}_in_all", 2**62),
             refused=self.note_refusal,
         )
+
+
+def _setting_of(limit: str) -> str:
+    """Name the setting of a limit, for a message; "" if it has none."""
+    return f" (TANDEM_LIMIT_{limit.upper()})" if limit in LimitSettings.model_fields else ""
 
 
 class Rate:
@@ -148,7 +166,7 @@ class Reservation:
 
 class Ledger:
     """Counts how much of something each owner holds, and all owners together. `what` says what
-    is counted, for messages; `limit` is its name in the settings.
+    is counted, for messages; `limit` is its name.
 
     An owner that holds nothing always passes its own limit, so that one oversized item can pass.
     """
@@ -191,18 +209,18 @@ class Ledger:
 
     def check(self, owner: str, amount: int, *, held: int = 0) -> None:
         """Raises `Overloaded`. `held` is what the same request holds already."""
-        self._check(owner, amount, held, most=self._per_owner, whose="this owner", setting="")
-        self._check(None, amount, held, most=self._in_all, whose="all owners", setting="_IN_ALL")
+        self._check(owner, amount, held, most=self._per_owner, whose="this owner", in_all="")
+        self._check(None, amount, held, most=self._in_all, whose="all owners", in_all="_in_all")
 
     def _check(
-        self, owner: str | None, amount: int, held: int, *, most: int, whose: str, setting: str
+        self, owner: str | None, amount: int, held: int, *, most: int, whose: str, in_all: str
     ) -> None:
         waiting = self._held[owner]
         if waiting > held and waiting + amount > most:
             self._refused(self._limit)
             raise overloaded(
-                f"{waiting} {self._what} of {whose} are held already, {most} at most "
-                f"(TANDEM_LIMIT_{self._limit.upper()}{setting})",
+                f"{waiting} {self._what} of {whose} are held already, {most} at most"
+                f"{_setting_of(self._limit + in_all)}",
                 limit=self._limit,
                 waiting=waiting,
                 per_second=self._rates[owner].per_second(),

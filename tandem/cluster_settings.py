@@ -38,8 +38,9 @@ class KubernetesSettings(BaseSettings):
         "tandem",
         max_length=40,
         pattern=_LABEL,
-        description="The name of the gateway's Deployment, which owns all objects that are made; "
-        "each Tandem of a namespace has another one.",
+        description="The name of the gateway's Deployment, which owns all objects that it makes. "
+        "Each Tandem of a namespace has another name. Its workers have the service accounts "
+        "NAME-trainer and NAME-sampler.",
     )
     pod: str = Field(
         "",
@@ -62,15 +63,6 @@ class KubernetesSettings(BaseSettings):
     )
     trainer_image: str = Field("", description="The image of trainers; without it none starts.")
     sampler_image: str = Field("", description="The image of samplers; without it none starts.")
-    trainer_service_account: str = Field(
-        "tandem-trainer",
-        max_length=253,
-        pattern=_SUBDOMAIN,
-        description="That of the trainers, whose token they do not get.",
-    )
-    sampler_service_account: str = Field(
-        "tandem-sampler", max_length=253, pattern=_SUBDOMAIN, description="The same of samplers."
-    )
     user: int = Field(
         10001,
         ge=1,
@@ -104,27 +96,10 @@ class KubernetesSettings(BaseSettings):
     pull_timeout: float = Field(
         1800.0, gt=0, description="The same, from then until its image is there."
     )
-    pending_poll: float = Field(
-        5.0, gt=0, description="How often the events of a pod that does not run yet are read."
-    )
-    resync: float = Field(
-        60.0,
-        gt=0,
-        description="How often what runs is listed, though no watch has told of a change.",
-    )
     node_lost: float = Field(
         60.0,
         ge=0,
         description="A worker whose node has not been reached for so long is given up.",
-    )
-    lifeline: float = Field(
-        600.0,
-        gt=0,
-        description="A worker that no gateway has called for so long ends itself: more than the "
-        "takeover of a gateway may take, whose bound is told if it is less.",
-    )
-    api_timeout: float = Field(
-        30.0, gt=0, description="One request to the API server, beyond which it is repeated."
     )
 
 

@@ -13,38 +13,12 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.request_settings import MOST_PAYLOAD_BYTES, HttpSettings, LimitSettings, OpenAISettings
+from tandem.request_settings import MOST_PAYLOAD_BYTES, LimitSettings
 from tandem.sharing_settings import GroupSettings, SharingSettings
 from tandem.worker_settings import PoolSettings, SamplerSettings, TrainerSettings
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
 """A file that a setting names; an empty variable names none."""
-
-
-class RecoverySettings(BaseSettings):
-    """How trainers that die are restored. Environment: `TANDEM_RECOVERY_*`; see
-    `docs/reliability.md`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_RECOVERY_")
-
-    enabled: bool = Field(
-        True, description="Restore a trainer that dies; without it, its run ends."
-    )
-    share: float = Field(
-        0.02, gt=0, le=1, description="Of the training time that snapshots may take."
-    )
-    replay: float = Field(
-        60.0,
-        ge=0,
-        description="Seconds of training that are replayed at most, unless snapshots would then "
-        "take a quarter of the time.",
-    )
-    log_bytes: int = Field(
-        2**30,
-        ge=0,
-        description="Payloads that a run keeps for a replay; half of it asks for a snapshot. "
-        "Beyond it, the run cannot be restored until the next one.",
-    )
 
 
 def without_password(url: str) -> str:
@@ -136,24 +110,14 @@ class GatewaySettings(BaseSettings):
         description='What runs of a model ask for by default, as JSON: {"NAME": {"ranks": 2}}.',
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_max_bytes: int = Field(
-        64 * 2**20, ge=4096, description="A larger log is rotated into LOG.1, LOG.2, …"
+    recovery_enabled: bool = Field(
+        True, description="Restore a trainer that dies. Otherwise its run ends."
     )
-    log_copies: int = Field(3, ge=0, description="Rotated copies that are kept of each log.")
-    log_ttl: float = Field(
-        30 * 86_400.0,
-        gt=0,
-        description="Logs of workers that have ended, and rotated copies, are removed when this "
-        "old.",
+    recovery_share: float = Field(
+        0.02, gt=0, le=1, description="The share of the training time that snapshots may take."
     )
-
     session_ttl: float = Field(60.0, gt=0, description="Sessions without heartbeats end.")
-    reaper_interval: float = Field(2.0, gt=0)
-    long_poll: float = Field(30.0, gt=0, le=40, description="Longest wait of retrieve_future.")
     result_ttl: float = Field(3600.0, gt=0, description="Unfetched results are kept for this long.")
-    sequence_gap_timeout: float = Field(
-        60.0, gt=0, description="Longest wait of an operation for one with a smaller seq_id."
-    )
     agents: dict[Literal["trainer", "sampler"], str] = Field(
         default_factory=dict,
         description="Agents of other hosts, or containers, that start trainers and samplers, as "
@@ -177,13 +141,6 @@ class GatewaySettings(BaseSettings):
         "the runs first, for so long at most; 0: not at all.",
     )
     worker_start_timeout: float = Field(300.0, gt=0)
-    worker_stop_timeout: float = Field(10.0, gt=0)
-    worker_heartbeat: float = Field(
-        5.0,
-        gt=0,
-        description="How often workers are asked whether they answer; one that has not answered "
-        "for twice as long is shown as unresponsive.",
-    )
     worker_unresponsive_timeout: float = Field(
         300.0,
         gt=0,
@@ -199,29 +156,14 @@ class GatewaySettings(BaseSettings):
         le=MOST_PAYLOAD_BYTES,
         description="Body of one request, decompressed; 413. Of JSON less: see limits.md.",
     )
-    max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")
     max_engines: int = Field(
         8,
         ge=1,
         description="Sampler engines at once on groups that are not leased; further ones wait "
         "until one ends or has nothing to do.",
     )
-    max_starting_engines: int = Field(
-        2, ge=1, description="Of these, how many start at once; a start is work for several cores."
-    )
-    engine_quantum: float = Field(
-        60.0,
-        ge=0,
-        description="An engine with nothing to do that has run for this long is stopped when "
-        "another one waits for its place.",
-    )
-    max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; 429.")
-    # A trainer keeps 32 results, for operations that are sent again: `KEPT_RESULTS`.
-    dispatch_window: int = Field(4, ge=1, le=32, description="Operations sent ahead to a trainer.")
-    dispatch_window_bytes: int = Field(
-        32 * 2**20,
-        ge=1,
-        description="Bytes of the operations sent ahead to a trainer; a single one may be larger.",
+    openai_idle_ttl: float = Field(
+        900.0, gt=0, description="An owner's engines for /v1 stop when unused for this long."
     )
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
@@ -232,13 +174,6 @@ class GatewaySettings(BaseSettings):
         description="The same when its run has saved sampler_newest_kept newer versions since: "
         "each is a copy of the model, or of its adapters.",
     )
-    sampler_newest_kept: int = Field(
-        4, ge=1, description="Versions of a run that sampler_superseded_ttl does not concern."
-    )
-    token_ttl: float = Field(3600.0, ge=120, description="Lifetime of a token issued for a key.")
-    trace_ttl: float = Field(
-        3600.0, gt=0, description="Lifetime of an exported trace and its address."
-    )
     history_ttl: float = Field(
         30 * 86_400.0,
         gt=0,
@@ -248,12 +183,6 @@ class GatewaySettings(BaseSettings):
     )
     audit_ttl: float = Field(
         400 * 86_400.0, gt=0, description="Rows of the audit log are kept for this long."
-    )
-    expiry_grace: float = Field(
-        86_400.0,
-        ge=0,
-        description="An expired checkpoint is kept for this long, hidden, after the gateway first "
-        "saw that it had expired: the clock may be ahead.",
     )
     quarantine_ttl: float = Field(
         30 * 86_400.0,
@@ -276,14 +205,11 @@ class GatewaySettings(BaseSettings):
     )
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
-    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     sharing: SharingSettings = Field(default_factory=SharingSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
-    http: HttpSettings = Field(default_factory=HttpSettings)
-    openai: OpenAISettings = Field(default_factory=OpenAISettings)
 
     @model_validator(mode="after")
     def _read_database_url(self) -> Self:

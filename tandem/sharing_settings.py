@@ -10,6 +10,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tandem.names import GROUP_PATTERN
 
 Share = Literal["when_full", "always", "never"]
+MOST_RUNS = 8
+"""Runs that share a trainer."""
 
 
 class SharingSettings(BaseSettings):
@@ -35,12 +37,6 @@ class SharingSettings(BaseSettings):
         gt=0,
         description="Whoever has waited for so long is next, whatever the holder is at.",
     )
-    expiry: float = Field(
-        15.0,
-        gt=0,
-        description="A worker that others wait for, and that has not answered its heartbeat for so "
-        "long, is killed.",
-    )
     weights: dict[str, float] = Field(
         default_factory=dict,
         description='What owners get of shared devices, as JSON: {"OWNER": 2.0}; 1.0 unless given.',
@@ -53,7 +49,6 @@ class SharingSettings(BaseSettings):
         description="When runs that train adapters on one base model share a trainer and an "
         "engine, if they say nothing: when there is no place for another, always, or never.",
     )
-    most_runs: int = Field(8, ge=1, description="Runs that share a trainer.")
     across_owners: bool = Field(
         False, description="Whether runs of several owners may share a trainer and an engine."
     )

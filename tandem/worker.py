@@ -183,6 +183,10 @@ class TrainingSpec(BaseModel):
         return StateBytes(weight=width, gradient=width, moments=2 * width)
 
 
+WORKER_STOP_TIMEOUT = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+
+
 class WorkerSpec(BaseModel):
     """What a launcher is to start.
 
@@ -239,7 +243,7 @@ class WorkerSpec(BaseModel):
     lifeline: float = Field(0.0, ge=0)
     log_level: str = "info"
     start_timeout: float = 300.0
-    stop_timeout: float = 10.0
+    stop_timeout: float = WORKER_STOP_TIMEOUT
     trainer: TrainerSettings | None = None
     sampler: SamplerSettings | None = None
 

@@ -35,8 +35,9 @@ from tandem.worker import (
     own_version,
     set_process_limits,
 )
-from tandem.worker_settings import PoolSettings
 
+_NICENESS = 15
+"""Of the imports of an idle process: others get 30 times as much of a core."""
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""
 
@@ -129,7 +130,7 @@ class PooledLink(PipeLink):
         # A library asks at its import whether there is a GPU. Asked in the usual way, CUDA would
         # begin, and would not see later which devices are the worker's.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        in_background(imports, nice=PoolSettings().nice)
+        in_background(imports, nice=_NICENESS)
         self._spec.send(b".")
 
     def read_spec(self) -> WorkerSpec:

@@ -157,6 +157,3 @@ class PoolSettings(BaseSettings):
 
     trainers: int = Field(1, ge=0, le=16, description="Idle processes for trainers; 0 = none.")
     samplers: int = Field(1, ge=0, le=16, description="Idle processes for samplers; 0 = none.")
-    nice: int = Field(
-        15, ge=0, le=19, description="The niceness with which they import, before they are idle."
-    )

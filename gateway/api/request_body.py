@@ -28,6 +28,10 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 _SEND_JSON = f"send JSON with Content-Type: {JSON}"
 
+BODY_GAP_TIMEOUT = 30.0
+"""Seconds between two parts of a body."""
+BODY_TIMEOUT = 300.0
+"""Seconds for a whole body."""
 SMALL_BODY = 2**20
 """Bytes of a request that is kept as it is, in the database or in memory, until its turn; and of
 a compressed JSON body, which costs its sender next to nothing."""
@@ -190,7 +194,7 @@ class BoundedRequest(Request):
         if size <= limit:
             reservation.extend(size)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._gateway.settings.http.body_timeout
+        deadline = loop.time() + BODY_TIMEOUT
         chunks: list[bytes] = []
         read = 0
         more = True
@@ -221,17 +225,16 @@ class BoundedRequest(Request):
         return message.get("body", b""), message.get("more_body", False)
 
     async def _next_message(self, *, deadline: float) -> Message:
-        settings = self._gateway.settings.http
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(min(loop.time() + settings.body_gap_timeout, deadline)):
+            async with asyncio.timeout_at(min(loop.time() + BODY_GAP_TIMEOUT, deadline)):
                 return await self.receive()
         except TimeoutError:
             self._gateway.metrics.timeouts.labels(what="body").inc()
             raise RequestTimedOut(
                 f"the body of the request did not arrive: nothing of it came for "
-                f"{settings.body_gap_timeout:g} s, or not all of it within "
-                f"{settings.body_timeout:g} s; send it again"
+                f"{BODY_GAP_TIMEOUT:g} s, or not all of it within "
+                f"{BODY_TIMEOUT:g} s; send it again"
             ) from None
 
 

@@ -67,14 +67,14 @@ class Readers:
 
 
 class Identity:
-    """`token_ttl` is in seconds."""
+    """`token_ttl` is the lifetime in seconds of a token that was issued for a key."""
 
     def __init__(
         self,
         *,
         keys: KeyStore,
         signing_key: bytes,
-        token_ttl: float,
+        token_ttl: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._keys = keys

@@ -92,6 +92,11 @@ class StorageUse:
     bytes: int
 
 
+EXPIRY_GRACE = 86_400.0
+"""Seconds for which the files of an expired checkpoint stay, hidden, after the gateway first saw
+that it had expired: the clock may be ahead."""
+
+
 class CheckpointCatalog:
     """`expiry_grace` is in seconds."""
 
@@ -102,7 +107,7 @@ class CheckpointCatalog:
         data_dir: Path,
         pins: Pins,
         limits: Quotas,
-        expiry_grace: float,
+        expiry_grace: float = EXPIRY_GRACE,
     ) -> None:
         self._database = database
         self._data_dir = data_dir

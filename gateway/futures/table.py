@@ -39,6 +39,11 @@ FETCHED_GRACE = 30.0
 _SMALL = 2**10
 """Bytes of a result that is not worth a file; only the number of such results is bounded."""
 
+RESULT_BYTES = 64 * 2**20
+"""Results of an owner in memory. Older ones move to the disk."""
+RESULTS = 65_536
+"""Unfetched sample results of an owner. The oldest are dropped."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -32,6 +32,8 @@ from gateway.storage.database import Database
 from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 
+_SILENCE = 15.0
+"""Seconds without an answer, after which a worker that others wait for is killed."""
 _TOKEN_BITS = 20
 """Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
 into the next millisecond's."""
@@ -330,7 +332,7 @@ class GroupLeases:
         """Kill the holders that others wait for and that do not answer."""
         for lease in self.leases:
             silent_for = lease.tenant.silent_for
-            if lease.state in ("held", "giving_way") and silent_for > self._settings.expiry:
+            if lease.state in ("held", "giving_way") and silent_for > _SILENCE:
                 lease.state, lease.left = "sleeping", False
                 reason = (
                     f"it did not answer for {silent_for:.0f} s, while others needed its devices"

@@ -31,13 +31,18 @@ from gateway.storage.tables import places as table
 from tandem.errors import InvalidRequest, NoRoom
 from tandem.telemetry import get_log
 
+MOST_STARTING = 2
+"""Engines that may start at once: a start is work for several cores."""
+ENGINE_QUANTUM = 60.0
+"""Seconds that an idle engine keeps its place although others wait."""
 _NAMED = 4
 """Groups of which a refusal says what is in the way."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Places:
-    """`most_engines`, `most_starting` and `quantum`, in seconds, are for engines, see above."""
+    """`most_engines` may run on groups that are not leased, and `most_starting` of them start at
+    once. An engine that is idle gives way to others after `quantum` seconds."""
 
     database: Database
     most_engines: int

@@ -304,7 +304,7 @@ class Room:
         if running >= self.most_engines:
             return f"{running} engines run on this machine (TANDEM_MAX_ENGINES)"
         if starting >= self.most_starting:
-            return f"{starting} engines are starting (TANDEM_MAX_STARTING_ENGINES)"
+            return f"{starting} engines are starting, {self.most_starting} at most"
         return ""
 
     def _fault(self, need: Need, group: DeviceGroup, *, there: Sequence[Place]) -> str:

@@ -27,16 +27,16 @@ from tandem.errors import GatewayRestarted, SessionFinished, TandemError, Unknow
 _PAYLOAD_SHARE = 0.5
 """Of what an owner may hold in memory, for payloads that need not be read back then."""
 
+MOST_QUEUED = 4096
+"""Operations of one run that may wait."""
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class OperationAdmission:
-    """`most_queued` is how many operations of a run may wait."""
-
     runs: RunRegistry
     journal: Journal
     database: Database
     limits: Quotas
-    most_queued: int
 
     def __post_init__(self) -> None:
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -121,12 +121,11 @@ class OperationAdmission:
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:
-        queued, limit = run.dispatcher.queued, self.most_queued
+        queued, limit = run.dispatcher.queued, MOST_QUEUED
         if queued >= limit:
             self.limits.note_refusal("run_operations")
             raise overloaded(
-                f"{queued} operations of this run wait already, {limit} at most "
-                "(TANDEM_MAX_QUEUED_OPERATIONS)",
+                f"{queued} operations of this run wait already, {limit} at most",
                 limit="run_operations",
                 waiting=queued,
                 per_second=run.dispatcher.rate,
@@ -134,8 +133,7 @@ class OperationAdmission:
         if run.trainer is not None and run.trainer.makes_room:
             self.limits.note_refusal("recovery_log_bytes")
             raise overloaded(
-                "a snapshot is being written, after which there is room for more batches to replay "
-                "(TANDEM_RECOVERY_LOG_BYTES)",
+                "a snapshot is being written, after which there is room for more batches to replay",
                 limit="recovery_log_bytes",
                 waiting=queued,
                 per_second=run.dispatcher.rate,

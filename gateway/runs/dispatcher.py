@@ -24,6 +24,14 @@ from tandem.telemetry import get_log, log_context
 CarryOut = Callable[[Call], Awaitable[Outcome]]
 
 
+DISPATCH_WINDOW = 4
+"""Operations sent ahead to a trainer. A trainer keeps more results, for repeated operations."""
+DISPATCH_WINDOW_BYTES = 32 * 2**20
+"""Of the operations sent ahead. A single operation may be larger."""
+GAP_TIMEOUT = 60.0
+"""Seconds for which an operation waits for one with a smaller `seq_id`."""
+
+
 class Dispatcher:
     """`end` is called once with the outcome of each operation. `gap_timeout` in seconds;
     `window_bytes` bounds the payloads that are under way, unless there is only one."""

@@ -24,7 +24,7 @@ from gateway.futures.table import FutureTable, Outcome, Result, write_file
 from gateway.identifiers import operation_blob, result_blob, run_folder_name, split_request_id
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
-from gateway.runs.replay import ReplayLog
+from gateway.runs.replay import Recovery, ReplayLog
 from gateway.storage.database import Database
 from gateway.storage.drivers import typed
 from gateway.storage.tables import operations, runs
@@ -35,7 +35,6 @@ from tandem.errors import (
     UnknownRequest,
     from_type,
 )
-from tandem.settings import RecoverySettings
 from tandem.telemetry import get_log
 from tandem.weights.store import read_again
 
@@ -87,14 +86,14 @@ class Journal:
         self._replay_logs: dict[str, ReplayLog] = {}
         self._log = get_log()
 
-    def open_log(self, run_id: str, settings: RecoverySettings) -> ReplayLog:
+    def open_log(self, run_id: str, recovery: Recovery) -> ReplayLog:
         """Keep the payloads of a run from now on as long as its log needs them; return the log."""
 
         def drop(after: int, up_to: int, with_payload: list[int]) -> None:
             files = [self._file_of(run_id, seq_id) for seq_id in with_payload]
             self._drop(run_id, after=after, up_to=up_to, files=files)
 
-        log = self._replay_logs[run_id] = ReplayLog(settings, dropped=drop)
+        log = self._replay_logs[run_id] = ReplayLog(recovery, dropped=drop)
         return log
 
     def forget_run(self, run_id: str) -> None:

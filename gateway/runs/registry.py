@@ -25,11 +25,11 @@ from gateway.identifiers import (
 from gateway.limits import Quotas
 from gateway.placement.asks import Asks, settled_asks
 from gateway.placement.places import Places
-from gateway.runs.dispatcher import Dispatcher
+from gateway.runs import dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
-from gateway.runs.replay import recovery_of
+from gateway.runs.replay import Recovery, recovery_of
 from gateway.runs.resumption import RunResumption
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_hosts import TrainerHosts
@@ -49,7 +49,7 @@ from tandem.errors import (
     UnsuitableLora,
 )
 from tandem.model_config import head_alone, read_json, why_undivided, why_unsharded, why_untrained
-from tandem.settings import GatewaySettings, RecoverySettings
+from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import LORA_FLAGS, TrainingSpec
 
@@ -98,7 +98,7 @@ class RunRegistry:
         restored: list[RowMapping] = []
         others: list[RowMapping] = []
         for row in found:
-            recovery = recovery_of(row["user_metadata"], self.settings.recovery)
+            recovery = recovery_of(row["user_metadata"], self.settings)
             (restored if recovery.enabled else others).append(row)
         for row in others:
             self.lifecycle.write_end(row["id"], _restarted())
@@ -133,7 +133,7 @@ class RunRegistry:
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
             asks=Asks(**row["asks"]),
-            recovery=recovery_of(row["user_metadata"], self.settings.recovery),
+            recovery=recovery_of(row["user_metadata"], self.settings),
         )
         await read_ahead(run.model.path, self.settings)
         host = self.hosts.for_left(run, key=row["host"] or run.id)
@@ -178,7 +178,7 @@ class RunRegistry:
         not have another run, `UnsuitableLora`, `InvalidRequest`, also for a model that cannot be
         trained and for what no group can give, `PermissionDenied` and `SessionFinished`.
         """
-        recovery = recovery_of(user_metadata, self.settings.recovery)
+        recovery = recovery_of(user_metadata, self.settings)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
         kind: Kind = "create_model" if load is None else "load_weights"
@@ -269,7 +269,7 @@ class RunRegistry:
         model: BaseModelEntry,
         training: TrainingSpec,
         asks: Asks,
-        recovery: RecoverySettings,
+        recovery: Recovery,
     ) -> TrainingRun:
         return TrainingRun(
             id=id,
@@ -279,10 +279,10 @@ class RunRegistry:
             training=training,
             asks=asks,
             recovery=recovery,
-            dispatcher=Dispatcher(
-                window=self.settings.dispatch_window,
-                window_bytes=self.settings.dispatch_window_bytes,
-                gap_timeout=self.settings.sequence_gap_timeout,
+            dispatcher=dispatcher.Dispatcher(
+                window=dispatcher.DISPATCH_WINDOW,
+                window_bytes=dispatcher.DISPATCH_WINDOW_BYTES,
+                gap_timeout=dispatcher.GAP_TIMEOUT,
                 end=self.journal.end,
             ),
         )

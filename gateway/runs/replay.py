@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
 from gateway.runs.operations import Body, Kind
 from tandem.errors import CheckpointDamaged, CustomLossFailed, InvalidRequest
-from tandem.settings import RecoverySettings
+from tandem.settings import GatewaySettings
 from tandem.v1 import trainer_pb2
 
 METADATA_KEY = "tandem.recovery"
@@ -27,6 +27,8 @@ _SECONDS: TypeAdapter[float] = TypeAdapter(NonNegativeFloat)
 _GENERATIONS = 2
 _MANY_CALLS = 5000
 """Calls after which a snapshot is asked for, however little work they were."""
+REPLAY_SECONDS = 60.0
+LOG_BYTES = 2**30
 _MOST_CALLS = 100_000
 _BYTES_PER_SECOND = 2e8
 """At which the first snapshot is taken to be written, until that was measured."""
@@ -36,21 +38,40 @@ _LARGEST_SHARE = 0.25
 """Of the training time that snapshots may take, even if a replay takes longer for it."""
 
 
-def recovery_of(
-    user_metadata: Mapping[str, object] | None, settings: RecoverySettings
-) -> RecoverySettings:
+@dataclass(frozen=True)
+class Recovery:
+    """How the trainer of a run is restored when it dies. If it is not `enabled`, the run ends.
+
+    Snapshots take the `share` of the training time. `replay` bounds the seconds of training that
+    are replayed, unless snapshots would then take a quarter of the time. `log_bytes` bounds the
+    payloads that a run keeps for a replay; half of it asks for a snapshot.
+    """
+
+    enabled: bool = True
+    share: float = 0.02
+    replay: float = REPLAY_SECONDS
+    log_bytes: int = LOG_BYTES
+
+
+def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySettings) -> Recovery:
     """Return how a run is restored. Its creator may turn that off, or say how many seconds are
     replayed at most: `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`.
 
     Raises `InvalidRequest` for any other value.
     """
     chosen = (user_metadata or {}).get(METADATA_KEY)
+    usual = Recovery(
+        enabled=settings.recovery_enabled,
+        share=settings.recovery_share,
+        replay=REPLAY_SECONDS,
+        log_bytes=LOG_BYTES,
+    )
     if chosen is None:
-        return settings
+        return usual
     if chosen == "off":
-        return settings.model_copy(update={"enabled": False})
+        return replace(usual, enabled=False)
     try:
-        return settings.model_copy(update={"replay": _SECONDS.validate_python(chosen)})
+        return replace(usual, replay=_SECONDS.validate_python(chosen))
     except ValidationError as error:
         raise InvalidRequest(
             f'{METADATA_KEY} of the user_metadata is {str(chosen)[:40]!r}: it is "off", or the '
@@ -117,9 +138,9 @@ class ReplayLog:
     the calls that have a payload. `missing_to` is the newest such."""
 
     def __init__(
-        self, settings: RecoverySettings, *, dropped: Callable[[int, int, list[int]], None]
+        self, recovery: Recovery, *, dropped: Callable[[int, int, list[int]], None]
     ) -> None:
-        self._settings = settings
+        self._recovery = recovery
         self._dropped = dropped
         self._calls: dict[int, SentCall] = {}
         self._snapshots = deque([Snapshot()])
@@ -138,13 +159,13 @@ class ReplayLog:
 
     @property
     def nearly_full(self) -> bool:
-        return self.bytes > _NEARLY * self._settings.log_bytes
+        return self.bytes > _NEARLY * self._recovery.log_bytes
 
     @property
     def why_incomplete(self) -> str:
         return (
-            f"it cannot be restored: more than {self._settings.log_bytes} bytes came since the "
-            "last snapshot (TANDEM_RECOVERY_LOG_BYTES)"
+            f"it cannot be restored: more than {self._recovery.log_bytes} bytes came since the "
+            "last snapshot"
         )
 
     @property
@@ -222,11 +243,11 @@ class ReplayLog:
     def wants_snapshot(self, *, expected_bytes: int) -> bool:
         """Whether the work since the newest snapshot is worth another one, of about this size."""
         cost = self._cost_of(expected_bytes)
-        latest = max(self._settings.replay, cost / _LARGEST_SHARE)
+        latest = max(self._recovery.replay, cost / _LARGEST_SHARE)
         return (
             not self.complete
-            or self.work >= min(cost / self._settings.share, latest)
-            or self.bytes >= self._settings.log_bytes / 2
+            or self.work >= min(cost / self._recovery.share, latest)
+            or self.bytes >= self._recovery.log_bytes / 2
             or len(self._calls) >= _MANY_CALLS
         )
 
@@ -277,7 +298,7 @@ class ReplayLog:
     def _keep_within_bounds(self) -> None:
         # What only the older snapshot needs goes first.
         for seq_id in (self.newest.seq_id, self._answered):
-            if self.bytes > self._settings.log_bytes or len(self._calls) > _MOST_CALLS:
+            if self.bytes > self._recovery.log_bytes or len(self._calls) > _MOST_CALLS:
                 self._drop_up_to(seq_id)
 
     def _drop_up_to(self, seq_id: int) -> None:

@@ -21,6 +21,7 @@ from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan
 from gateway.placement.places import Places
 from gateway.placement.room import Place, PlaceRequest
+from gateway.runs import dispatcher
 from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
@@ -222,7 +223,7 @@ class TrainerHost:
             worker,
             run_id=run_id,
             timeout=self._settings.trainer.operation_timeout,
-            window=self._settings.dispatch_window,
+            window=dispatcher.DISPATCH_WINDOW,
             calls=self._calls,
         )
 

@@ -17,6 +17,7 @@ from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.fleet import Fleet
 from tandem.settings import GatewaySettings
+from tandem.sharing_settings import MOST_RUNS
 
 _SHARES = "fsdp2"
 """The backend of which it is known before it starts that runs can share a trainer of it. Of others,
@@ -123,7 +124,7 @@ class TrainerHosts:
             and (first.model.name, first.model.path) == (run.model.name, run.model.path)
             and _computed_as(first) == _computed_as(run)
             and same_group
-            and len(host.runs) < sharing.most_runs
+            and len(host.runs) < MOST_RUNS
             and (not run.asks.sampler or self._samples_for(host, run))
         )
 

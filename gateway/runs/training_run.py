@@ -13,9 +13,9 @@ from gateway.placement.asks import Asks
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
+from gateway.runs.replay import Recovery
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError
-from tandem.settings import RecoverySettings
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 
@@ -45,7 +45,7 @@ class TrainingRun:
     training: TrainingSpec
     dispatcher: Dispatcher
     asks: Asks = field(default_factory=Asks)
-    recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    recovery: Recovery = field(default_factory=Recovery)
     state: RunState = "starting"
     error: TandemError | None = None
     creation: Operation | None = None

@@ -33,6 +33,8 @@ from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.worker import WorkerHandle
 
+MAX_WAITING_SAMPLES = 8192
+"""Of one sampler."""
 _ADOPTION_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
@@ -256,10 +258,10 @@ class SamplerRouter:
         they are drawn. Raises `Overloaded` if too many samples wait already, at this sampler, of
         this owner or in all: the SDK then sends it again later, and fewer at once."""
         waiting = sampler.waiting
-        if waiting >= self.settings.max_waiting_samples:
+        if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
             raise overloaded(
-                f"{waiting} samples wait at this sampler already (TANDEM_MAX_WAITING_SAMPLES)",
+                f"{waiting} samples wait at this sampler already, {MAX_WAITING_SAMPLES} at most",
                 limit="sampler_samples",
                 waiting=waiting,
                 per_second=sampler.completions.per_second(),

@@ -38,6 +38,9 @@ from tandem.weights import version_number
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
+NEWEST_KEPT = 4
+"""Versions of a run that `superseded_ttl` does not concern."""
+
 
 @dataclass
 class SamplingSession:
@@ -70,7 +73,6 @@ class SamplingSessionRegistry:
     limits: Quotas
     idle_ttl: float
     superseded_ttl: float
-    newest_kept: int
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +237,7 @@ class SamplingSessionRegistry:
         named.
 
         The newest one of each run stays, and those whose version is pinned. Those of a run's
-        `newest_kept` newest versions end when unused for `idle_ttl`, older ones after
+        `NEWEST_KEPT` newest versions end when unused for `idle_ttl`, older ones after
         `superseded_ttl`. While all ephemeral versions of an owner have more than the limit of
         `unnamed_bytes`, older ones end at once, the least recently used first.
         """
@@ -249,7 +251,7 @@ class SamplingSessionRegistry:
                 continue
             versions = newer[s.version.run_id]
             is_newest = not versions
-            kept = versions.setdefault(s.version.name, len(versions)) < self.newest_kept
+            kept = versions.setdefault(s.version.name, len(versions)) < NEWEST_KEPT
             ttl = self.idle_ttl if kept else min(self.superseded_ttl, self.idle_ttl)
             needed = is_newest or relative_version_folder(s.version.name) in in_use
             if not needed and now - s.used_at > ttl:

@@ -49,9 +49,11 @@ class Slice:
 
 
 class TraceExporter:
-    """An address is valid for `ttl` seconds."""
+    """A trace and its address last `ttl` seconds."""
 
-    def __init__(self, *, database: Database, samples: SampleMeter, key: bytes, ttl: float) -> None:
+    def __init__(
+        self, *, database: Database, samples: SampleMeter, key: bytes, ttl: float = 3600.0
+    ) -> None:
         self._database = database
         self._samples = samples
         self._key = key

@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
 from gateway.workers.epoch import Epoch
-from gateway.workers.heartbeats import Heartbeats
+from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
 from gateway.workers.launchers.base import Launcher
 from gateway.workers.worker import Worker, WorkerRecord
 from tandem.errors import (
@@ -31,7 +31,14 @@ from tandem.errors import (
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import WorkerExit, WorkerHandle, WorkerKind, WorkerSpec, own_version
+from tandem.worker import (
+    WORKER_STOP_TIMEOUT,
+    WorkerExit,
+    WorkerHandle,
+    WorkerKind,
+    WorkerSpec,
+    own_version,
+)
 
 _ASK_AGAIN = 5.0
 """Seconds until a launcher that could not say that a worker is gone is asked again."""
@@ -97,7 +104,7 @@ class Fleet:
         """Let a worker hear of this gateway's epoch, so that it hears no earlier one any more."""
         with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
             async with self.reach(handle) as worker:
-                await worker.check_health(timeout=2 * self.settings.worker_heartbeat)
+                await worker.check_health(timeout=2 * heartbeat_seconds(self.settings))
 
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
@@ -247,7 +254,7 @@ class Fleet:
                 "worker_id": self._new_id(spec.kind, spec.session_id),
                 "secret": secrets.token_urlsafe(32),
                 "log_level": self.settings.log_level,
-                "stop_timeout": self.settings.worker_stop_timeout,
+                "stop_timeout": WORKER_STOP_TIMEOUT,
             }
         )
 

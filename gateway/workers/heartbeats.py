@@ -14,6 +14,16 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import PROTOCOL, PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY, own_version
 
+MOST_SECONDS = 5.0
+_ASKED_BEFORE = 5
+"""Times that a worker is asked before it is given up."""
+
+
+def heartbeat_seconds(settings: GatewaySettings) -> float:
+    """Return how often workers are asked. One that has not answered for twice as long is shown as
+    unresponsive."""
+    return min(MOST_SECONDS, settings.worker_unresponsive_timeout / _ASKED_BEFORE)
+
 
 @dataclass(kw_only=True)
 class Heartbeats:
@@ -28,7 +38,7 @@ class Heartbeats:
         """Ask the workers again and again, all at once. A worker that does not answer is shown, and
         given up after a time."""
         while True:
-            await asyncio.sleep(self.settings.worker_heartbeat)
+            await asyncio.sleep(heartbeat_seconds(self.settings))
             ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]
             asked = (self._ask(record, worker) for record, worker in ready)
             for fault in await asyncio.gather(*asked, return_exceptions=True):
@@ -38,7 +48,7 @@ class Heartbeats:
     async def _ask(self, record: WorkerRecord, worker: Worker) -> None:
         asked_at, answers = time.monotonic(), True
         try:
-            about = await worker.check_health(timeout=2 * self.settings.worker_heartbeat)
+            about = await worker.check_health(timeout=2 * heartbeat_seconds(self.settings))
             self._note_version(record, worker, about)
         except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED

@@ -22,7 +22,6 @@ from tests.chaos.machine import Machine
 from tests.support.processes import fill
 from tests.support.waiting import wait_until
 
-HEARTBEAT = 1.0
 UNRESPONSIVE = 5.0
 COLLECTIVE = 8.0
 SESSION = 40.0
@@ -30,7 +29,6 @@ SESSION = 40.0
 the longest that concerns it. Of a session: the SDK sends a heartbeat every ten seconds, does not
 repeat one that a fault costs it, and shares its machine with all that recovers."""
 SETTINGS = {
-    "worker_heartbeat": str(HEARTBEAT),
     "worker_unresponsive_timeout": str(UNRESPONSIVE),
     "trainer_collective_timeout": str(COLLECTIVE),
     "session_ttl": str(SESSION),

@@ -19,8 +19,7 @@ SETTINGS = {
     "trainer_dtype": "bfloat16",
     "sampler_dtype": "bfloat16",
     "delta_versions": "auto",
-    "sampler_newest_kept": "1",
-    "sampler_superseded_ttl": "1",
+    "sampler_idle_ttl": "1",
 }
 
 

@@ -62,7 +62,6 @@ def faulty(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "trainer_ranks": "2",
         "min_free_bytes": "0",
         "recovery_share": "1",  # snapshots as often as they can be written
-        "recovery_replay": "0",
     }
     with (
         small_disk(data_dir / "weights", megabytes=8) as mounted,

@@ -74,7 +74,7 @@ def test_a_gateway_that_is_asked_to_end_hands_its_trainers_over(
 def test_a_stack_that_is_stopped_in_the_middle_of_a_step_computes_one_batch_again(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = {"recovery_share": "1e-9", "recovery_replay": "1e6", "session_ttl": "600"}
+    settings = {"recovery_share": "1e-9", "session_ttl": "600"}
     with running(tmp_path, models=models, settings=settings) as stack:
         client = PlainClient(stack.stack.endpoint)
         session_id = client.create_session()

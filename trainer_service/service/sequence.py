@@ -16,8 +16,7 @@ Reply = (
 )
 
 KEPT_RESULTS = 32
-"""As many as a gateway may send ahead (`dispatch_window`), so that a repeated operation finds its
-result."""
+"""More than a gateway sends ahead (`DISPATCH_WINDOW`): a repeated operation finds its result."""
 
 
 class RunRemoved(Exception):

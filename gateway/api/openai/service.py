@@ -31,6 +31,12 @@ from tandem.sample_limits import SampleLimits
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
+START_TIMEOUT = 240.0
+"""Seconds that a request waits for an engine to start."""
+REQUEST_TIMEOUT = 1800.0
+"""Seconds that a request may take."""
+MAX_CHOICES = 1024
+"""Prompts times choices of one request."""
 _MOST_PREPARING = 2
 """Requests whose prompts are rendered and encoded at once, in turns of their owners: this runs in
 the threads that also write all owners' files."""
@@ -56,7 +62,7 @@ class InferenceService:
             sessions=gateway.sessions,
             display_name="OpenAI-compatible requests",
             user_metadata={"tandem_made_for": "/v1"},
-            ttl=gateway.settings.openai.idle_ttl,
+            ttl=gateway.settings.openai_idle_ttl,
         )
         self.models = ModelDirectory(gateway)
 
@@ -70,7 +76,6 @@ class InferenceService:
         All engines are made for adapters, so that a base model and its adapters share one.
         """
         gateway = self._gateway
-        max_choices = gateway.settings.openai.max_choices
         async with self.models.resolve(request.model, caller) as target:
             limits = await gateway.models.limits(target.model)
             async with self._preparation.turn(caller.owner):
@@ -78,10 +83,10 @@ class InferenceService:
                     self._prepare, request, target, limits
                 )
             choices = len(sample_requests) * (request.n or 1)
-            if choices > max_choices:
+            if choices > MAX_CHOICES:
                 raise InvalidField(
                     f"{len(sample_requests)} prompts with {request.n or 1} choices each are "
-                    f"{choices}; {max_choices} at most (TANDEM_OPENAI_MAX_CHOICES)",
+                    f"{choices}; {MAX_CHOICES} at most",
                     param="n",
                 )
             async with self._implicit_sessions.place(caller.owner, request.model) as (
@@ -272,17 +277,13 @@ class Generation:
         self._gateway.sessions.touch(self._session.session_id)
 
     def _check_timeouts(self) -> None:
-        settings = self._gateway.settings.openai
         waited = time.monotonic() - self._started_at
         if self._gateway.futures.closing:
             raise GatewayRestarted("the gateway is shutting down; retry a little later")
-        if not self._sampler.serves and waited > settings.start_timeout:
+        if not self._sampler.serves and waited > START_TIMEOUT:
             why = self._futures[-1].describe().reason
-            raise EngineStarting(
-                f"{why}; it goes on, so retry a little later (TANDEM_OPENAI_START_TIMEOUT)"
-            )
-        if waited > settings.request_timeout:
+            raise EngineStarting(f"{why}; it goes on, so retry a little later")
+        if waited > REQUEST_TIMEOUT:
             raise OperationTimedOut(
-                f"no response within {settings.request_timeout:g} s "
-                "(TANDEM_OPENAI_REQUEST_TIMEOUT); ask for fewer tokens, or retry later"
+                f"no response within {REQUEST_TIMEOUT:g} s; ask for fewer tokens, or retry later"
             )

@@ -19,6 +19,9 @@ from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSa
 
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 
+LONG_POLL = 30.0
+"""Seconds for which a request waits for its result at most."""
+
 INLINE_BYTES = 2**20
 """The largest result that is sent at once to a client that would rather hear its size first.
 The SDK holds 50 MiB of results at once: fifty small ones more do no harm, and a question for
@@ -181,7 +184,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
     await access.request(request_id)
     future = gateway.futures.get(request_id)
     if future is not None:
-        outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
+        outcome = await gateway.futures.wait(future, timeout=LONG_POLL)
         if outcome is None:
             return _try_again(future)
         size = outcome.size if isinstance(outcome, Result) else 0
@@ -213,7 +216,7 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
     of an earlier gateway: what the client waits for is not known here."""
     target = body.target
     await access.past_sampling_session(target.sampling_session_id)
-    longest = access.gateway.settings.long_poll
+    longest = LONG_POLL
     polled = await access.gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
         after=body.prev_cursor,

@@ -17,6 +17,7 @@ from gateway.workers.launchers.by_kind import LauncherByKind
 from tandem.authority import Authority
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
+from tandem.worker import WORKER_STOP_TIMEOUT
 
 __all__ = ["Launcher", "load_launcher", "make_launcher"]
 
@@ -65,8 +66,8 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
     def launcher(address: str = "", authority: Authority | None = None) -> AgentLauncher:
         return AgentLauncher(
             data_dir=settings.data_dir,
-            timeout=settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS,
-            stop_timeout=settings.worker_stop_timeout,
+            timeout=settings.worker_start_timeout + WORKER_STOP_TIMEOUT + _CALL_SECONDS,
+            stop_timeout=WORKER_STOP_TIMEOUT,
             epoch=epoch,
             address=address,
             authority=authority,

@@ -12,6 +12,7 @@ from sqlalchemy import insert, select
 from gateway.auth.keys import NewKey
 from gateway.fair_queue import FairQueue, FairSemaphore, FairStarter
 from gateway.futures.table import Future, Waiting
+from gateway.runs.dispatcher import DISPATCH_WINDOW
 from gateway.runs.operations import AdamParams, OptimStep
 from gateway.sampling.sampler import Sampler
 from gateway.storage.database import _MAX_BATCH, Database
@@ -140,7 +141,7 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
         wait_until(lambda: order == ["bea"])
         anns = gateway.runs.get(owners["ann"][2]).dispatcher
-        assert anns.under_way <= gate.settings.dispatch_window  # all of hers that went before
+        assert anns.under_way <= DISPATCH_WINDOW  # all of hers that went before
         gate.run(busy.gate.set)
         wait_until(lambda: len(order) == len(started) == FLOOD + 1)
         assert started.index("bea") <= 2 * 16  # one slice under way, and one round

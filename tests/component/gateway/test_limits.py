@@ -9,7 +9,7 @@ import tinker
 from tinker import types
 
 from gateway.auth.keys import NewKey
-from gateway.limits import Ledger, Rate, retry_after
+from gateway.limits import BOUNDS, Ledger, Rate, retry_after
 from tandem.errors import Overloaded
 from tests.support.custom_losses import request_body, traced
 from tests.support.files import tree
@@ -50,7 +50,7 @@ def assert_exceeded(answer, *, limit: str, value: int, used: int) -> None:
     body = answer.json()
     assert (body["type"], body["category"]) == ("limit_exceeded", "user")
     assert (body["limit"], body["limit_value"], body["used"]) == (limit, value, used)
-    assert f"TANDEM_LIMIT_{limit.upper()}" in body["error"]
+    assert (f"TANDEM_LIMIT_{limit.upper()}" in body["error"]) == (limit not in BOUNDS)
 
 
 # --- What waiting will not mend -----------------------------------------------------------

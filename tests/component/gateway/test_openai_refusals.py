@@ -134,7 +134,7 @@ def test_echo_with_logprobs_cannot_be_streamed(client):
 
 def test_a_request_has_a_largest_number_of_choices(client):
     error = refusal(openai.BadRequestError, complete, client, prompt=["a", "b", "c"], n=3)
-    assert (error.param, "TANDEM_OPENAI_MAX_CHOICES" in error.message) == ("n", True)
+    assert (error.param, "8 at most" in error.message) == ("n", True)
 
 
 def test_a_wrong_key_is_an_authentication_error(gate):
@@ -307,7 +307,7 @@ def test_an_engine_that_starts_slowly_is_worth_a_retry(gate, monkeypatch):
     gate.run(gate.launcher.start_gate.clear)
     try:
         with monkeypatch.context() as impatient:
-            impatient.setattr(gate.gateway.settings.openai, "start_timeout", 0.5)
+            impatient.setattr("gateway.api.openai.service.START_TIMEOUT", 0.5)
             error = refusal(openai.InternalServerError, complete, client_of(gate, key=key))
         assert (error.status_code, error.code) == (503, "engine_starting")
         assert "the sampler is starting" in error.message

@@ -251,7 +251,7 @@ def test_a_run_is_described_in_full(gate, rest):
 
 
 def test_a_run_whose_trainer_died_for_good_is_called_corrupted(gate, rest, monkeypatch):
-    monkeypatch.setattr(gate.settings.recovery, "enabled", False)
+    monkeypatch.setattr(gate.settings, "recovery_enabled", False)
     with service_of(gate) as service:
         training = service.create_lora_training_client("tiny:full").result()
         worker_id, _ = gate.worker("trainer")

@@ -431,6 +431,6 @@ def test_status_shows_runs_workers_and_queues_and_config_no_secret(gate):
         workers = {w["kind"]: w for w in status["workers"] if w["session_id"] == session}
         assert set(workers) == {"trainer", "sampler"}
         config = client.get("/api/tandem/v1/config")
-        assert config.json()["max_waiting_samples"] == 3
+        assert config.json()["max_engines"] == 10_000
         assert KEY not in config.text
         assert client.get("/api/tandem/v1/version").json()["version"]

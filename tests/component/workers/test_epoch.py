@@ -30,7 +30,7 @@ class Gateway:
 
     def __init__(self, data_dir: Path, *, epoch: int) -> None:
         self.superseded: list[int] = []
-        settings = GatewaySettings(data_dir=data_dir, worker_heartbeat=3600)
+        settings = GatewaySettings(data_dir=data_dir)
         mine = Epoch(number=epoch, superseded=lambda: self.superseded.append(epoch))
         self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=mine)
         self.database = Database(url="", data_dir=data_dir)

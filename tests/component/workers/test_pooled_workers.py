@@ -68,9 +68,7 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Idle processes take a share of the processors in which they get idle, and answer, while
-    others test."""
-    monkeypatch.setenv("TANDEM_POOL_NICE", "3")
+    """Idle processes have time to answer, while others test."""
     monkeypatch.setattr("tandem.agent.pool._HAND_OVER_SECONDS", PATIENCE)
 
 

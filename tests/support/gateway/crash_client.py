@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy import select
 
+from gateway.api.tinker.futures import LONG_POLL
 from gateway.auth.identity import Caller, Readers
 from gateway.core import Gateway
 from gateway.futures.table import Outcome, Result
@@ -290,7 +291,7 @@ class Client:
                 outcome = await gateway.recall(request_id)
                 assert outcome is not None, f"nobody knows {request_id}"
             else:
-                outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
+                outcome = await gateway.futures.wait(future, timeout=LONG_POLL)
                 if outcome is None and gateway.futures.closing:
                     await asyncio.sleep(1e9)  # the next gateway is asked
         if isinstance(outcome, Result):

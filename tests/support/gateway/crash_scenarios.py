@@ -44,6 +44,7 @@ from gateway.workers.epoch import Epoch
 from tandem.settings import GatewaySettings
 from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop
+from tests.support.gateway.constants import changed
 from tests.support.gateway.crash_client import Client, Script
 from tests.support.gateway.model_host import ModelHost, ModelLauncher
 from tests.support.gateway.model_workers import Misfortune
@@ -119,19 +120,16 @@ class Scenario:
         self._loop = CrashingLoop(self._clock, self._rng)
         self._host = ModelHost(self._misfortune)
         self._connections: list[DBAPIConnection] = []
-        self._settings = GatewaySettings.model_validate(
-            {
-                "data_dir": self.folder,
-                "api_key": "tml-key-of-a-test",
-                "session_ttl": 1e9,
-                "sequence_gap_timeout": 100.0,
-                "min_free_bytes": 0,
-                "delta_versions": "auto",
-                "models": {"tiny": self.folder / "tiny"},
-                "sharing": {"lora_runs": "always"},
-            }
-            | self.settings
-        )
+        self._changes = {
+            "data_dir": self.folder,
+            "api_key": "tml-key-of-a-test",
+            "session_ttl": 1e9,
+            "sequence_gap_timeout": 100.0,
+            "min_free_bytes": 0,
+            "delta_versions": "auto",
+            "models": {"tiny": self.folder / "tiny"},
+            "sharing": {"lora_runs": "always"},
+        } | self.settings
 
     def run(self) -> Left:
         """Return what the script leaves in the end. Raises whatever goes wrong."""
@@ -143,6 +141,8 @@ class Scenario:
         make_model(self.folder / "tiny")
         random.seed(self.seed)
         with ExitStack() as patched:
+            settings = patched.enter_context(changed(self._changes))
+            self._settings = GatewaySettings.model_validate(settings)
             patched.enter_context(_logged_to(self.log))
             patched.enter_context(self._clock.everywhere())
             for name, replacement in {

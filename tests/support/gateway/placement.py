@@ -11,7 +11,7 @@ from sqlalchemy import insert
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup, groups_of
-from gateway.placement.places import Places
+from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING, Places
 from gateway.placement.room import PlaceRequest
 from gateway.storage.tables import drained_groups, scaled_samplers
 from tandem.devices import parse_device
@@ -185,12 +185,18 @@ class Engine(Asking):
         return self.places.queue.explain(self.key)
 
 
-def places_for(settings: GatewaySettings, rows: Any) -> Places:
+def places_for(
+    settings: GatewaySettings,
+    rows: Any,
+    *,
+    most_starting: int = MOST_STARTING,
+    quantum: float = ENGINE_QUANTUM,
+) -> Places:
     return Places(
         database=rows,
         most_engines=settings.max_engines,
-        most_starting=settings.max_starting_engines,
-        quantum=settings.engine_quantum,
+        most_starting=most_starting,
+        quantum=quantum,
     )
 
 

@@ -22,6 +22,7 @@ from gateway.api.tinker.sampling import sampler_of
 from gateway.app import GatewayServer, create_app, make_server
 from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
+from tests.support.gateway.constants import changed
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.model_files import tensor_file
 from tests.support.postgres import url_for
@@ -110,6 +111,9 @@ class Gate:
         raise AssertionError(f"{request_id} did not end")
 
 
+_CONSTANTS = {"max_starting_engines": 100, "long_poll": 0.3, "reaper_interval": 0.05}
+
+
 def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
     values = {
         "data_dir": tmp_path / "data",
@@ -118,9 +122,6 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "api_key": KEY,
         "session_ttl": 600,  # most clients of these tests send no heartbeats
         "max_engines": 10_000,
-        "max_starting_engines": 100,
-        "long_poll": 0.3,
-        "reaper_interval": 0.05,
         "min_free_bytes": 0,
         "stop_timeout": 0,  # a test may leave operations that do not end
         # Longer than a test holds back an operation, on a slow machine, too.
@@ -150,9 +151,23 @@ def running_gateway(
     **changes,
 ) -> Iterator[Gate]:
     """A gateway on a free port that knows the model `tiny`; a `standby` takes over one that does.
-    `end` is called when it must end because another one has taken over."""
-    launcher = launcher or FakeLauncher()
-    settings = settings_for(tmp_path, **changes)
+    `end` is called when it must end because another one has taken over. `changes` are of settings
+    and of constants (`constants.py`)."""
+    with changed(_CONSTANTS | changes) as chosen:
+        settings = settings_for(tmp_path, **chosen)
+        with _serving(settings, launcher or FakeLauncher(), end) as gate:
+            if not standby:
+                model = make_model(tmp_path / "tiny")
+                gate.run(gate.gateway.models.add(name="tiny", path=str(model)))
+            yield gate
+
+
+@contextmanager
+def _serving(
+    settings: GatewaySettings,
+    launcher: FakeLauncher,
+    end: Callable[[], object],
+) -> Iterator[Gate]:
     ready: ThreadFuture[Gate] = ThreadFuture()
 
     async def serve() -> None:
@@ -175,9 +190,6 @@ def running_gateway(
     thread.start()
     gate = ready.result(PATIENCE)
     try:
-        if not standby:
-            model = make_model(tmp_path / "tiny")
-            gate.run(gate.gateway.models.add(name="tiny", path=str(model)))
         yield gate
     finally:
         gate.server.should_exit = True

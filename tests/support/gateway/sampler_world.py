@@ -20,6 +20,7 @@ from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING
 from gateway.placement.room import engine_key
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler, SamplerKey
@@ -90,6 +91,10 @@ class World:
             )
             for name in ("s-1", "s-2", "implicit")
         }
+        bounds = {
+            "most_starting": settings.pop("max_starting_engines", MOST_STARTING),
+            "quantum": settings.pop("engine_quantum", ENGINE_QUANTUM),
+        }
         sampler = {"operation_timeout": LOAD_TIMEOUT, **settings.pop("sampler", {})}
         self.settings = GatewaySettings(data_dir=folder, sampler=sampler, **settings)
         database: Any = NoDatabase()
@@ -109,7 +114,7 @@ class World:
             epoch=Epoch(number=1, superseded=lambda: None),
         )
         self.rows = Rows()
-        self.places = places_for(self.settings, self.rows)
+        self.places = places_for(self.settings, self.rows, **bounds)
         self.leases: Leases | None = None
         leases: Any = SimpleNamespace(
             of=lambda _name: self.leases.group if self.leases else not_leased()

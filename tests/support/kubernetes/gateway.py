@@ -29,10 +29,7 @@ from tandem.worker import WorkerHandle, WorkerSpec
 SETTINGS = {
     "pending_timeout": 60,
     "pull_timeout": 300,
-    "pending_poll": 5,
-    "resync": 60,
     "node_lost": 30,
-    "api_timeout": 10,
 }
 LIFE = "LIFE"
 """The variable that says what a worker does: "report", "exit" or "memory" ends it after three
@@ -180,6 +177,8 @@ class Gateway:
         claims: bool = True,
         nodes: int = 1,
         idle: float = 20.0,
+        resync: float = 60.0,
+        api_timeout: float = 10.0,
         **settings: float,
     ) -> None:
         self.maker = PlainMaker(epoch=epoch, claims=claims, nodes=nodes, idle=idle)
@@ -190,14 +189,15 @@ class Gateway:
             Api(
                 connect,
                 namespace=namespace,
-                timeout=chosen.api_timeout,
-                patience=4 * chosen.api_timeout,
+                timeout=api_timeout,
+                patience=4 * api_timeout,
             ),
             self.maker,
             settings=chosen,
             stop_timeout=5.0,
             epoch=Epoch(number=epoch, superseded=self._note_superseded),
             serving=serving,
+            resync=resync,
         )
         self._hearing: asyncio.Task | None = None
 

@@ -15,13 +15,14 @@ from gateway.placement.asks import Asks
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
+from gateway.runs.replay import Recovery
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut
-from tandem.settings import GatewaySettings, RecoverySettings
+from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.gateway.sample_streams import answered
@@ -75,7 +76,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         model=SimpleNamespace(name="m"),
         about=SimpleNamespace(ranks=1),
         asks=Asks(),
-        recovery=RecoverySettings(enabled=False),
+        recovery=Recovery(enabled=False),
     )
     host = TrainerHost(
         "r",

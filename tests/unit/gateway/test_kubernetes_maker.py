@@ -106,12 +106,11 @@ def test_a_start_that_no_settings_allow_says_why(tmp_path):
     test()
 
 
-def test_a_lifeline_that_a_gateways_takeover_may_outlast_is_refused(tmp_path):
+def test_a_gateways_takeover_may_not_outlast_the_life_of_its_workers(tmp_path):
     make = partial(make_launcher, epoch=Epoch(number=1, superseded=lambda: None))
-    about = {"node_lost": 40, "lifeline": 155}
-    with pytest.raises(InvalidRequest, match=r"LIFELINE is 155: .* it may take 155 s"):
-        make(settings(tmp_path, **about))
-    make(settings(tmp_path, **about | {"lifeline": 156}))
+    with pytest.raises(InvalidRequest, match=r"for 600 s, and .* takeover may take 600 s"):
+        make(settings(tmp_path, node_lost=485))
+    make(settings(tmp_path, node_lost=484))
 
 
 def test_settings_without_an_authority_or_a_namespace_are_refused(tmp_path):

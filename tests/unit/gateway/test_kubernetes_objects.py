@@ -18,6 +18,7 @@ from gateway.workers.launchers.kubernetes.names import (
     pod_name,
 )
 from gateway.workers.launchers.kubernetes.objects import (
+    LIFELINE,
     Home,
     WorkerObjects,
     render_claims,
@@ -292,7 +293,7 @@ def test_a_worker_is_told_where_to_listen_and_where_its_ranks_meet():
     name, _, port = spec.rendezvous.partition(":")
     assert name == f"{objects.service['metadata']['name']}.research.svc"
     assert int(port) == objects.service["spec"]["ports"][0]["port"]
-    assert (spec.nodes, spec.lifeline, spec.tls) == (2, home().settings.lifeline, tls)
+    assert (spec.nodes, spec.lifeline, spec.tls) == (2, LIFELINE, tls)
     WorkerSpec.model_validate_json(spec.model_dump_json())
 
 

@@ -72,7 +72,7 @@ def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
 
 
 def test_states_in_bfloat16_need_half_and_moments_on_the_host_are_there_awake_too():
-    settings = GatewaySettings(recovery={"enabled": False})
+    settings = GatewaySettings(recovery_enabled=False)
     awake = {"pool": a_pool(awake=0), "settings": settings}
     whole, half = requested().memory, requested(training=TrainingSpec(states="bfloat16")).memory
     assert whole - half >= 3 * LARGE.parameters * 4
@@ -107,7 +107,7 @@ def test_state_is_divided_among_nodes():
 
 
 def test_no_rank_loads_the_whole_model():
-    settings = GatewaySettings(recovery={"enabled": False})
+    settings = GatewaySettings(recovery_enabled=False)
     awake = requested(ranks=8, pool=a_pool(awake=0), training=LORA, settings=settings)
     assert awake.memory < 2 * 4 * LARGE.parameters
 

@@ -203,7 +203,7 @@ async def test_a_worker_that_cannot_sleep_is_killed_before_another_wakes():
 
 @in_virtual_time
 async def test_a_frozen_holder_is_killed_and_the_others_go_on():
-    world = World(settings=SharingSettings(quantum=0.5, expiry=15))
+    world = World(settings=SharingSettings(quantum=0.5))
     a, b = world.worker("a"), world.worker("b")
     working = asyncio.create_task(a.compute(5))
     await asyncio.sleep(1)

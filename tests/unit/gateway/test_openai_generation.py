@@ -13,7 +13,6 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
 from tandem.errors import GatewayRestarted, OperationTimedOut
-from tandem.request_settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.support.waiting import until
@@ -44,13 +43,12 @@ class FakeSessions:
         self.touched += 1
 
 
-def make_generation(*, state="ready", closing=False, **settings):
+def make_generation(*, state="ready", closing=False):
     sampler = SimpleNamespace(
         serves=state == "ready",
         describe=lambda _id: Waiting("the sampler is starting"),
     )
     gateway = SimpleNamespace(
-        settings=SimpleNamespace(openai=OpenAISettings(**settings)),
         sessions=FakeSessions(),
         samplers=FakeSamplers(),
         futures=SimpleNamespace(closing=closing),
@@ -125,13 +123,15 @@ async def test_a_disconnect_ends_the_wait():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"state": "starting", "start_timeout": 0.02}, EngineStarting),
-        ({"state": "failed", "start_timeout": 0.02}, EngineStarting),
-        ({"request_timeout": 0.02}, OperationTimedOut),
+        ({"state": "starting"}, EngineStarting),
+        ({"state": "failed"}, EngineStarting),
+        ({}, OperationTimedOut),
         ({"closing": True}, GatewayRestarted),
     ],
 )
-async def test_every_wait_has_a_timeout(changes, error):
+async def test_every_wait_has_a_timeout(monkeypatch, changes, error):
+    monkeypatch.setattr("gateway.api.openai.service.START_TIMEOUT", 0.02)
+    monkeypatch.setattr("gateway.api.openai.service.REQUEST_TIMEOUT", 0.02)
     generation, _samplers = make_generation(**changes)
     with pytest.raises(error):
         await anext(generation.events())

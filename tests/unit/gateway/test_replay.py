@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.runs.replay import ReplayLog, SentCall, Snapshot, recovery_of
+from gateway.runs.replay import Recovery, ReplayLog, SentCall, Snapshot, recovery_of
 from tandem.errors import InvalidRequest
-from tandem.settings import RecoverySettings
+from tandem.settings import GatewaySettings
 
 STATE = ("forward_backward", "optim_step", "load_weights")
 
@@ -50,7 +50,7 @@ def make(**changes) -> Watched:
     def drop(_after: int, _up_to: int, with_payload: list[int]) -> None:
         dropped.extend(with_payload)
 
-    return Watched(ReplayLog(RecoverySettings(**changes), dropped=drop), dropped)
+    return Watched(ReplayLog(Recovery(**changes), dropped=drop), dropped)
 
 
 def test_what_changes_nothing_is_not_replayed_once_it_is_answered(watched):
@@ -209,9 +209,9 @@ def test_a_log_whose_snapshots_are_all_lost_is_not_whole(watched):
 
 
 def test_the_creator_of_a_run_may_turn_recovery_off_or_choose_the_seconds():
-    default = RecoverySettings()
-    assert recovery_of(None, default) is default
-    assert recovery_of({"other": "x"}, default) is default
+    default = GatewaySettings(recovery_share=0.5)
+    assert recovery_of(None, default) == Recovery(share=0.5)
+    assert recovery_of({"other": "x"}, default) == Recovery(share=0.5)
     assert not recovery_of({"tandem.recovery": "off"}, default).enabled
     assert recovery_of({"tandem.recovery": "600"}, default).replay == 600
     for wrong in ("on", "-1", "nan", ["off"], {}):

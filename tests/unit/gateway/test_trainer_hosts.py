@@ -98,8 +98,9 @@ async def world(**sharing: object) -> World:
     return await World(**sharing).open()
 
 
-async def test_runs_that_always_share_join_the_first_trainer_that_has_room():
-    here = await world(lora_runs="always", most_runs=2)
+async def test_runs_that_always_share_join_the_first_trainer_that_has_room(monkeypatch):
+    monkeypatch.setattr("gateway.runs.trainer_hosts.MOST_RUNS", 2)
+    here = await world(lora_runs="always")
     assert [here.shares(here.run(name)) for name in "abcde"] == ["a", "a", "c", "c", "e"]
     assert here.samplers.lent == [("a/tiny/16", "b"), ("c/tiny/16", "d")]
 

@@ -11,11 +11,9 @@ from typing import Any, NoReturn
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, NoGradients, OutOfMemory, TandemError, WorkerDied
 from tandem.fencing import Fence
-from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
@@ -225,12 +223,6 @@ async def test_the_number_of_an_operation_of_another_kind_is_refused(trainer):
         await trainer.servicer.Publish(trainer_pb2.PublishRequest(header=header), context)
     assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
     assert trainer.applied == [1]
-
-
-def test_no_gateway_sends_more_ahead_than_a_trainer_remembers():
-    assert GatewaySettings(dispatch_window=KEPT_RESULTS).dispatch_window == KEPT_RESULTS
-    with pytest.raises(ValidationError, match="dispatch_window"):
-        GatewaySettings(dispatch_window=KEPT_RESULTS + 1)
 
 
 async def test_operations_are_applied_in_their_order_and_not_in_that_of_their_arrival(trainer):

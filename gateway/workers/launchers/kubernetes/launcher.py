@@ -21,7 +21,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFault, Refused
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.names import EPOCH, SPEC_KEY, WORKER_ID
-from gateway.workers.launchers.kubernetes.objects import Home
+from gateway.workers.launchers.kubernetes.objects import LIFELINE, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
@@ -35,11 +35,13 @@ from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
+from tandem.worker import WORKER_STOP_TIMEOUT, WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 _BEYOND_STOP = 30.0
 """Seconds that a node may need beyond a worker's own, to end its pod and to say so."""
 _FIRST_LIST = 60.0
+_API_TIMEOUT = 30.0
+"""Seconds of one request to the API server, beyond which it is repeated."""
 _PATIENCE = 2
 """Times the timeout of a request, for a call with its repetitions."""
 _REMEMBERED = 256
@@ -56,7 +58,9 @@ class Serving(Protocol):
 class KubernetesLauncher:
     """Implements `Launcher`.
 
-    `serving` asks a worker's health. `stop_timeout` is how long workers may take to end.
+    `serving` asks a worker's health. `stop_timeout` is how long workers may take to end. The
+    events of a pending pod are read every `poll` seconds. All objects are listed every `resync`
+    seconds, though no watch has told of a change.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class KubernetesLauncher:
         stop_timeout: float,
         epoch: Epoch,
         serving: Serving = wait_until_serving,
+        poll: float = 5.0,
+        resync: float = 60.0,
     ) -> None:
         self._api = api
         self._maker = maker
@@ -85,15 +91,13 @@ class KubernetesLauncher:
                 pending=settings.pending_timeout,
                 pull=settings.pull_timeout,
                 node_lost=settings.node_lost,
-                poll=settings.pending_poll,
+                poll=poll,
             ),
-            resync=settings.resync,
+            resync=resync,
             ended=self._note_end,
             superseded=epoch.superseded,
         )
-        self._label = ServingLabel(
-            api, instance=settings.instance, pod=settings.pod, period=settings.resync
-        )
+        self._label = ServingLabel(api, instance=settings.instance, pod=settings.pod, period=resync)
         self._watchers = ExitWatchers()
         self._ended: OrderedDict[str, WorkerExit] = OrderedDict()
         self._opened = self._closed = False
@@ -320,14 +324,14 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
     api = Api(
         partial(_connect, cluster.kubeconfig),
         namespace=home.namespace,
-        timeout=cluster.api_timeout,
-        patience=_PATIENCE * cluster.api_timeout,
+        timeout=_API_TIMEOUT,
+        patience=_PATIENCE * _API_TIMEOUT,
     )
     return KubernetesLauncher(
         api,
         WorkerMaker(settings=settings, authority=Authority.read(settings.tls_dir), home=home),
         settings=cluster,
-        stop_timeout=settings.worker_stop_timeout,
+        stop_timeout=WORKER_STOP_TIMEOUT,
         epoch=epoch,
     )
 
@@ -336,14 +340,13 @@ def _check_lifeline(settings: GatewaySettings) -> None:
     """Raise `InvalidRequest` if workers would end themselves while a gateway takes over, which
     calls none before `list` has returned."""
     cluster = settings.kubernetes
-    ends = 2 * settings.worker_stop_timeout + _BEYOND_STOP + cluster.node_lost
+    ends = 2 * WORKER_STOP_TIMEOUT + _BEYOND_STOP + cluster.node_lost
     most = settings.lease_ttl + _FIRST_LIST + ends
-    if cluster.lifeline <= most:
+    if most >= LIFELINE:
         raise InvalidRequest(
-            f"TANDEM_KUBERNETES_LIFELINE is {cluster.lifeline:g}: workers would end themselves "
-            f"while a gateway takes over from another, for which it may take {most:g} s with "
-            "TANDEM_LEASE_TTL, TANDEM_WORKER_STOP_TIMEOUT and TANDEM_KUBERNETES_NODE_LOST as they "
-            "are; set it to more than that"
+            f"workers end themselves when no gateway has called them for {LIFELINE:g} s, and a "
+            f"gateway's takeover may take {most:g} s with TANDEM_LEASE_TTL and "
+            "TANDEM_KUBERNETES_NODE_LOST as they are; lower them"
         )
 
 

@@ -60,6 +60,8 @@ FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
 """Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
 the gateway's alone."""
 
+LIFELINE = 600.0
+"""Seconds without a call by a gateway, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
 _TERMINATION_LOG = "/dev/termination-log"
@@ -122,7 +124,7 @@ def spec_of_pod(
         "port": PORT,
         "metrics_port": METRICS_PORT,
         "tls": tls,
-        "lifeline": home.settings.lifeline,
+        "lifeline": LIFELINE,
     }
     if (nodes := nodes_of(spec, pool)) > 1:
         name = object_name(spec.worker_id)
@@ -294,10 +296,9 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
     return settings.trainer_image if kind == "trainer" else settings.sampler_image
 
 
-def _service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
-    if kind == "trainer":
-        return settings.trainer_service_account
-    return settings.sampler_service_account
+def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
+    """Return the account of a kind of workers. They do not get its token."""
+    return f"{settings.instance}-{kind}"
 
 
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
@@ -388,7 +389,7 @@ def _pod_spec(
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "serviceAccountName": _service_account(spec.kind, settings),
+        "serviceAccountName": service_account(spec.kind, settings),
         "terminationGracePeriodSeconds": math.ceil(spec.stop_timeout),
         "containers": [container],
         "volumes": volumes,

@@ -34,6 +34,7 @@ from gateway.workers.launchers.kubernetes.model_size import ModelSize, known_siz
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import GatewaySettings
+from tandem.sharing_settings import MOST_RUNS
 from tandem.trainer_memory import (
     LOGITS_BYTES,
     MICRO_BATCH_TOKENS,
@@ -103,8 +104,8 @@ def resources_of(
                 ranks=ranks,
                 nodes=nodes,
                 sleeps=pool.awake > 0,
-                snapshots=settings.recovery.enabled,
-                runs=settings.sharing.most_runs if settings.sharing.lora_runs != "never" else 1,
+                snapshots=settings.recovery_enabled,
+                runs=MOST_RUNS if settings.sharing.lora_runs != "never" else 1,
             ).memory
         )
     else:
