@@ -30,7 +30,7 @@ from tandem.demo.run import wait_ready
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.stack import Stack
 
-_NO_POOL = {"pool_trainers": "0", "pool_samplers": "0"}
+_NO_POOL = {"pool_processes": "0"}
 """What is measured has the processors alone; `benchmarks.starts` measures the pool."""
 _COMPILED = {"tandem.compile": "on"}
 SECTIONS = (

@@ -27,7 +27,7 @@ from tandem.weights.manifest import MANIFEST_NAME
 SHAPE = TinyShape(hidden=512, layers=12, ffn=2048, heads=8, head_dim=64)
 """50 M parameters."""
 RATES = (1e-6, 1e-5)
-SETTINGS = {"sampler_dtype": "bfloat16", "sampler_superseded_ttl": "3600"}
+SETTINGS = {"sampler_dtype": "bfloat16"}
 _ASKS = {"tandem.dtype": "bfloat16"}
 _WARMUP, _STEPS = 5, 10
 _BATCH = Workload(requests=16, samples=2, max_tokens=16)

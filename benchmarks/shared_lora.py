@@ -31,8 +31,7 @@ _SETTINGS = {
     "port": "0",
     "sampler_kv_cache_bytes": str(64 * 2**20),
     "sharing_most_runs": "64",
-    "pool_trainers": "0",  # what makes idle processes would be measured, too
-    "pool_samplers": "0",
+    "pool_processes": "0",  # idle processes would be measured, too
 }
 
 

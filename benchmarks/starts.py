@@ -96,7 +96,7 @@ async def workers(work: Path, model: Path, *, rounds: int) -> list[dict[str, obj
 def stack(
     data_dir: Path, model: Path, *, pool: int
 ) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
-    settings = {"port": "0", "pool_trainers": str(pool), "pool_samplers": str(pool)}
+    settings = {"port": "0", "pool_processes": str(pool)}
     with Stack(data_dir=data_dir, settings=settings) as running:
         running.add_model(name=MODEL, path=model)
         endpoint = running.endpoint

@@ -214,8 +214,7 @@ def main() -> None:
         "groups": json.dumps(groups),
         "sharing_quantum": str(arguments.quantum),
         "sampler_kv_cache_bytes": str(64 * 2**20),
-        "pool_trainers": "0",  # what makes idle processes would be measured, too
-        "pool_samplers": "0",
+        "pool_processes": "0",  # idle processes would be measured, too
     }
     results: dict[str, object] = {
         "machine": record.machine(),

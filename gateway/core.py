@@ -243,7 +243,6 @@ class Gateway:
             samplers=self.samplers,
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
-            superseded_ttl=settings.sampler_superseded_ttl,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
@@ -309,7 +308,6 @@ class Gateway:
             database=database,
             data_dir=data_dir,
             history_ttl=max(settings.history_ttl, settings.result_ttl),
-            audit_ttl=settings.audit_ttl,
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()

@@ -40,8 +40,10 @@ BOUNDS = {
     "body_bytes": 256 * 2**20,
     "body_bytes_in_all": 2**30,
     "queued_operations_in_all": 65_536,
+    "queued_bytes": 2 * 2**30,
     "queued_bytes_in_all": 8 * 2**30,
     "waiting_samples_in_all": 32_768,
+    "requests": 8192,
 }
 """Limits that no deployment needs to change. `_in_all` means all owners together."""
 _MIN_RETRY_AFTER = 1.0

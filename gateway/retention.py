@@ -47,7 +47,7 @@ class Retention:
     database: Database
     data_dir: Path
     history_ttl: float
-    audit_ttl: float
+    audit_ttl: float = 400 * 86_400.0
 
     async def remove_old(self) -> None:
         now = time.time()

@@ -353,7 +353,7 @@ class Scheduler:
             self._running.pop(id_).fail(
                 OperationTimedOut(
                     f"the engine did not end the sample within {self._timeout:g} s; ask for fewer "
-                    "or shorter samples at once, or raise TANDEM_SAMPLER_OPERATION_TIMEOUT"
+                    "or shorter samples at once, or raise TANDEM_OPERATION_TIMEOUT"
                 )
             )
         if ended:

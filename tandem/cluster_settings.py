@@ -63,23 +63,12 @@ class KubernetesSettings(BaseSettings):
     )
     trainer_image: str = Field("", description="The image of trainers; without it none starts.")
     sampler_image: str = Field("", description="The image of samplers; without it none starts.")
-    user: int = Field(
-        10001,
-        ge=1,
-        description="The number of the user, and of the group, that workers run as: the gateway's, "
-        "since files in the data directory are for their owner alone.",
-    )
     volume_claim: str = Field(
         "tandem-data",
         max_length=253,
         pattern=f"{_SUBDOMAIN}|^$",
         description="The PersistentVolumeClaim with the data directory, and the models, that each "
         "worker mounts; empty: the templates have it.",
-    )
-    volume_path: Path | None = Field(
-        None,
-        description="Where workers mount all of it; empty: at the data directory's path, and only "
-        "what they need: models, weights, checkpoints, snapshots and spill.",
     )
     keep_compiled: bool = Field(
         False,
@@ -92,9 +81,6 @@ class KubernetesSettings(BaseSettings):
     )
     pending_timeout: float = Field(
         600.0, gt=0, description="A worker that is not scheduled within it fails to start."
-    )
-    pull_timeout: float = Field(
-        1800.0, gt=0, description="The same, from then until its image is there."
     )
     node_lost: float = Field(
         60.0,

@@ -32,8 +32,4 @@ class LimitSettings(BaseSettings):
     queued_operations: int = Field(
         16_384, ge=1, description="Unfinished operations of an owner; 429."
     )
-    queued_bytes: int = Field(
-        2 * 2**30, ge=1, description="Payloads on disk of an owner's queued operations; 429."
-    )
     waiting_samples: int = Field(16_384, ge=1, description="Unfinished samples of an owner; 429.")
-    requests: int = Field(8192, ge=1, description="Open requests of an owner; 429.")

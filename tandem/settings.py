@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.request_settings import MOST_PAYLOAD_BYTES, LimitSettings
 from tandem.sharing_settings import GroupSettings, SharingSettings
-from tandem.worker_settings import PoolSettings, SamplerSettings, TrainerSettings
+from tandem.worker_settings import PoolSettings, SamplerEnvironment, TrainerEnvironment
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
 """A file that a setting names; an empty variable names none."""
@@ -68,14 +68,9 @@ class GatewaySettings(BaseSettings):
     api_key: str = Field(
         "", description="Empty: generated, kept in data_dir.", repr=False, exclude=True
     )
-    bootstrap_key: str = Field(
-        "",
-        description="An admin key that the gateway knows from its start; see `docs/security.md`.",
-        repr=False,
-        exclude=True,
-    )
     bootstrap_key_file: OptionalFile = Field(
-        None, description="The file that has the bootstrap key, such as a mounted Secret."
+        None,
+        description="The file with the first admin key, such as a mounted Secret.",
     )
     models: dict[str, Path] = Field(
         default_factory=dict,
@@ -147,6 +142,11 @@ class GatewaySettings(BaseSettings):
         description="A worker that was unresponsive for this long is killed; by `tandem up` also a "
         "gateway or an agent.",
     )
+    operation_timeout: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds for an operation of a trainer, or for a sample, from its begin.",
+    )
     compress_payloads: bool = Field(
         False, description="Ask clients to compress their batches (zstd)."
     )
@@ -168,21 +168,12 @@ class GatewaySettings(BaseSettings):
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
     )
-    sampler_superseded_ttl: float = Field(
-        300.0,
-        gt=0,
-        description="The same when its run has saved sampler_newest_kept newer versions since: "
-        "each is a copy of the model, or of its adapters.",
-    )
     history_ttl: float = Field(
         30 * 86_400.0,
         gt=0,
         description="Operations, sessions, runs without a checkpoint, sampling sessions, removed "
         "weight versions and workers are forgotten this long after their end, and never before "
         "result_ttl. Usage and audit remain.",
-    )
-    audit_ttl: float = Field(
-        400 * 86_400.0, gt=0, description="Rows of the audit log are kept for this long."
     )
     quarantine_ttl: float = Field(
         30 * 86_400.0,
@@ -204,11 +195,11 @@ class GatewaySettings(BaseSettings):
         "GPU.",
     )
 
-    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    trainer: TrainerEnvironment = Field(default_factory=TrainerEnvironment)
     sharing: SharingSettings = Field(default_factory=SharingSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
-    sampler: SamplerSettings = Field(default_factory=SamplerSettings)
+    sampler: SamplerEnvironment = Field(default_factory=SamplerEnvironment)
     limit: LimitSettings = Field(default_factory=LimitSettings)
 
     @model_validator(mode="after")

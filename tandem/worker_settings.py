@@ -1,6 +1,7 @@
 """The settings of trainers and samplers, and of the processes that wait to become one.
 
-Each worker reads those of its kind; the gateway, which starts them, has them all (`settings.py`).
+The gateway reads the environment, and gives each worker its settings (`WorkerSpec`). What is in
+`TrainerSettings` or `SamplerSettings` alone, no deployment needs to change.
 """
 
 from __future__ import annotations
@@ -8,11 +9,26 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+Source = PydanticBaseSettingsSource
 
 
-class TrainerSettings(BaseSettings):
-    """Settings of trainers. Environment: `TANDEM_TRAINER_*`."""
+class _NotOfEnvironment(BaseSettings):
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: Source,
+        env_settings: Source,
+        dotenv_settings: Source,
+        file_secret_settings: Source,
+    ) -> tuple[Source, ...]:
+        return (init_settings,)
+
+
+class TrainerEnvironment(BaseSettings):
+    """What an operator may set for all trainers. Environment: `TANDEM_TRAINER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
@@ -24,22 +40,44 @@ class TrainerSettings(BaseSettings):
         "the CPU of a machine without any.",
     )
     threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    micro_batch_tokens: int = Field(
+        0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
+    )
+    memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="That a trainer may use of each GPU, or of the host of CPU ranks, if so much "
+        "is free; 0 = nine tenths of what is free.",
+    )
+    collective_timeout: float = Field(120.0, gt=0)
+    interface: str = Field(
+        "",
+        description="The network interface by which ranks on several nodes meet; empty: the one "
+        "that has the way from a node to node 0.",
+    )
+
+
+class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
+    """The settings of one trainer. The gateway makes them; the environment has no part in them."""
+
+    @classmethod
+    def of(cls, environment: TrainerEnvironment, **more: object) -> TrainerSettings:
+        return cls.model_validate(environment.model_dump(exclude_unset=True) | more)
+
+    operation_timeout: float = 1800.0
     parallel_micro_batches: int = Field(
         0,
         ge=0,
         description="Micro-batches that a single CPU rank computes in parallel, each with its own "
         "gradients; 0 = 2, or 1 with one thread.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
-    )
     packing: Literal["on", "off"] = Field(
         "on",
         description="Concatenate sequences into rows instead of padding them, where the model and "
         "the device allow it, which is tried out.",
-    )
-    micro_batch_tokens: int = Field(
-        0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
     )
     logits_bytes: int = Field(
         0,
@@ -59,12 +97,6 @@ class TrainerSettings(BaseSettings):
         description="Whether blocks keep their input alone for the backward pass, and are computed "
         "again there. auto: where memory is too small otherwise.",
     )
-    memory_bytes: int = Field(
-        0,
-        ge=0,
-        description="That a trainer may use of each GPU, or of the host of CPU ranks, if so much "
-        "is free; 0 = nine tenths of what is free.",
-    )
     compile: Literal["auto", "on", "off"] = Field(
         "off",
         description="Whether blocks are compiled when a trainer starts, for runs that do not say "
@@ -73,19 +105,10 @@ class TrainerSettings(BaseSettings):
     shard_group_parameters: int = Field(
         16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
     )
-    collective_timeout: float = Field(120.0, gt=0)
-    operation_timeout: float = Field(
-        1800.0, gt=0, description="Seconds for one operation, from when the trainer begins it."
-    )
-    interface: str = Field(
-        "",
-        description="The network interface by which ranks on several nodes meet; empty: the one "
-        "that has the way from a node to node 0.",
-    )
 
 
-class SamplerSettings(BaseSettings):
-    """Settings of samplers. Environment: `TANDEM_SAMPLER_*`."""
+class SamplerEnvironment(BaseSettings):
+    """What an operator may set for all samplers. Environment: `TANDEM_SAMPLER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
 
@@ -96,11 +119,6 @@ class SamplerSettings(BaseSettings):
         ge=1,
         le=64,
         description="Devices of an engine, over which its weights are split (tensor parallel).",
-    )
-    model_runner: Literal["auto", "v1", "v2"] = Field(
-        "auto",
-        description="Which of vLLM's two model runners computes. auto: the one that vLLM chooses; "
-        "on a CPU the first, since the second needs Triton.",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -120,32 +138,37 @@ class SamplerSettings(BaseSettings):
         512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
     )
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
-    gpu_memory_bytes: int = Field(
-        0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
+
+
+class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
+    """The settings of one sampler. The gateway makes them; the environment has no part in them."""
+
+    @classmethod
+    def of(cls, environment: SamplerEnvironment, **more: object) -> SamplerSettings:
+        return cls.model_validate(environment.model_dump(exclude_unset=True) | more)
+
+    operation_timeout: float = 1800.0
+    max_lora_rank: int = Field(
+        0, ge=0, le=512, description="Largest rank of the adapters served; 0: no adapters."
+    )
+    model_runner: Literal["auto", "v1", "v2"] = Field(
+        "auto",
+        description="Which of vLLM's two model runners computes. auto: the one that vLLM chooses; "
+        "on a CPU the first, since the second needs Triton.",
     )
     canary_tolerance: float = Field(
         0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
-    )
-    max_lora_rank: int = Field(
-        0,
-        ge=0,
-        le=512,
-        description="Largest rank of the adapters served; 0: no adapters. The gateway sets it "
-        "for the samplers of LoRA runs.",
-    )
-    max_adapters: int = Field(
-        4, ge=1, description="Adapters in one batch of an engine, which keeps more loaded."
     )
     version_patience: float = Field(
         2.0,
         gt=0,
         description="How long requests for the loaded version may overtake others.",
     )
-    operation_timeout: float = Field(
-        1800.0,
-        gt=0,
-        description="Seconds for one request, from when the engine begins it, and for reading a "
-        "weight version.",
+    gpu_memory_bytes: int = Field(
+        0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
+    )
+    max_adapters: int = Field(
+        4, ge=1, description="Adapters in one batch of an engine, which keeps more loaded."
     )
 
 
@@ -155,5 +178,6 @@ class PoolSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_POOL_")
 
-    trainers: int = Field(1, ge=0, le=16, description="Idle processes for trainers; 0 = none.")
-    samplers: int = Field(1, ge=0, le=16, description="Idle processes for samplers; 0 = none.")
+    processes: int = Field(
+        1, ge=0, le=16, description="Idle processes of each kind that an agent keeps; 0: none."
+    )

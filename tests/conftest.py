@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # gRPC's handlers would stop and start its threads, under gateways of this process that talk then.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Tests count processes, and most would end before an idle one has been of use.
-os.environ["TANDEM_POOL_TRAINERS"] = os.environ["TANDEM_POOL_SAMPLERS"] = "0"
+os.environ["TANDEM_POOL_PROCESSES"] = "0"
 
 import asyncio
 import gc

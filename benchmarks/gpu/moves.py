@@ -231,8 +231,7 @@ def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
         "groups": json.dumps([] if bench.gpu is not None else [group]),
         "sampler_max_num_seqs": "64",
         "sampler_kv_cache_bytes": str(64 * 2**20),
-        "pool_trainers": "0",
-        "pool_samplers": "0",
+        "pool_processes": "0",
     }
     with ExitStack() as until_the_end:
         stack = until_the_end.enter_context(Stack(data_dir=bench.work / "data", settings=settings))

@@ -1,10 +1,9 @@
 """The bootstrap key: the first admin key of a gateway that others reach, given by a setting.
 
 A gateway in a container has nobody who could run `tandem keys create` before it listens. It takes
-the key from `TANDEM_BOOTSTRAP_KEY`, or from the file of `TANDEM_BOOTSTRAP_KEY_FILE`, such as a
-mounted Secret, and keeps its hash like that of any other key. A start with another key revokes the
-former one. With PostgreSQL only the gateway that has the lease does this, so that two that start
-at once make one row.
+the key from the file of `TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and keeps its hash
+like that of any other key. A start with another key revokes the former one. With PostgreSQL only
+the gateway that has the lease does this, so that two that start at once make one row.
 """
 
 from __future__ import annotations
@@ -26,19 +25,13 @@ _HOW = 'make one with: echo "tml-$(openssl rand -hex 32)"'
 
 def read_bootstrap_key(settings: GatewaySettings) -> str:
     """Return the key, "" if none is set. Raise `InvalidRequest`, without the key."""
-    key, path, source = settings.bootstrap_key, settings.bootstrap_key_file, "TANDEM_BOOTSTRAP_KEY"
-    if path is not None:
-        if key:
-            raise InvalidRequest(
-                "TANDEM_BOOTSTRAP_KEY and TANDEM_BOOTSTRAP_KEY_FILE are both set; set one of them"
-            )
-        source = f"TANDEM_BOOTSTRAP_KEY_FILE ({path})"
-        try:
-            key = path.read_bytes().decode(errors="replace").strip()
-        except OSError as error:
-            raise InvalidRequest(f"{source} cannot be read: {error.strerror}") from error
-    elif not key:
+    if (path := settings.bootstrap_key_file) is None:
         return ""
+    source = f"TANDEM_BOOTSTRAP_KEY_FILE ({path})"
+    try:
+        key = path.read_bytes().decode(errors="replace").strip()
+    except OSError as error:
+        raise InvalidRequest(f"{source} cannot be read: {error.strerror}") from error
     if not _KEY.fullmatch(key):
         raise InvalidRequest(
             f"the key of {source} is not `tml-` and 32 to 200 letters, digits, `-` or `_`; {_HOW}"

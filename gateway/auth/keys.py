@@ -61,7 +61,7 @@ class Key:
 
 def _key_name(name: str) -> str:
     if name == BOOTSTRAP_NAME:
-        raise ValueError(f"the name {name!r} is that of the key of TANDEM_BOOTSTRAP_KEY")
+        raise ValueError(f"the name {name!r} is that of the key of TANDEM_BOOTSTRAP_KEY_FILE")
     return name
 
 
@@ -206,7 +206,7 @@ def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
         return
     raise InvalidRequest(
         f"the gateway would listen on {settings.host}, where others reach it, and has no valid key "
-        "but the local one; give it one with TANDEM_BOOTSTRAP_KEY or TANDEM_BOOTSTRAP_KEY_FILE, or "
+        "but the local one; give it one with TANDEM_BOOTSTRAP_KEY_FILE, or "
         "make one first: tandem keys create --owner NAME --role admin "
         f"--data-dir {settings.data_dir}"
     )

@@ -18,7 +18,7 @@ from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import Share
 from tandem.worker import Layout, TrainingSpec, WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
@@ -92,15 +92,16 @@ class Asks(BaseModel):
     sampler_ranks: int = Field(1, ge=1, le=64)
     priority: int = Field(0, ge=-10, le=10)
 
-    def trainer_settings(self, settings: TrainerSettings) -> TrainerSettings:
+    def trainer_settings(self, settings: GatewaySettings) -> TrainerSettings:
         """Return the settings of the run's trainer."""
-        return settings.model_copy(
+        usual = TrainerSettings.of(settings.trainer, operation_timeout=settings.operation_timeout)
+        return usual.model_copy(
             update={
                 "ranks": self.ranks,
                 "dtype": self.dtype,
                 "compile": self.compile,
                 "backend": self.backend,
-                "memory_bytes": self.memory or settings.memory_bytes,
+                "memory_bytes": self.memory or usual.memory_bytes,
             }
         )
 
@@ -129,7 +130,6 @@ def default_asks(settings: GatewaySettings) -> Asks:
         ranks=settings.trainer.ranks,
         sampler_ranks=settings.sampler.ranks,
         dtype=settings.trainer.dtype,
-        compile=settings.trainer.compile,
         delta=settings.delta_versions,
         backend=settings.trainer.backend,
         share=settings.sharing.lora_runs,
@@ -321,13 +321,13 @@ def with_pod_memory(
     trainer = WorkerSpec(
         kind="trainer",
         training=training,
-        trainer=asks.trainer_settings(settings.trainer),
+        trainer=asks.trainer_settings(settings),
         host_memory=asks.host_memory,
         **about,
     )
     sampler = WorkerSpec(
         kind="sampler",
-        sampler=settings.sampler.model_copy(
+        sampler=SamplerSettings.of(settings.sampler).model_copy(
             update={"max_lora_rank": max_lora_rank, "ranks": asks.sampler_ranks}
         ),
         host_memory=asks.sampler_host_memory,

@@ -116,7 +116,7 @@ class TrainerHost:
     @property
     def patience(self) -> float:
         """Seconds after which it is at an operation of each of its runs."""
-        return self._settings.trainer.operation_timeout * max(1, len(self.hosted))
+        return self._settings.operation_timeout * max(1, len(self.hosted))
 
     # --- Its place ----------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class TrainerHost:
         return TrainerClient(
             worker,
             run_id=run_id,
-            timeout=self._settings.trainer.operation_timeout,
+            timeout=self._settings.operation_timeout,
             window=dispatcher.DISPATCH_WINDOW,
             calls=self._calls,
         )
@@ -242,7 +242,7 @@ class TrainerHost:
             run_id=self.key,
             first_run=run.id,
             training=run.training,
-            trainer=run.asks.trainer_settings(self._settings.trainer),
+            trainer=run.asks.trainer_settings(self._settings),
             group=self.place.group.name,
             devices=self.place.devices,
             host_memory=self.place.host_memory,

@@ -32,6 +32,7 @@ from tandem.model_config import head_size, read_json, why_unserved_by_cpu
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.worker import WorkerHandle
+from tandem.worker_settings import SamplerSettings
 
 MAX_WAITING_SAMPLES = 8192
 """Of one sampler."""
@@ -326,7 +327,9 @@ class SamplerRouter:
             owner=session.owner,
             model=model,
             max_lora_rank=key.max_lora_rank,
-            settings=self.settings.sampler,
+            settings=SamplerSettings.of(
+                self.settings.sampler, operation_timeout=self.settings.operation_timeout
+            ),
             sharing=self.settings.sharing,
             asks=asks,
             fleet=self.fleet,
@@ -374,5 +377,5 @@ class SamplerRouter:
         ranks share an engine."""
         if rank == 0:
             return 0
-        largest = max(rank, self.settings.sampler.max_lora_rank, _SMALLEST_RANK)
+        largest = max(rank, _SMALLEST_RANK)
         return min(1 << (largest - 1).bit_length(), _LARGEST_RANK)

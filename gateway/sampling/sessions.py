@@ -38,8 +38,10 @@ from tandem.weights import version_number
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
+SUPERSEDED_TTL = 300.0
+"""Seconds after which an unused session ends if its run has `NEWEST_KEPT` newer versions."""
 NEWEST_KEPT = 4
-"""Versions of a run that `superseded_ttl` does not concern."""
+"""Versions of a run that `SUPERSEDED_TTL` does not concern."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class SamplingSession:
 
 @dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:
-    """`idle_ttl` and `superseded_ttl` are in seconds; see `expire_idle`."""
+    """`idle_ttl` is in seconds; see `expire_idle`."""
 
     database: Database
     models: BaseModels
@@ -72,7 +74,6 @@ class SamplingSessionRegistry:
     samplers: SamplerRouter
     limits: Quotas
     idle_ttl: float
-    superseded_ttl: float
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -217,7 +218,7 @@ class SamplingSessionRegistry:
         raise UnknownSampler(
             f"sampling session {sampling_session_id} has ended: its session has, its model or "
             f"weights were removed, or it was not used for {self.idle_ttl:g} s, or for "
-            f"{self.superseded_ttl:g} s when there were newer ones, or newer weights needed its "
+            f"{SUPERSEDED_TTL:g} s when there were newer ones, or newer weights needed its "
             "room (TANDEM_LIMIT_UNNAMED_BYTES); save weights under a name to keep them"
         )
 
@@ -238,7 +239,7 @@ class SamplingSessionRegistry:
 
         The newest one of each run stays, and those whose version is pinned. Those of a run's
         `NEWEST_KEPT` newest versions end when unused for `idle_ttl`, older ones after
-        `superseded_ttl`. While all ephemeral versions of an owner have more than the limit of
+        `SUPERSEDED_TTL`. While all ephemeral versions of an owner have more than the limit of
         `unnamed_bytes`, older ones end at once, the least recently used first.
         """
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
@@ -252,7 +253,7 @@ class SamplingSessionRegistry:
             versions = newer[s.version.run_id]
             is_newest = not versions
             kept = versions.setdefault(s.version.name, len(versions)) < NEWEST_KEPT
-            ttl = self.idle_ttl if kept else min(self.superseded_ttl, self.idle_ttl)
+            ttl = self.idle_ttl if kept else min(SUPERSEDED_TTL, self.idle_ttl)
             needed = is_newest or relative_version_folder(s.version.name) in in_use
             if not needed and now - s.used_at > ttl:
                 ended.append(s)

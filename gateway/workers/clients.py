@@ -174,8 +174,7 @@ class TrainerClient:
                 return await answer
         except TimeoutError:
             raise OperationTimedOut(
-                f"the trainer did not end it within {self._timeout:g} s "
-                "(TANDEM_TRAINER_OPERATION_TIMEOUT)"
+                f"the trainer did not end it within {self._timeout:g} s (TANDEM_OPERATION_TIMEOUT)"
             ) from None
 
     async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:

@@ -155,7 +155,7 @@ class SamplerClient:
     def _silence(self) -> str:
         return (
             f"the sampler has answered nothing for {self._patience:g} s, {_SILENCE} times "
-            "TANDEM_SAMPLER_OPERATION_TIMEOUT"
+            "TANDEM_OPERATION_TIMEOUT"
         )
 
     def _note_heard(self) -> None:

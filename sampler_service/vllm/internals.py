@@ -179,7 +179,7 @@ def check_triton(settings: SamplerSettings) -> None:
 
     if settings.model_runner == "v2" and not HAS_TRITON:
         raise WorkerStartFailed(
-            "vLLM's second model runner (TANDEM_SAMPLER_MODEL_RUNNER=v2) needs Triton for this "
+            "vLLM's second model runner (model_runner=v2) needs Triton for this "
             "device, which is not installed; v1 does not"
         )
 

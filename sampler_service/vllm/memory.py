@@ -53,7 +53,8 @@ def cache_bytes(budget: int, *, peak: int) -> int:
         raise WorkerStartFailed(
             f"the sampler's budget of {budget / 2**30:.1f} GiB leaves nothing for the KV cache: "
             f"weights and activations take {peak / 2**30:.1f} GiB, CUDA takes "
-            f"{OUTSIDE_TORCH / 2**30:.1f}; raise TANDEM_SAMPLER_GPU_MEMORY_BYTES"
+            f"{OUTSIDE_TORCH / 2**30:.1f}; raise tandem.sampler_memory, or "
+            "TANDEM_SAMPLER_GPU_MEMORY_UTILIZATION"
         )
     return left
 

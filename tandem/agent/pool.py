@@ -50,9 +50,10 @@ def default_command(kind: WorkerKind) -> list[str]:
 
 def pool_sizes(settings: PoolSettings) -> dict[WorkerKind, int]:
     """Return how many processes to keep of each kind that can run here."""
-    wanted: dict[WorkerKind, int] = {"trainer": settings.trainers, "sampler": settings.samplers}
+    if not settings.processes:
+        return {}
     needed = {kind: (library, f"{kind}_service") for kind, library in _IMPORTS.items()}
-    return {kind: n for kind, n in wanted.items() if n and all(map(find_spec, needed[kind]))}
+    return {kind: settings.processes for kind in needed if all(map(find_spec, needed[kind]))}
 
 
 @dataclass(frozen=True, kw_only=True)

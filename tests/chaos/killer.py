@@ -34,8 +34,7 @@ SETTINGS = {
     "session_ttl": str(SESSION),
     "min_free_bytes": "0",  # so that it is a write that fails
     # Idle processes would be struck as well, and nobody would miss them.
-    "pool_trainers": "0",
-    "pool_samplers": "0",
+    "pool_processes": "0",
 }
 
 _MOST_ENDS, _WITHIN = 4, 61.0

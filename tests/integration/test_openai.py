@@ -24,9 +24,8 @@ TEMPLATE = """\
 def stack(tmp_path_factory):
     folder = write_qwen(tmp_path_factory.mktemp("models") / "speaker", seed=5)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {"sampler_max_lora_rank": "8"}  # one engine for the base model and its adapters
     data = tmp_path_factory.mktemp("data")
-    with running(data, models={MODEL: folder}, settings=settings) as stack:
+    with running(data, models={MODEL: folder}) as stack:
         yield stack
 
 

@@ -72,8 +72,6 @@ class InferenceService:
     ) -> AsyncIterator[Generation]:
         """Start sampling; what has not ended with the block is cancelled. An invalid request
         starts nothing. Raises a `TandemError`.
-
-        All engines are made for adapters, so that a base model and its adapters share one.
         """
         gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
@@ -104,7 +102,7 @@ class InferenceService:
             sampler = gateway.samplers.ensure(
                 session_id=session.session_id,
                 model=target.model,
-                rank=max(target.rank, gateway.settings.sampler.max_lora_rank),
+                rank=target.rank,
             )
             generation = Generation(
                 gateway, session=session, sampler=sampler, owner=caller.owner, builder=builder

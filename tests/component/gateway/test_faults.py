@@ -14,7 +14,6 @@ from tinker import types
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
 from tandem.worker import PROTOCOL, own_version
-from tandem.worker_settings import SamplerSettings
 from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway
@@ -341,9 +340,8 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, mon
 
 
 def test_an_engine_that_answers_heartbeats_alone_is_killed_and_replaced(tmp_path):
-    settings = SamplerSettings(operation_timeout=3)
     with (
-        running_gateway(tmp_path, session_ttl=600, sampler=settings) as gate,
+        running_gateway(tmp_path, session_ttl=600, operation_timeout=3) as gate,
         gate.http() as client,
     ):
         session = gate.session_id()

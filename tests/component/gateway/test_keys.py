@@ -248,7 +248,7 @@ def test_the_bootstrap_key_opens_a_gateway_to_others_and_is_shown_nowhere(tmp_pa
         assert (made["owner"], made["role"], made["state"]) == ("local", "admin", "active")
         assert [e["event"] for e in audit if made["id"] in json.dumps(e)] == ["apikey_create"]
         assert secret not in json.dumps([*shown, audit, lines])
-    monkeypatch.setenv("TANDEM_BOOTSTRAP_KEY", secret)
+    monkeypatch.setenv("TANDEM_BOOTSTRAP_KEY_FILE", str(file))
     for arguments in (["config"], ["config", "--json"]):
         said = CliRunner().invoke(app, arguments)
         assert said.exit_code == 0

@@ -269,7 +269,7 @@ def test_what_an_earlier_gateway_left_of_operations_goes_at_the_next_start(tmp_p
 
 
 def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600, trainer={"operation_timeout": 0.5}) as gate:
+    with running_gateway(tmp_path, session_ttl=600, operation_timeout=0.5) as gate:
         session = gate.session_id()
         run_id = gate.run_id(session)
         worker_id, trainer = gate.worker("trainer")

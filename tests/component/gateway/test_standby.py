@@ -218,7 +218,8 @@ def test_a_standby_stops_without_the_lease(tmp_path):
 
 async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
     """The one with the lease makes it, those after it find it."""
-    settings = settings_for(tmp_path, host="0.0.0.0", bootstrap_key=f"tml-{'a' * 32}")
+    (key := tmp_path / "key").write_text(f"tml-{'a' * 32}")
+    settings = settings_for(tmp_path, host="0.0.0.0", bootstrap_key_file=key)
 
     async def start_and_stop() -> None:
         app = create_app(settings, launcher=FakeLauncher(), end=lambda: None)

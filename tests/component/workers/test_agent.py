@@ -45,7 +45,7 @@ def running(*command: str):
     process = subprocess.Popen(
         command,
         start_new_session=True,
-        env=os.environ | {"TANDEM_POOL_TRAINERS": "0", "TANDEM_POOL_SAMPLERS": "0"},
+        env=os.environ | {"TANDEM_POOL_PROCESSES": "0"},
     )
     try:
         yield process

@@ -239,8 +239,9 @@ async def test_closing_ends_idle_processes_and_those_that_get_ready(tmp_path):
         assert launcher.idle.pids("trainer") == []
 
 
-def test_sizes_are_those_of_the_settings_and_none_is_no_kind():
-    assert pool_sizes(PoolSettings(trainers=2, samplers=0)) == {"trainer": 2}
+def test_an_agent_keeps_as_many_idle_processes_of_each_kind_as_the_setting_says():
+    assert pool_sizes(PoolSettings(processes=2)) == {"trainer": 2, "sampler": 2}
+    assert pool_sizes(PoolSettings(processes=0)) == {}
 
 
 def test_there_are_no_idle_processes_of_a_service_that_is_not_installed(monkeypatch):
@@ -248,7 +249,7 @@ def test_there_are_no_idle_processes_of_a_service_that_is_not_installed(monkeypa
         return None if name == "trainer_service" else find_spec(name)
 
     monkeypatch.setattr(pools, "find_spec", found)
-    assert pool_sizes(PoolSettings(trainers=1, samplers=1)) == {"sampler": 1}
+    assert pool_sizes(PoolSettings(processes=1)) == {"sampler": 1}
 
 
 AGENT = """

@@ -20,6 +20,7 @@ _PLACES = {
     "max_waiting_samples": "gateway.sampling.router.MAX_WAITING_SAMPLES",
     "max_starting_engines": "gateway.core.MOST_STARTING",
     "engine_quantum": "gateway.core.ENGINE_QUANTUM",
+    "sampler_superseded_ttl": "gateway.sampling.sessions.SUPERSEDED_TTL",
     "sampler_newest_kept": "gateway.sampling.sessions.NEWEST_KEPT",
     "reaper_interval": "gateway.housekeeping.ROUND_INTERVAL",
     "log_max_bytes": "gateway.housekeeping.LOG_MAX_BYTES",

@@ -125,8 +125,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "min_free_bytes": 0,
         "stop_timeout": 0,  # a test may leave operations that do not end
         # Longer than a test holds back an operation, on a slow machine, too.
-        "trainer": {"operation_timeout": 2 * PATIENCE},
-        "sampler": {"operation_timeout": 2 * PATIENCE},
+        "operation_timeout": 2 * PATIENCE,
     }
     return GatewaySettings(**(values | changes))
 

@@ -95,8 +95,7 @@ class World:
             "most_starting": settings.pop("max_starting_engines", MOST_STARTING),
             "quantum": settings.pop("engine_quantum", ENGINE_QUANTUM),
         }
-        sampler = {"operation_timeout": LOAD_TIMEOUT, **settings.pop("sampler", {})}
-        self.settings = GatewaySettings(data_dir=folder, sampler=sampler, **settings)
+        self.settings = GatewaySettings(data_dir=folder, operation_timeout=LOAD_TIMEOUT, **settings)
         database: Any = NoDatabase()
         usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
         metrics = Metrics()

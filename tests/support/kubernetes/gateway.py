@@ -28,7 +28,6 @@ from tandem.worker import WorkerHandle, WorkerSpec
 
 SETTINGS = {
     "pending_timeout": 60,
-    "pull_timeout": 300,
     "node_lost": 30,
 }
 LIFE = "LIFE"
@@ -178,6 +177,7 @@ class Gateway:
         nodes: int = 1,
         idle: float = 20.0,
         resync: float = 60.0,
+        pull_timeout: float = 300.0,
         api_timeout: float = 10.0,
         **settings: float,
     ) -> None:
@@ -198,6 +198,7 @@ class Gateway:
             epoch=Epoch(number=epoch, superseded=self._note_superseded),
             serving=serving,
             resync=resync,
+            pull_timeout=pull_timeout,
         )
         self._hearing: asyncio.Task | None = None
 

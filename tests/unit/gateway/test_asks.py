@@ -12,7 +12,6 @@ from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings
 from tandem.worker import Layout, LoraSpec, TrainingSpec
-from tandem.worker_settings import TrainerSettings
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (
@@ -80,19 +79,20 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
     assert (asks.sampler, asks.priority, asks.start_timeout) == (False, -3, 600.0)
     assert asks.replicas == 3
-    assert asks.trainer_settings(SETTINGS.trainer).compile == "on"
+    assert asks.trainer_settings(SETTINGS).compile == "on"
     assert asks.trainer_start_timeout == 1200.0, "with the time to compile"
     assert (asks.share, asks.delta) == ("always", "off")
     training = asks.training(TrainingSpec())
     assert (training.states, training.offload) == ("bfloat16", "moments")
     assert training.layout == Layout(replicas=1, tensor_parallel=2)
-    trainer = asks.trainer_settings(TrainerSettings(threads=3))
+    trainer = asks.trainer_settings(GatewaySettings(trainer={"threads": 3}, operation_timeout=9))
+    assert trainer.operation_timeout == 9
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
     assert trainer.memory_bytes == 2**34
 
 
 def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_settings():
-    settings = TrainerSettings(memory_bytes=2**33)
+    settings = GatewaySettings(trainer={"memory_bytes": 2**33})
     for metadata, expected in (({}, 2**33), ({"tandem.memory": "16G"}, 16 * 10**9)):
         asks = asked(metadata)
         assert asks.trainer_settings(settings).memory_bytes == expected

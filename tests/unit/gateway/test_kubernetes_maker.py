@@ -29,7 +29,7 @@ def settings(tmp_path, **about) -> GatewaySettings:
         tls_dir=tls,
         launcher="kubernetes",
         claim_pools=POOLS,
-        kubernetes={**cluster, "volume_path": "/data", **about},
+        kubernetes={**cluster, **about},
     )
 
 
@@ -42,14 +42,14 @@ def test_a_template_of_which_no_pod_could_be_made_is_refused_at_the_start(tmp_pa
 
 
 def test_what_workers_mount_is_there_before_they_are(tmp_path):
-    chosen = settings(tmp_path, volume_path=None)
+    chosen = settings(tmp_path)
     for _ in range(2):
         make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
     made = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
     assert made.pop("tls")
     assert made == dict.fromkeys(("checkpoints", "models", "snapshots", "spill", "weights"), 0o700)
 
-    chosen = settings(tmp_path, volume_path=None, keep_compiled=True)
+    chosen = settings(tmp_path, keep_compiled=True)
     make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
     assert (tmp_path / "compiled").is_dir()
 

@@ -12,6 +12,7 @@ import yaml
 
 from gateway.placement.groups import groups_of
 from gateway.workers.launchers.kubernetes.names import INSTANCE, METRICS_PORT, PORT
+from gateway.workers.launchers.kubernetes.objects import _USER_OF_IMAGES
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import KubernetesSettings
@@ -177,7 +178,7 @@ def test_what_the_settings_name_is_mounted_there(stack, monkeypatch):
     (claim,) = (volume for volume in spec["volumes"] if volume["name"] == "data")
     name = claim["persistentVolumeClaim"]["claimName"]
     assert name == settings.kubernetes.volume_claim
-    assert settings.kubernetes.user == spec["securityContext"]["runAsUser"]
+    assert spec["securityContext"]["runAsUser"] == _USER_OF_IMAGES
 
 
 def test_an_authority_of_the_database_is_mounted_where_there_is_one_and_its_password_is_not(stack):

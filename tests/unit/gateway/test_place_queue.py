@@ -87,8 +87,7 @@ async def test_engines_start_a_few_at_a_time_and_those_that_wait_know_their_turn
     first, second, third = [await world.engine().ask() for _ in range(3)]
     assert first.has and first.why == ""
     assert third.why == (
-        "2nd in the queue for a place on group cpu: "
-        "1 engines are starting, 1 at most"
+        "2nd in the queue for a place on group cpu: 1 engines are starting, 1 at most"
     )
     world.places.note_started(first.slot)
     await second.granted()

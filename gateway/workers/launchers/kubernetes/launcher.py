@@ -58,9 +58,10 @@ class Serving(Protocol):
 class KubernetesLauncher:
     """Implements `Launcher`.
 
-    `serving` asks a worker's health. `stop_timeout` is how long workers may take to end. The
-    events of a pending pod are read every `poll` seconds. All objects are listed every `resync`
-    seconds, though no watch has told of a change.
+    `serving` asks a worker's health. Workers may take `stop_timeout` seconds to end. A worker whose
+    image is not there after `pull_timeout` seconds fails to start. The events of a pending pod are
+    read every `poll` seconds. All objects are listed every `resync` seconds, though no watch has
+    told of a change.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class KubernetesLauncher:
         stop_timeout: float,
         epoch: Epoch,
         serving: Serving = wait_until_serving,
+        pull_timeout: float = 1800.0,
         poll: float = 5.0,
         resync: float = 60.0,
     ) -> None:
@@ -89,7 +91,7 @@ class KubernetesLauncher:
             idle_seconds=maker.idle_seconds,
             deadlines=Deadlines(
                 pending=settings.pending_timeout,
-                pull=settings.pull_timeout,
+                pull=pull_timeout,
                 node_lost=settings.node_lost,
                 poll=poll,
             ),
@@ -318,7 +320,7 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
     home = Home(
         settings=cluster,
         namespace=cluster.namespace or _own_namespace(),
-        volume=cluster.volume_path or settings.data_dir,
+        volume=settings.data_dir,
         epoch=epoch.number,
     )
     api = Api(

@@ -42,8 +42,7 @@ class WorkerMaker:
     def __post_init__(self) -> None:
         self._templates = read_templates(self.settings.kubernetes)
         check_templates(self._templates, pools=self.settings.claim_pools, home=self.home)
-        cluster = self.settings.kubernetes
-        if cluster.volume_claim and cluster.volume_path is None:
+        if self.settings.kubernetes.volume_claim:
             self._make_folders()
         self._pools = {each.name: each for each in self.settings.claim_pools}
         self._log = get_log()

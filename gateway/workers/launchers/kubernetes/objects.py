@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
 """Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
 the gateway's alone."""
 
+_USER_OF_IMAGES = 10001
 LIFELINE = 600.0
 """Seconds without a call by a gateway, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
@@ -296,6 +298,12 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
     return settings.trainer_image if kind == "trainer" else settings.sampler_image
 
 
+def _user() -> int:
+    """Return the user that workers run as. It is the gateway's own, since files in the data
+    directory are for their owner alone, unless that is root."""
+    return os.getuid() or _USER_OF_IMAGES
+
+
 def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
     """Return the account of a kind of workers. They do not get its token."""
     return f"{settings.instance}-{kind}"
@@ -383,9 +391,9 @@ def _pod_spec(
         "restartPolicy": "Never",
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": settings.user,
-            "runAsGroup": settings.user,
-            "fsGroup": settings.user,
+            "runAsUser": _user(),
+            "runAsGroup": _user(),
+            "fsGroup": _user(),
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -402,8 +410,6 @@ def _pod_spec(
 
 
 def _mounts_of_volume(kind: WorkerKind, home: Home) -> list[Object]:
-    if home.settings.volume_path is not None:
-        return [{"name": "tandem-data", "mountPath": str(home.volume)}]
     return [
         {
             "name": "tandem-data",

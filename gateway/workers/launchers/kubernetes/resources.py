@@ -91,7 +91,7 @@ def resources_of(
     """Return what each pod of a worker requests. Without a `model`, `spec` has to say it."""
     said = spec.host_memory
     if spec.kind == "trainer":
-        trainer = spec.trainer or settings.trainer
+        trainer = spec.trainer or TrainerSettings.of(settings.trainer)
         nodes = math.ceil(trainer.ranks / pool.devices)
         ranks = trainer.ranks // nodes
         memory = (
@@ -109,7 +109,7 @@ def resources_of(
             ).memory
         )
     else:
-        sampler = spec.sampler or settings.sampler
+        sampler = spec.sampler or SamplerSettings.of(settings.sampler)
         ranks = sampler.ranks
         memory = said or _engine_memory(
             _known(model, spec), sampler, gpu=pool.has_gpus, sleeps=pool.awake > 0
@@ -129,7 +129,10 @@ def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "")
     if spec.host_memory:
         return spec.host_memory
     model = known_size(settings.data_dir / spec.model_path)
-    trainer, sampler = spec.trainer or settings.trainer, spec.sampler or settings.sampler
+    trainer, sampler = (
+        spec.trainer or TrainerSettings.of(settings.trainer),
+        spec.sampler or SamplerSettings.of(settings.sampler),
+    )
     ranks = trainer.ranks if spec.kind == "trainer" else sampler.ranks
     requested = (
         resources_of(spec, model, pool=pool, settings=settings).memory
