@@ -32,60 +32,59 @@ class KubernetesSettings(BaseSettings):
         "",
         max_length=63,
         pattern=f"{_LABEL}|^$",
-        description="Where the workers' objects are; empty: the gateway's own namespace.",
+        description="The namespace of the workers' objects; without it, the gateway's own.",
     )
     instance: str = Field(
         "tandem",
         max_length=40,
         pattern=_LABEL,
-        description="The name of the gateway's Deployment, which owns all objects that it makes. "
-        "Each Tandem of a namespace has another name. Its workers have the service accounts "
-        "NAME-trainer and NAME-sampler.",
+        description="The name of the gateway's Deployment, which owns all objects and names the "
+        "workers' service accounts NAME-trainer and NAME-sampler.",
     )
     pod: str = Field(
         "",
         max_length=253,
-        description="The gateway's own pod, which it labels when it serves, for its Service; "
-        "empty: it is in none.",
+        description="The gateway's own pod, which gets the label of its Service while it serves.",
     )
     kubeconfig: Path | None = Field(
-        None, description="How to reach the cluster from outside; empty: from a pod of it."
+        None, description="A kubeconfig for a gateway outside the cluster."
     )
     placement: Literal["strict", "shared"] = Field(
         "strict",
-        description="Whether trainers and samplers have nodes of their own (strict), or select the "
-        "same nodes. A pool with both roles needs shared.",
+        description="Whether trainers and samplers have nodes of their own (`strict`) or the "
+        "same nodes (`shared`).",
     )
     templates: Path | None = Field(
         None,
-        description="The folder of trainer-pod.yaml and sampler-pod.yaml; one that is not there, "
-        "or all if empty, is that of the package.",
+        description="The folder of trainer-pod.yaml and sampler-pod.yaml; without one of them, "
+        "that of the package.",
     )
-    trainer_image: str = Field("", description="The image of trainers; without it none starts.")
-    sampler_image: str = Field("", description="The image of samplers; without it none starts.")
+    trainer_image: str = Field("", description="The image of trainers.")
+    sampler_image: str = Field("", description="The image of samplers.")
     volume_claim: str = Field(
         "tandem-data",
         max_length=253,
         pattern=f"{_SUBDOMAIN}|^$",
-        description="The PersistentVolumeClaim with the data directory, and the models, that each "
-        "worker mounts; empty: the templates have it.",
+        description="The PersistentVolumeClaim with the data directory, which workers mount; "
+        "empty: the templates have it.",
     )
     keep_compiled: bool = Field(
         False,
-        description="Whether trainers and samplers keep compiled code in `compiled` of the volume, "
-        "for the next ones. All of them load this code: an attacker inside one of them could have "
-        "the others run any code.",
+        description="Whether workers share compiled code on the volume; an attacker in one of "
+        "them could then run code in all.",
     )
     cpus: float = Field(
-        4.0, gt=0, description="Cores that each rank of a trainer, and each sampler, requests."
+        4.0, gt=0, description="The cores that each rank of a trainer, and each sampler, requests."
     )
     pending_timeout: float = Field(
-        600.0, gt=0, description="A worker that is not scheduled within it fails to start."
+        600.0,
+        gt=0,
+        description="A worker that is not scheduled within this many seconds fails to start.",
     )
     node_lost: float = Field(
         60.0,
         ge=0,
-        description="A worker whose node has not been reached for so long is given up.",
+        description="A worker whose node was not reached for this many seconds is given up.",
     )
 
 

@@ -17,19 +17,23 @@ class LimitSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
 
-    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; 403.")
-    runs: int = Field(128, ge=1, description="Training runs of an owner that have not ended; 403.")
-    samplers: int = Field(128, ge=1, description="Sampler engines of an owner; 403.")
+    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; 403 beyond them.")
+    runs: int = Field(
+        128, ge=1, description="Training runs of an owner that have not ended; 403 beyond them."
+    )
+    samplers: int = Field(128, ge=1, description="Samplers of an owner; 403 beyond them.")
     checkpoint_bytes: int = Field(
-        2**40, ge=0, description="All checkpoints of an owner, the new one included; 403."
+        2**40, ge=0, description="Bytes of an owner's checkpoints; 403 beyond them."
     )
     unnamed_bytes: int = Field(
         16 * 2**30,
         ge=0,
-        description="Weights without a name of an owner on disk; beyond it, those older than the "
-        "sampler_newest_kept newest of their run go before sampler_superseded_ttl is over.",
+        description="Bytes of an owner's weights without a name; older ones are removed beyond "
+        "them.",
     )
     queued_operations: int = Field(
-        16_384, ge=1, description="Unfinished operations of an owner; 429."
+        16_384, ge=1, description="Unfinished operations of an owner; 429 beyond them."
     )
-    waiting_samples: int = Field(16_384, ge=1, description="Unfinished samples of an owner; 429.")
+    waiting_samples: int = Field(
+        16_384, ge=1, description="Unfinished samples of an owner; 429 beyond them."
+    )

@@ -1,6 +1,6 @@
 """The names of all environment variables of Tandem, and the check of them when a process starts.
 
-`setting_names` has the settings, `OTHER_NAMES` the rest. A process that reads a setting calls
+`settings_by_name` has the settings, `OTHER_NAMES` the rest. A process that reads a setting calls
 `check_environment` first: a name that nobody knows is a mistake, which would otherwise have no
 effect.
 """

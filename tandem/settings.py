@@ -38,86 +38,104 @@ class GatewaySettings(BaseSettings):
     def private(self) -> Path:
         return self.private_dir or self.data_dir
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0 = any free port.")
+    host: str = Field("127.0.0.1", description="The address that the gateway listens on.")
+    port: int = Field(
+        8000,
+        ge=0,
+        le=65535,
+        description="The port that the gateway listens on; 0 means any free port.",
+    )
     public_url: str = Field(
         "",
-        description="The base of the addresses that the gateway hands out; empty: the one that "
-        "the request came to.",
+        description="The URL under which clients reach the gateway; without it, addresses name "
+        "the host of the request.",
     )
-    data_dir: Path = Path(".tandem")
+    data_dir: Path = Field(Path(".tandem"), description="The data directory.")
     private_dir: Path | None = Field(
         None,
-        description="Where the gateway keeps what its workers are not to read: its keys, and "
-        "requests and results of clients; by default data_dir.",
+        description="The directory of the gateway's keys and its clients' requests and results, "
+        "if workers must not read them; without it, the data directory.",
     )
     database_url: str = Field(
         "",
-        description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir.",
+        description="The PostgreSQL database, as postgresql://USER:PASSWORD@HOST/NAME; without "
+        "it, SQLite in the data directory.",
         repr=False,
     )
     database_url_file: OptionalFile = Field(
-        None, description="The file that has the URL, such as a mounted Secret."
+        None, description="A file with the URL of the database, such as a mounted Secret."
     )
     lease_ttl: float = Field(
         5.0,
         gt=0,
-        description="With PostgreSQL, another gateway takes over when this one has not been heard "
-        "of for this long.",
+        description="With PostgreSQL, a standby takes over from a gateway that was silent for "
+        "this many seconds.",
     )
     api_key: str = Field(
-        "", description="Empty: generated, kept in data_dir.", repr=False, exclude=True
+        "",
+        description="The local admin key; without it, the gateway makes one and keeps it in the "
+        "data directory.",
+        repr=False,
+        exclude=True,
     )
     bootstrap_key_file: OptionalFile = Field(
         None,
-        description="The file with the first admin key, such as a mounted Secret.",
+        description="A file with the first admin key of a gateway that others reach, such as a "
+        "mounted Secret.",
     )
     models: dict[str, Path] = Field(
         default_factory=dict,
-        description='Base models to register at the start, as JSON: {"NAME": "/PATH"}.',
+        description='Base models to register at the start, as {"NAME": "/PATH"}.',
     )
     models_dir: Path | None = Field(
         None,
-        description="Where `tandem models add` puts what it downloads, and the gateway finds it; "
-        "by default models below data_dir.",
+        description="The directory of downloaded base models; without it, `models` in the data "
+        "directory.",
     )
     groups: list[GroupSettings] = Field(
         default_factory=list,
-        description="Device groups, as JSON, see `docs/sharing.md`; empty: what the host has.",
+        description="The device groups; without them, the gateway makes groups of the devices "
+        "that it finds.",
     )
     claim_pools: list[ClaimPoolSettings] = Field(
         default_factory=list,
-        description="Pools of claims, whose groups pods share, as JSON, see `docs/cluster.md`.",
+        description="Pools of ResourceClaims, whose device groups pods share.",
     )
     host_memory_bytes: int = Field(
         0,
         ge=0,
-        description="What all workers together may have of the host's memory; 0: nine tenths of "
-        "it. Not for pods, each of which has its own.",
+        description="The memory of the host that all workers may use together; 0 means nine "
+        "tenths of it.",
     )
     spill_dir: Path | None = Field(
         None,
-        description="Where trainers that sleep write their state when the host's memory is full; "
-        "by default below data_dir.",
+        description="The directory for the state of sleeping trainers when the host's memory is "
+        "full; without it, `spill` in the data directory.",
     )
     model_defaults: dict[str, dict[str, str | int | float]] = Field(
         default_factory=dict,
-        description='What runs of a model ask for by default, as JSON: {"NAME": {"ranks": 2}}.',
+        description='Defaults for the runs of a model, as {"NAME": {"ranks": 2}}.',
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least severe level that the logs contain."
+    )
     recovery_enabled: bool = Field(
-        True, description="Restore a trainer that dies. Otherwise its run ends."
+        True, description="Whether a trainer that dies is restored; otherwise its run ends."
     )
     recovery_share: float = Field(
         0.02, gt=0, le=1, description="The share of the training time that snapshots may take."
     )
-    session_ttl: float = Field(60.0, gt=0, description="Sessions without heartbeats end.")
-    result_ttl: float = Field(3600.0, gt=0, description="Unfetched results are kept for this long.")
+    session_ttl: float = Field(
+        60.0, gt=0, description="A session ends after this many seconds without a heartbeat."
+    )
+    result_ttl: float = Field(
+        3600.0, gt=0, description="An unfetched result is removed after this many seconds."
+    )
     agents: dict[Literal["trainer", "sampler"], str] = Field(
         default_factory=dict,
-        description="Agents of other hosts, or containers, that start trainers and samplers, as "
-        'JSON: {"trainer": "HOST:PORT", "sampler": "HOST:PORT"}; needs tls_dir. Empty: that of '
-        "data_dir.",
+        description='The agents in other containers or on other hosts, as {"trainer": '
+        '"HOST:PORT", "sampler": "HOST:PORT"}; without them, the agent of the data '
+        "directory.",
     )
     tls_dir: Path | None = Field(
         None,
@@ -126,73 +144,79 @@ class GatewaySettings(BaseSettings):
     )
     launcher: str = Field(
         "agent",
-        description="What starts workers; agent: the `tandem agent` of the data directory; "
-        "kubernetes: the API server of a cluster, as pods.",
+        description="The launcher of workers: `agent` starts processes, `kubernetes` starts pods.",
     )
     stop_timeout: float = Field(
         30.0,
         ge=0,
-        description="A gateway that stops its workers lets them end what they are at, and saves "
-        "the runs first, for so long at most; 0: not at all.",
+        description="A stopping gateway saves its runs for this many seconds at most; 0 means "
+        "that it saves none.",
     )
-    worker_start_timeout: float = Field(300.0, gt=0)
+    worker_start_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="A worker that does not serve after this many seconds fails to start.",
+    )
     worker_unresponsive_timeout: float = Field(
         300.0,
         gt=0,
-        description="A worker that was unresponsive for this long is killed; by `tandem up` also a "
-        "gateway or an agent.",
+        description="A worker that does not answer for this many seconds is killed.",
     )
     operation_timeout: float = Field(
         1800.0,
         gt=0,
-        description="Seconds for an operation of a trainer, or for a sample, from its begin.",
+        description="An operation, or a sample, fails when a worker has computed it for this "
+        "many seconds.",
     )
     compress_payloads: bool = Field(
-        False, description="Ask clients to compress their batches (zstd)."
+        False,
+        description="Whether clients are asked to compress their batches with zstd, for slow "
+        "networks.",
     )
     max_payload_bytes: int = Field(
         64 * 2**20,
         ge=1,
         le=MOST_PAYLOAD_BYTES,
-        description="Body of one request, decompressed; 413. Of JSON less: see limits.md.",
+        description="A larger request body is refused with 413.",
     )
     max_engines: int = Field(
         8,
         ge=1,
-        description="Sampler engines at once on groups that are not leased; further ones wait "
-        "until one ends or has nothing to do.",
+        description="The number of engines on groups that are not leased; more of them wait.",
     )
     openai_idle_ttl: float = Field(
-        900.0, gt=0, description="An owner's engines for /v1 stop when unused for this long."
+        900.0,
+        gt=0,
+        description="An owner's engines for /v1 end after this many seconds without a request.",
     )
     sampler_idle_ttl: float = Field(
-        3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
+        3600.0,
+        gt=0,
+        description="Weights without a name are removed after this many seconds without a sample.",
     )
     history_ttl: float = Field(
         30 * 86_400.0,
         gt=0,
-        description="Operations, sessions, runs without a checkpoint, sampling sessions, removed "
-        "weight versions and workers are forgotten this long after their end, and never before "
-        "result_ttl. Usage and audit remain.",
+        description="Ended sessions, runs and operations are forgotten after this many seconds.",
     )
     quarantine_ttl: float = Field(
         30 * 86_400.0,
         gt=0,
-        description="Complete checkpoints of which the database knows nothing are kept in "
-        "quarantine for this long.",
+        description="Complete checkpoints of which the database knows nothing are removed after "
+        "this many seconds.",
     )
-    min_free_bytes: int = Field(64 * 2**20, ge=0, description="With less free, publishing fails.")
+    min_free_bytes: int = Field(
+        64 * 2**20, ge=0, description="Weights are not published when less disk space is free."
+    )
     delta_versions: Literal["auto", "on", "off"] = Field(
         "off",
-        description="Whether weights for a run's own sampler are written as what changed since "
-        "earlier ones, for runs that do not say it: fewer bytes, which pays on a shared volume. "
-        "auto: where they are in bfloat16.",
+        description="Whether weights for a run's own sampler are written as changes of earlier "
+        "ones; auto: where they are in bfloat16.",
     )
     weights_handoff: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether an engine on its trainer's only device takes new weights from the "
-        "trainer's memory, where there is room for a copy, and not from their files. auto: on a "
-        "GPU.",
+        description="Whether an engine takes new weights from the memory of a trainer on the "
+        "same device; auto: on a GPU.",
     )
 
     trainer: TrainerEnvironment = Field(default_factory=TrainerEnvironment)

@@ -22,32 +22,36 @@ class SharingSettings(BaseSettings):
 
     policy: Literal["deferred", "eager", "idle_after"] = Field(
         "deferred",
-        description="When a worker sleeps though nobody waits for its devices: never, as soon as "
-        "it has nothing to do, or idle_after seconds later.",
+        description="When a worker sleeps although nobody waits for its devices: `deferred`: "
+        "never; `eager`: when it has nothing to do; `idle_after`: some seconds "
+        "later.",
     )
-    idle_after: float = Field(60.0, ge=0)
+    idle_after: float = Field(60.0, ge=0, description="The seconds of the policy `idle_after`.")
     quantum: float = Field(
         5.0,
         ge=0,
-        description="A busy worker keeps its devices for so long, though others wait. Best is "
-        "longer than what it does between two pauses, such as a step.",
+        description="A busy worker keeps its devices for this many seconds although others wait.",
     )
     max_wait: float = Field(
         120.0,
         gt=0,
-        description="Whoever has waited for so long is next, whatever the holder is at.",
+        description="A worker that has waited for this many seconds is next, whatever the holder "
+        "computes.",
     )
     weights: dict[str, float] = Field(
         default_factory=dict,
-        description='What owners get of shared devices, as JSON: {"OWNER": 2.0}; 1.0 unless given.',
+        description='The weights of owners that share devices, as {"OWNER": 2.0}; 1 for others.',
     )
     switch_timeout: float = Field(
-        120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
+        120.0,
+        gt=0,
+        description="A worker that takes more than this many seconds to sleep or to wake is "
+        "killed.",
     )
     lora_runs: Share = Field(
         "when_full",
-        description="When runs that train adapters on one base model share a trainer and an "
-        "engine, if they say nothing: when there is no place for another, always, or never.",
+        description="When LoRA runs of one base model share a trainer and an engine, if they do "
+        "not say so themselves.",
     )
     across_owners: bool = Field(
         False, description="Whether runs of several owners may share a trainer and an engine."

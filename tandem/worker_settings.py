@@ -32,31 +32,41 @@ class TrainerEnvironment(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
-    ranks: int = Field(1, ge=1, description="Processes that share one training run.")
-    backend: str = Field("fsdp2", description="A built-in or an installed trainer backend.")
+    ranks: int = Field(1, ge=1, description="The processes that train one run together.")
+    backend: str = Field("fsdp2", description="The trainer backend of runs that name none.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where no devices are declared. auto: GPUs, of which each rank needs one, or "
-        "the CPU of a machine without any.",
+        description="The device of trainers where no groups are declared; auto: GPUs if there "
+        "are any.",
     )
-    threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
+    threads: int = Field(
+        0, ge=0, description="The CPU threads of a rank; 0 means the cores divided by the ranks."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto",
+        description="The dtype of a trainer's computation; auto: bfloat16 on a GPU, float32 on a "
+        "CPU.",
     )
     micro_batch_tokens: int = Field(
-        0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
+        0,
+        ge=0,
+        description="The tokens of a forward pass; 0 means 2048 on a CPU and 16384 on a GPU.",
     )
     memory_bytes: int = Field(
         0,
         ge=0,
-        description="That a trainer may use of each GPU, or of the host of CPU ranks, if so much "
-        "is free; 0 = nine tenths of what is free.",
+        description="The memory that a trainer may use of each GPU, or of the host of CPU ranks; "
+        "0 means nine tenths of the free memory.",
     )
-    collective_timeout: float = Field(120.0, gt=0)
+    collective_timeout: float = Field(
+        120.0,
+        gt=0,
+        description="Ranks that wait for each other for this many seconds end their trainer.",
+    )
     interface: str = Field(
         "",
-        description="The network interface by which ranks on several nodes meet; empty: the one "
-        "that has the way from a node to node 0.",
+        description="The network interface by which ranks on several nodes meet; without it, the "
+        "one with the route to node 0.",
     )
 
 
@@ -112,32 +122,42 @@ class SamplerEnvironment(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="The device of samplers where no groups are declared; auto: GPUs if there "
+        "are any.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="The dtype of an engine's computation; auto: bfloat16 on a GPU, float32 on a "
+        "CPU.",
+    )
     ranks: int = Field(
         1,
         ge=1,
         le=64,
-        description="Devices of an engine, over which its weights are split (tensor parallel).",
+        description="The devices of an engine, over which its weights are split.",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether the engine has a process of its own, which computes while the "
-        "sampler's answers. auto: on a GPU; on a CPU they would share its cores.",
+        description="Whether an engine has a process of its own beside its sampler's; auto: on a "
+        "GPU.",
     )
     max_model_len: int = Field(
         0,
         ge=0,
-        description="Longest sequence, prompt and sample together; 0 = the model's own length, or "
-        "what the KV cache holds, if that is less.",
+        description="The longest sequence of prompt and sample; 0 means the model's own, or the "
+        "longest that the KV cache holds.",
     )
     max_num_seqs: int = Field(
-        256, ge=1, description="Samples that an engine computes at a time; more wait."
+        256, ge=1, description="The samples that an engine computes at a time; more of them wait."
     )
     kv_cache_bytes: int = Field(
-        512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
+        512 * 2**20, ge=2**20, description="The bytes of an engine's KV cache on a CPU."
     )
-    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    gpu_memory_utilization: float = Field(
+        0.45, gt=0, le=1, description="The share of a GPU's memory that an engine uses."
+    )
 
 
 class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
@@ -179,5 +199,9 @@ class PoolSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_POOL_")
 
     processes: int = Field(
-        1, ge=0, le=16, description="Idle processes of each kind that an agent keeps; 0: none."
+        1,
+        ge=0,
+        le=16,
+        description="The idle processes of each kind that an agent keeps for the next workers; 0 "
+        "means none.",
     )

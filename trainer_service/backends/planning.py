@@ -129,7 +129,7 @@ def plan_memory(
             ),
             activations=activations,
             available=_available(settings, world),
-            what_helps=_what_helps(about, training, settings, world, at_once),
+            what_helps=_what_helps(about, training, world),
         )
     except TandemError:
         raise
@@ -348,13 +348,7 @@ def _available(settings: TrainerSettings, world: World) -> Available:
     return Available(device=found[0], host=found[1])
 
 
-def _what_helps(
-    stand_in: StandIn,
-    training: TrainingSpec,
-    settings: TrainerSettings,
-    world: World,
-    at_once: int,
-) -> list[str]:
+def _what_helps(stand_in: StandIn, training: TrainingSpec, world: World) -> list[str]:
     helps = ["more ranks" if world.device == "cuda" else "more memory, or ranks on more hosts"]
     if training.layout.replicas > 1:
         helps.append(f"one copy of the model on all ranks (tandem.shards={world.size})")
@@ -370,10 +364,4 @@ def _what_helps(
         helps.append("weights on the host, too (tandem.offload=weights)")
     if stand_in.dtype == torch.float32:
         helps.append("bfloat16 (TANDEM_TRAINER_DTYPE)")
-    if settings.checkpointing == "off":
-        helps.append("checkpointed blocks (TANDEM_TRAINER_CHECKPOINTING)")
-    if unreduced_gradients(stand_in.model, settings=settings, world=world, training=training):
-        helps.append("reduction at once (TANDEM_TRAINER_UNREDUCED_GRADIENTS_BYTES=1)")
-    if at_once > 1:
-        helps.append("one micro-batch at a time (TANDEM_TRAINER_PARALLEL_MICRO_BATCHES=1)")
     return helps

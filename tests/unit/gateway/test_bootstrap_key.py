@@ -99,7 +99,7 @@ async def test_a_key_that_is_already_anothers_is_refused(database, tmp_path):
 
 
 def test_nobody_makes_a_key_that_looks_like_the_bootstrap_key():
-    with pytest.raises(ValidationError, match="TANDEM_BOOTSTRAP_KEY"):
+    with pytest.raises(ValidationError, match="TANDEM_BOOTSTRAP_KEY_FILE"):
         NewKey(owner="ann", role="member", name=BOOTSTRAP_NAME)
 
 

@@ -59,8 +59,6 @@ def test_a_pool_that_cannot_be_is_refused_with_what_is_wrong(monkeypatch, change
     [
         "NAMESPACE",
         "INSTANCE",
-        "TRAINER_SERVICE_ACCOUNT",
-        "SAMPLER_SERVICE_ACCOUNT",
         "VOLUME_CLAIM",
     ],
 )

@@ -1,0 +1,108 @@
+"""Writes the settings of docs/operations.md from the classes of settings. `python -m
+scripts.settings_table`.
+
+The lines between `<!-- settings -->` and `<!-- end -->` are replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tandem.setting_names import settings_by_name
+
+PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
+_SUBJECTS = {
+    "Addresses, keys and logs": (
+        "HOST PORT PUBLIC_URL API_KEY BOOTSTRAP_KEY_FILE TLS_DIR AGENTS LAUNCHER LOG_LEVEL"
+    ),
+    "Directories and databases": (
+        "DATA_DIR PRIVATE_DIR MODELS_DIR SPILL_DIR DATABASE_URL DATABASE_URL_FILE LEASE_TTL "
+        "MIN_FREE_BYTES"
+    ),
+    "Base models": "MODELS MODEL_DEFAULTS",
+    "Devices and memory": "GROUPS CLAIM_POOLS HOST_MEMORY_BYTES MAX_ENGINES POOL_*",
+    "Trainers": "TRAINER_* RECOVERY_*",
+    "Samplers": (
+        "SAMPLER_DEVICE SAMPLER_DTYPE SAMPLER_RANKS SAMPLER_ENGINE_PROCESS SAMPLER_M* SAMPLER_KV_* "
+        "SAMPLER_GPU_* DELTA_VERSIONS WEIGHTS_HANDOFF COMPRESS_PAYLOADS"
+    ),
+    "Sharing": "SHARING_*",
+    "Limits": "LIMIT_* MAX_PAYLOAD_BYTES",
+    "Times": (
+        "SESSION_TTL RESULT_TTL SAMPLER_IDLE_TTL OPENAI_IDLE_TTL HISTORY_TTL QUARANTINE_TTL "
+        "WORKER_* OPERATION_TIMEOUT STOP_TIMEOUT"
+    ),
+    "Kubernetes": "KUBERNETES_*",
+}
+"""Names without TANDEM_. A star stands for any end."""
+_BLOCK = re.compile(r"(<!-- settings -->\n).*?(<!-- end -->)", re.DOTALL)
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
+
+
+def with_settings(page: str) -> str:
+    """Return the page with the settings as the code has them. Raises `ValueError` for a setting
+    without a sentence or a subject."""
+    return _BLOCK.sub(lambda found: found[1] + "\n".join(_lines()) + "\n" + found[2], page)
+
+
+def _lines() -> Iterator[str]:
+    left = dict(settings_by_name())
+    for subject, names in _SUBJECTS.items():
+        yield from ("", f"### {subject}", "", "| variable | type | default | meaning |")
+        yield "|---|---|---|---|"
+        for pattern in names.split():
+            expression = re.compile("TANDEM_" + pattern.replace("*", ".*"))
+            found = [name for name in left if expression.fullmatch(name)]
+            if not found:
+                raise ValueError(f"no setting is called {pattern}")
+            for name in found:
+                yield _row(name, left.pop(name))
+    if left:
+        raise ValueError(f"these settings have no subject: {', '.join(left)}")
+    yield ""
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    if not field.description or not field.description.endswith("."):
+        raise ValueError(f"{name} has no sentence")
+    cells = (f"`{name}`", _type(field.annotation), _default(name, field), field.description)
+    return f"| {' | '.join(cells)} |"
+
+
+def _type(annotation: object) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{each}`" for each in get_args(annotation))
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return _type(next(each for each in get_args(annotation) if each is not NoneType))
+    if origin in (dict, list):
+        return "JSON"
+    names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}
+    assert isinstance(annotation, type)
+    return names[annotation]
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None or value in ("", [], {}):
+        return ""
+    if name.endswith("_BYTES") and value:
+        size, unit = next(each for each in _UNITS if value % each[0] == 0)
+        return f"{value // size} {unit}"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return f"`{value}`" if isinstance(value, str | Path) else str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_settings(PAGE.read_text()))
