@@ -27,7 +27,7 @@ from tandem.weights import (
 )
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import WorkerSpec
-from tandem.worker_settings import SamplerSettings
+from tandem.worker_settings import SamplerEnvironment, SamplerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,
     RUN,
@@ -377,7 +377,8 @@ def sampler_process(
     devices: tuple[str, ...] = (),
     **settings: Any,
 ) -> Iterator[SamplerClient]:
-    """`settings` are those of `SamplerSettings`."""
+    """`settings` are those of `SamplerSettings`; the environment may choose others."""
+    chosen = {"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}
     spec = WorkerSpec(
         worker_id="sampler-test",
         kind="sampler",
@@ -387,7 +388,7 @@ def sampler_process(
         session_id=SESSION,
         lease=lease,
         devices=devices,
-        sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
+        sampler=SamplerSettings.of(SamplerEnvironment(), **chosen),
     )
     with worker_process(spec) as started, SamplerClient(started, model) as client:
         if lease:

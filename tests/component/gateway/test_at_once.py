@@ -281,11 +281,13 @@ def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(t
 
 
 def test_every_load_asks_the_engine_whatever_was_loaded_before(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600, sampler={"max_adapters": 1}) as gate:
+    with running_gateway(tmp_path, session_ttl=600) as gate:
         session, tiny = gate.session_id(), gate.gateway.models.get("tiny")
         sampler = gate.run(
             lambda: gate.gateway.samplers.ensure(session_id=session, model=tiny, rank=8)
         )
+        few = {"max_adapters": 1}
+        sampler.engine.settings = sampler.engine.settings.model_copy(update=few)
         base = base_version(tiny)
         names = ["run/v000001-aaaaaaaa", "run/v000002-bbbbbbbb", "run/v000001-aaaaaaaa"]
         for name in names:

@@ -64,6 +64,13 @@ def test_every_name_in_code_and_deployments_is_known():
     assert unknown == {}
 
 
+def test_every_process_may_have_the_names_of_all_others():
+    names = [*(name for name, _ in settings_by_name()), *OTHER_NAMES, "TANDEM_BACKEND_X"]
+    environment = dict.fromkeys(names, "1")
+    check_environment(environment)
+    assert list(environment) == names
+
+
 def test_names_that_kubernetes_adds_for_services_are_removed():
     others = {
         "TANDEM_DATA_DIR": "/data",
