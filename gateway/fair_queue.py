@@ -1,17 +1,14 @@
-"""Round robin between owners: one item of each, then the next of each."""
+"""Round robin between owners, for a resource that serves few at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-
-_CALLS_AT_ONCE = 16
-"""Calls that are made before the event loop gets to anything else."""
 
 
 class FairQueue(Generic[Item]):
@@ -22,55 +19,22 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
-        self._size = 0
 
-    def __len__(self) -> int:
-        return self._size
+    def __bool__(self) -> bool:
+        return bool(self._queues)
 
     def put(self, owner: str, item: Item) -> None:
         self._queues.setdefault(owner, deque()).append(item)
-        self._size += 1
 
     def take(self) -> Item:
         """Remove and return the next item. The queue must not be empty."""
         owner, queue = next(iter(self._queues.items()))
         item = queue.popleft()
-        self._size -= 1
         if queue:
             self._queues.move_to_end(owner)
         else:
             del self._queues[owner]
         return item
-
-    def clear(self) -> None:
-        self._queues.clear()
-        self._size = 0
-
-
-class FairStarter(FairQueue[Callable[[], None]]):
-    """Makes the calls that it is given a few at a time, in turns between owners. The event loop
-    serves other requests in between, whose calls may overtake those of a busy owner."""
-
-    def __init__(self, *, calls_at_once: int = _CALLS_AT_ONCE) -> None:
-        super().__init__()
-        self._calls_at_once = calls_at_once
-        self._scheduled = False
-
-    def put(self, owner: str, item: Callable[[], None]) -> None:
-        super().put(owner, item)
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._call_some)
-
-    def _call_some(self) -> None:
-        self._scheduled = False
-        for _ in range(min(self._calls_at_once, len(self))):
-            self.take()()
-        if self:
-            self._schedule()
 
 
 class FairSemaphore:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
-from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
@@ -58,7 +57,6 @@ class SamplerRouter:
     places: Places
 
     def __post_init__(self) -> None:
-        self._starter = FairStarter()
         self._samplers: dict[str, Sampler] = {}
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._numbers = count()
@@ -255,9 +253,9 @@ class SamplerRouter:
         request: sampler_pb2.SampleRequest,
         tell: Tell | None = None,
     ) -> None:
-        """Take a sample, which starts when it is its owner's turn; `tell` is given its tokens as
-        they are drawn. Raises `Overloaded` if too many samples wait already, at this sampler, of
-        this owner or in all: the SDK then sends it again later, and fewer at once."""
+        """Start a sample. `tell` is given its tokens as they are drawn. Raises `Overloaded` if too
+        many samples wait already at this sampler, of this owner, or in all. The SDK then sends the
+        sample again later, and fewer at once."""
         waiting = sampler.waiting
         if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
@@ -273,7 +271,7 @@ class SamplerRouter:
         future.on_end(lambda _outcome: reserved.close())
         sample = Sample(future=future, request=request, tell=tell)
         sampler.add(sample)
-        self._starter.put(future.owner, lambda: sampler.begin(sample))
+        sampler.begin(sample)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sample, here and in its engine; do nothing if it is unknown or has ended."""
@@ -295,7 +293,6 @@ class SamplerRouter:
 
     async def close(self) -> None:
         """Cancel everything without an outcome: clients ask the next gateway."""
-        self._starter.clear()
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 

@@ -179,8 +179,7 @@ class Sampler:
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
     def begin(self, sample: Sample) -> None:
-        if not sample.future.ended:  # cancelled, or its session has ended
-            sample.task = asyncio.create_task(self._answer(sample))
+        sample.task = asyncio.create_task(self._answer(sample))
 
     def end_samples_of(self, session_id: str, error: TandemError) -> None:
         for sample in [*self.samples.values()]:
