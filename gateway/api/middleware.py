@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
 from collections.abc import Mapping
 from functools import cache
 from typing import cast
@@ -18,63 +16,22 @@ from gateway.api.routing import KEY_REFUSED, PathOperation
 from gateway.auth.audit import UNKNOWN, Entry
 from gateway.auth.identity import Caller
 from gateway.core import Gateway
-from gateway.http_connection import VITAL
 from gateway.metrics import Metrics
 from tandem.errors import InternalError
 from tandem.telemetry import get_log
 
-_AT_ONCE = 8
-"""Requests that begin in one turn of the event loop."""
 _PIECE = 256 * 2**10
 """Bytes of an answer that are handed over at once: what the connection holds for a client that
 reads slowly."""
 
 
-class Turns:
-    """Lets `at_once` requests begin in each turn of the event loop, in the order of their arrival.
-
-    What a request has begun takes a few turns more, each as long as all requests in it take. Of a
-    hundred samples that came over 25 connections at once, the second was with its engine after 30
-    ms without this (on quiet cores), and after 15 ms with it (on busy ones).
-    """
-
-    def __init__(self, at_once: int = _AT_ONCE) -> None:
-        self._at_once = at_once
-        self._begun = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def begin(self) -> None:
-        """Return when it is this request's turn."""
-        loop = asyncio.get_running_loop()
-        if not self._begun:
-            loop.call_soon(self._next)
-        if self._begun < self._at_once:
-            self._begun += 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next(self) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < self._at_once:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else it was cancelled
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            asyncio.get_running_loop().call_soon(self._next)
-
-
 class RequestBoundary:
-    """Lets requests begin in turns, and `VITAL` ones at once; counts and times every one, notes
-    changes in the audit log, hands large answers over in pieces, and has the last word on errors.
-    """
+    """Counts and times every request, notes changes in the audit log, hands large answers over in
+    pieces, and has the last word on errors."""
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
         self._app = app
         self._errors = errors
-        self._turns = Turns()
         self._metrics_of = cache(_metrics_of)  # to look them up costs more than to count
         self._log = get_log()
 
@@ -98,8 +55,6 @@ class RequestBoundary:
                 more = message.get("more_body", False) or end < len(whole)
                 await send({**message, "body": whole[start:end], "more_body": more})
 
-        if scope["path"] not in VITAL:
-            await self._turns.begin()
         try:
             await self._app(scope, receive, send_in_pieces)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets a sentence
