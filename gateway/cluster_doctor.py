@@ -40,6 +40,7 @@ RIGHTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("", "services"): ("create", "delete", "list", "watch"),
     ("", "events"): ("list",),
     ("resource.k8s.io", "resourceclaims"): ("create", "delete", "list", "watch"),
+    ("networking.k8s.io", "networkpolicies"): ("create", "delete", "list", "watch"),
     ("apps", "deployments"): ("get",),
 }
 """What the gateway's Role has, by group and resource."""

@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 DEMO = "tandem/tiny-addition-0"
 _DATA = "/var/lib/tandem"
 _MADE = "tandem.dev/instance=tandem"
-_KINDS = "pods,secrets,services,resourceclaims.resource.k8s.io"
+_KINDS = "pods,secrets,services,networkpolicies,resourceclaims.resource.k8s.io"
 _FOLDERS = ("weights", "checkpoints", "snapshots", "spill")
 _SECONDS = 300.0
 

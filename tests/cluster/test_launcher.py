@@ -26,6 +26,7 @@ class RealStage:
     def __init__(self, client, namespace: str) -> None:
         self._namespace = namespace
         self._core = kubernetes.client.CoreV1Api(client)
+        self._networks = kubernetes.client.NetworkingV1Api(client)
         self._claims = kubernetes.client.ResourceV1Api(client)
 
     def gateway(self, **about) -> Gateway:
@@ -38,6 +39,7 @@ class RealStage:
             "pods": self._core.list_namespaced_pod,
             "secrets": self._core.list_namespaced_secret,
             "services": self._core.list_namespaced_service,
+            "networkpolicies": self._networks.list_namespaced_network_policy,
             "resourceclaims": self._claims.list_namespaced_resource_claim,
         }
         found = {

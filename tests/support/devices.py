@@ -15,7 +15,7 @@ from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.worker import TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.process_group import bring_up
-from trainer_service.compute.topology import MeetingPoint, Topology
+from trainer_service.compute.topology import Topology
 from trainer_service.service.operations import Operations
 
 GPU = [
@@ -34,7 +34,7 @@ def settings_on(device: str) -> dict[str, Any]:
 class Nobody:
     """The other ranks, where there is one."""
 
-    def meet(self, *, store_port: int) -> list[MeetingPoint]:
+    def meet(self) -> list[str]:
         raise AssertionError("there is one rank")
 
     def assign(self, rank: int, line: str) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from tandem.devices import Device, parse_device
 from tandem.errors import WorkerStartFailed, describe
 from tandem.telemetry import configure_logging
-from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.worker import LOOPBACK, TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,
@@ -31,7 +31,7 @@ from trainer_service.backends.base import (
 from trainer_service.backends.planning import at_once
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
-from trainer_service.compute.topology import MeetingPoint, Topology
+from trainer_service.compute.topology import Topology, listen_on_all_addresses
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.compiled_blocks import check_compiler, compiles
@@ -41,6 +41,8 @@ from trainer_service.models.tensor_parallel import check_divisible
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other and load the model. A launcher gives up sooner."""
+_CONNECT_TIMEOUT = timedelta(minutes=1)
+"""For another rank to reach the store, which rank 0 serves before it sends an assignment."""
 _COMPILED_SHARE_TOKENS = 512
 """Of each of several shares of a compiled run's batch, which one core computes in some 30 ms."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
@@ -52,8 +54,8 @@ class Assignment(BaseModel):
 
     `device` is "cpu" or "cuda", of all ranks alike. `local_rank` is the index of this rank's GPU
     among those that its process sees, `on_node` the number of ranks on its node; `own_cores` says
-    that the cores that it may run on are its alone, and not those of all these ranks. `store_port`
-    is on its node's loopback.
+    that the cores that it may run on are its alone, and not those of all these ranks. Rank 0
+    serves torch's store at `store_host` and `store_port`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,6 +66,7 @@ class Assignment(BaseModel):
     size: int
     device: Literal["cpu", "cuda"]
     own_cores: bool
+    store_host: str = LOOPBACK
     store_port: int
     interface: str = "lo"
     model_path: Path
@@ -76,10 +79,9 @@ class Assignment(BaseModel):
 class OtherRanks(Protocol):
     """How rank 0 reaches the others."""
 
-    def meet(self, *, store_port: int) -> Sequence[MeetingPoint]:
-        """Return where the ranks of each node meet, once all nodes are here and their ranks can
-        come to rank 0's store, which is on this port of its loopback. Raises
-        `WorkerStartFailed`."""
+    def meet(self) -> Sequence[str]:
+        """Wait for all nodes; return the network interface by which the ranks of each compute
+        together. Raises `WorkerStartFailed`."""
         ...
 
     def assign(self, rank: int, line: str) -> None:
@@ -111,22 +113,10 @@ def bring_up(
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
     if (count := training.layout.tensor_parallel) > 1:
         check_divisible(empty_model(Path(spec.model_path)), count)
-    store: dist.Store = dist.HashStore()
-    points: Sequence[MeetingPoint] = [MeetingPoint(0, "lo")]
+    store, store_port, interfaces = dist.HashStore(), 0, ["lo"]
     if size > 1:
-        # Bound here, to loopback and a port that the kernel picks, so that nobody can take it.
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            world_size=size,
-            is_master=True,
-            timeout=START_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        points = others.meet(store_port=port)
+        store, store_port = serve_store(ranks=size, nodes=topology.nodes)
+        interfaces = list(others.meet())
     assignments = [
         Assignment(
             rank=rank,
@@ -135,20 +125,57 @@ def bring_up(
             size=size,
             device=device,
             own_cores=given is not None and given.kind == "cpu",
-            store_port=point.store_port,
-            interface=point.interface,
+            store_host=topology.host if node else LOOPBACK,
+            store_port=store_port,
+            interface=interface,
             model_path=Path(spec.model_path),
             model_name=spec.model_name,
             training=training,
             settings=settings,
             log_level=spec.log_level,
         )
-        for node, point in enumerate(points)
+        for node, interface in enumerate(interfaces)
         for rank in topology.of(node)
     ]
     for assignment in assignments[1:]:
         others.assign(assignment.rank, assignment.model_dump_json())
     return join(assignments[0], store)
+
+
+def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
+    """Serve the store where ranks meet; return it with its port.
+
+    The kernel picks the port, and torch gets the socket that has it, so nobody can take the port
+    in between. The store of a trainer on one node listens on loopback alone.
+    """
+    listener = listen_on_all_addresses(0) if nodes > 1 else socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        world_size=ranks,
+        is_master=True,
+        timeout=START_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def reach_store(
+    host: str, port: int, *, rank: int, timeout: timedelta = _CONNECT_TIMEOUT
+) -> dist.Store:
+    """Connect to rank 0's store. Raises `WorkerStartFailed`."""
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        raise WorkerStartFailed(
+            f"rank {rank} did not reach rank 0's store at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: the nodes of a trainer must reach each other at all "
+            "ports, so look at firewalls and network policies between them"
+        ) from error
+    store.set_timeout(START_TIMEOUT)
+    return store
 
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
@@ -189,9 +216,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)
         if store is None:
-            store = dist.TCPStore(
-                "127.0.0.1", assignment.store_port, is_master=False, timeout=START_TIMEOUT
-            )
+            store = reach_store(assignment.store_host, assignment.store_port, rank=rank)
         _wait_for_all(store, "arrived", rank=rank, size=size)
         collectives = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(

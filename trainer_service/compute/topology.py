@@ -17,6 +17,7 @@ Of a trainer of one node the environment is not asked.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,13 +67,11 @@ class Topology:
         return f" on node {self.node_of(rank)}" if self.nodes > 1 else ""
 
 
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where the ranks of one node find torch's store, on their own loopback, and the network
-    interface by which all ranks compute together."""
-
-    store_port: int
-    interface: str
+def listen_on_all_addresses(port: int) -> socket.socket:
+    """Return a socket to which other hosts can connect; port 0 is any free one."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def topology_of(

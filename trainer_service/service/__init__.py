@@ -6,8 +6,8 @@ the runs of the process; and `operations.py`, which checks it, announces it to t
 makes the reply. `switching.py` lets all ranks sleep and wake.
 
 `rank_processes.py` forks and watches the other ranks; `trainer_service/__main__.py` is the program
-of rank 0, and `trainer_service/node.py` that of another host, with `nodes.py` and `rendezvous.py`
-between the two. `deaths.py` says whom to blame when ranks end.
+of rank 0, and `trainer_service/node.py` that of another host, with `nodes.py` and
+`node_connection.py` between the two. `deaths.py` says whom to blame when ranks end.
 
 To add an operation: a method of the servicer and of `Operations`, an `Op`, and a branch in
 `Follower` for what the other ranks do.

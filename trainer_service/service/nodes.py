@@ -1,10 +1,10 @@
 """The nodes of a trainer: node 0's view of the others, and the work of each other node.
 
-Node 0 is the worker proper. Each other node keeps one connection to it (`rendezvous.py`), by which
-its ranks get their assignments and their deaths are told, and which is a lifeline both ways: when
-node 0 is gone the others end themselves, and when one of them is gone the worker ends, since its
-process group is of no use. A node whose host or network is down is gone when nothing was heard of
-it for half of the collective timeout, so that it is named before a collective gives up.
+Node 0 is the worker proper. Each other node keeps one connection to it (`node_connection.py`). By
+it the node gets the assignments of its ranks and reports their deaths. The connection is a lifeline
+both ways: without node 0 the others end themselves, and without one of them the worker ends, since
+its process group is of no use. A node that is silent for half of the collective timeout counts as
+gone, so it is named before a collective gives up.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from tandem.devices import Device
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.telemetry import get_log
 from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
-from trainer_service.compute.topology import MeetingPoint, Topology
+from trainer_service.compute.topology import Topology
 from trainer_service.service.deaths import Death, Deaths, RankReport
-from trainer_service.service.rank_processes import RankProcesses
-from trainer_service.service.rendezvous import (
+from trainer_service.service.node_connection import (
     ConnectionLost,
     Hello,
     Listener,
     Message,
     Peer,
+    connect,
     interface_of,
-    join,
-    pump,
 )
+from trainer_service.service.rank_processes import RankProcesses
 
 _DEATH_SECONDS = 1.0
 """Within which the death of a rank is known once rank 0's collectives fail."""
+_HELLO_SECONDS = 10.0
+"""For a connection to say which node it is of."""
 
 
 class OtherRanks:
@@ -68,12 +68,9 @@ class OtherRanks:
         )
         self._nodes = _OtherNodes(spec, topology, on_death=self._deaths.add) if several else None
 
-    def meet(self, *, store_port: int) -> list[MeetingPoint]:
-        """Wait until all nodes are here, and let their ranks come to the store on this port. Return
-        where the ranks of each node meet. Raises `WorkerStartFailed`."""
-        if self._nodes is None:
-            return [MeetingPoint(store_port, "lo")]
-        return self._nodes.meet(store_port=store_port)
+    def meet(self) -> list[str]:
+        """Wait for all nodes; return the network interface of each. Raises `WorkerStartFailed`."""
+        return ["lo"] if self._nodes is None else self._nodes.meet()
 
     def assign(self, rank: int, line: str) -> None:
         """Send a rank its assignment."""
@@ -108,32 +105,29 @@ class _OtherNodes:
         self._patience = settings.collective_timeout / 2
         self._interface = settings.interface
         self._start_timeout = spec.start_timeout
+        self._worker_id = spec.worker_id
         self._on_death = on_death
         self._peers: dict[int, Peer] = {}
-        self._points: dict[int, MeetingPoint] = {}
+        self._interfaces: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._store_port = 0
         self._ending = False
         self._log = get_log(service="trainer", worker_id=spec.worker_id)  # also in other threads
-        self._listener = Listener(
-            port=topology.port, secret=spec.secret, on_node=self._receive, log=self._log
-        )
+        self._listener = Listener(port=topology.port, on_connection=self._receive)
 
-    def meet(self, *, store_port: int) -> list[MeetingPoint]:
+    def meet(self) -> list[str]:
         nodes = self._topology.nodes
         with self._changed:
-            self._store_port = store_port
             all_here = self._changed.wait_for(
                 lambda: len(self._peers) == nodes - 1, self._start_timeout
             )
             missing = [str(node) for node in range(1, nodes) if node not in self._peers]
-            points = {0: MeetingPoint(store_port, self._interface), **self._points}
+            interfaces = {0: self._interface, **self._interfaces}
         if not all_here:
             raise WorkerStartFailed(
                 f"of {nodes} nodes, {', '.join(missing)} did not come to "
                 f"{self._topology.host}:{self._topology.port} within {self._start_timeout:g} s"
             )
-        return [points[node] for node in range(nodes)]
+        return [interfaces[node] for node in range(nodes)]
 
     def assign(self, rank: int, line: str) -> None:
         peer = self._peers[self._topology.node_of(rank)]
@@ -148,13 +142,16 @@ class _OtherNodes:
             peer.send(Message(kind="end", text=reason))
             peer.close()
 
-    def _receive(self, connection: socket.socket, hello: Hello) -> None:
-        if hello.store:
-            self._lead_to_store(connection)
+    def _receive(self, connection: socket.socket, address: str) -> None:
+        peer = Peer(connection, name=address, patience=self._patience)
+        try:
+            hello = peer.receive(within=_HELLO_SECONDS).hello
+        except ConnectionLost as lost:
+            self._log.warning("stranger_refused", address=address, reason=str(lost))
+            hello = None
+        if hello is None:
+            peer.close()
             return
-        ranks = self._topology.of(hello.node)
-        name = f"node {hello.node} (rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))})"
-        peer = Peer(connection, name=name, patience=self._patience)
         if reason := self._add(peer, connection, hello):
             self._log.warning("node_refused", node=hello.node, reason=reason)
             peer.send(Message(kind="end", text=reason))
@@ -162,10 +159,9 @@ class _OtherNodes:
             return
         self._log.info("node_joined", node=hello.node, interface=hello.interface)
         try:
-            while (message := peer.receive()).kind == "death":
-                assert message.death is not None
+            while (message := peer.receive()).death is not None:
                 self._on_death(message.death)
-            sentence = f"{name} ended: {message.text}"
+            sentence = f"{peer.name} ended: {message.text}"
         except ConnectionLost as lost:
             sentence = str(lost)
         if not self._ending:
@@ -174,27 +170,25 @@ class _OtherNodes:
     def _add(self, peer: Peer, connection: socket.socket, hello: Hello) -> str:
         """Take a node in, or return why not."""
         ours, theirs = self._topology, (hello.nodes, hello.ranks)
+        if hello.worker_id != self._worker_id:
+            return f"node {hello.node} belongs to the worker {hello.worker_id}"
         if theirs != (ours.nodes, ours.ranks):
             return (
                 f"node {hello.node} counts {hello.nodes} nodes with {hello.ranks} ranks in all, "
                 f"and node 0 {ours.nodes} with {ours.ranks}"
             )
+        if hello.node >= ours.nodes:
+            return f"there is no node {hello.node}"
+        ranks = ours.of(hello.node)
+        peer.name = f"node {hello.node} (rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))})"
         with self._changed:
             if hello.node in self._peers:
                 return f"there is a node {hello.node} already"
             self._interface = self._interface or interface_of(connection)
             self._peers[hello.node] = peer
-            self._points[hello.node] = MeetingPoint(hello.store_port, hello.interface)
+            self._interfaces[hello.node] = hello.interface
             self._changed.notify_all()
         return ""
-
-    def _lead_to_store(self, connection: socket.socket) -> None:
-        try:
-            store = socket.create_connection(("127.0.0.1", self._store_port), timeout=10)
-        except OSError:  # there is none yet, or no longer
-            connection.close()
-            return
-        pump(connection, store)
 
 
 class Member:
@@ -209,7 +203,6 @@ class Member:
         self._interface = settings.interface
         self._peer: Peer | None = None
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._store = socket.create_server(("127.0.0.1", 0))
         self._log = get_log(worker_id=spec.worker_id)
         self._ranks = RankProcesses(ranks=topology.local, devices=devices, on_death=self._tell)
 
@@ -218,24 +211,24 @@ class Member:
         `WorkerDied` unless it ended as it should."""
         spec, topology = self._spec, self._topology
         until = time.monotonic() + spec.start_timeout
+        connection = connect(topology.host, topology.port, node=topology.node, until=until)
+        self._peer = peer = Peer(connection, name="node 0 (the worker)", patience=self._patience)
         hello = Hello(
+            worker_id=spec.worker_id,
             node=topology.node,
             nodes=topology.nodes,
             ranks=topology.ranks,
-            store_port=self._store.getsockname()[1],
-            interface=self._interface,
+            interface=self._interface or interface_of(connection),
         )
-        connection = join(topology.host, topology.port, hello, secret=spec.secret, until=until)
-        threading.Thread(target=self._serve_store, name="store", daemon=True).start()
-        self._peer = peer = Peer(connection, name="node 0 (the worker)", patience=self._patience)
-        # Node 0 may be slow to answer while it imports what it needs.
-        peer.be_patient(max(self._patience, until - time.monotonic()))
+        peer.send(Message(kind="hello", hello=hello))
         self._log.info("joined", node=topology.node, at=f"{topology.host}:{topology.port}")
         threading.Thread(target=self._post, args=(peer,), name="post", daemon=True).start()
+        # Node 0 may be slow to answer while it imports what it needs.
+        within = max(self._patience, until - time.monotonic())
         try:
-            while (message := peer.receive()).kind == "assign":
+            while (message := peer.receive(within=within)).kind == "assign":
                 self._ranks.assign(message.rank, message.text)
-                peer.be_patient(self._patience)
+                within = self._patience
         except ConnectionLost as lost:
             raise WorkerDied(str(lost)) from lost
         if message.text:
@@ -254,23 +247,3 @@ class Member:
     def _post(self, peer: Peer) -> None:
         while True:
             peer.send(self._outbox.get())
-
-    def _serve_store(self) -> None:
-        """Lead the ranks of this node to the store of node 0."""
-        while True:
-            rank, _ = self._store.accept()
-            threading.Thread(target=self._lead_to_store, args=(rank,), daemon=True).start()
-
-    def _lead_to_store(self, rank: socket.socket) -> None:
-        topology = self._topology
-        with suppress(WorkerStartFailed):
-            there = join(
-                topology.host,
-                topology.port,
-                Hello(node=topology.node, store=True),
-                secret=self._spec.secret,
-                until=time.monotonic() + self._patience,
-            )
-            pump(rank, there)
-            return
-        rank.close()

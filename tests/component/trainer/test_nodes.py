@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from tandem.agent.worker_process import group_members, kill_group
 from tandem.authority import Authority
 from tandem.certificate import Certificate
-from tandem.errors import WorkerStartFailed
 from tandem.weights import open_version
 from tandem.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
 from tandem.worker_settings import TrainerSettings
@@ -32,7 +31,7 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
 from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS, RUN, SECRET, SESSION, worker_process
-from trainer_service.service.rendezvous import Hello, Peer, join
+from trainer_service.service.node_connection import Hello, Message, Peer, connect
 
 PORT = 29500
 COPY_ON_EACH = TrainingSpec(layout=Layout(replicas=2))
@@ -130,9 +129,12 @@ def two_nodes(
 
 
 def answer_to(hello: Hello, address: tuple[str, int]) -> str:
-    """What node 0 says to one that knows the secret and is refused all the same."""
-    connection = join(*address, hello, secret=SECRET, until=time.monotonic())
-    return Peer(connection, name="node 0", patience=CALL_SECONDS).receive().text
+    """Node 0's reason to refuse a node."""
+    connection = connect(*address, node=hello.node, until=time.monotonic())
+    peer = Peer(connection, name="node 0", patience=CALL_SECONDS)
+    peer.send(Message(kind="hello", hello=hello))
+    with closing(peer):
+        return peer.receive().text
 
 
 def mixed_data(seed: int):
@@ -167,20 +169,18 @@ def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
         address = (here.from_test, PORT)
         with closing(socket.create_connection(address)) as rude:
             rude.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
-        as_node_1 = Hello(node=1, nodes=2, ranks=4, store_port=1, interface="lo")
-        with pytest.raises(WorkerStartFailed, match="refuses the proof"):
-            join(*address, as_node_1, secret="guessed", until=time.monotonic())
-        with pytest.raises(WorkerStartFailed, match="refuses the proof"):
-            join(*address, Hello(node=1, store=True), secret="guessed", until=time.monotonic())
-        assert answer_to(as_node_1.model_copy(update={"nodes": 3}), address) == (
-            "node 1 counts 3 nodes with 4 ranks in all, and node 0 2 with 4"
-        )
+        as_node_1 = Hello(worker_id="trainer-test", node=1, nodes=2, ranks=4, interface="lo")
+        for other, reason in (
+            ({"nodes": 3}, "node 1 counts 3 nodes with 4 ranks in all, and node 0 2 with 4"),
+            ({"ranks": 8}, "node 1 counts 2 nodes with 8 ranks in all, and node 0 2 with 4"),
+            ({"node": 2}, "there is no node 2"),
+            ({"worker_id": "trainer-other"}, "node 1 belongs to the worker trainer-other"),
+        ):
+            assert answer_to(as_node_1.model_copy(update=other), address) == reason
         silent = [socket.create_connection(address) for _ in range(100)]
         with node_1(spec, there, tmp_path) as member:
             client.wait_until_serving()
             assert answer_to(as_node_1, address) == "there is a node 1 already"
-            with pytest.raises(WorkerStartFailed, match="refuses the proof"):
-                join(*address, as_node_1, secret="guessed", until=time.monotonic())
             train(client, steps=range(2))
             assert not client.save(tmp_path / "checkpoint").HasField("failure")
             snapshot = client.take_snapshot(str(tmp_path / "snapshot"))

@@ -197,6 +197,7 @@ async def a_trainer_of_two_nodes_has_a_pod_and_a_claim_on_each(stage: Stage) -> 
         "pods": ["trainer-s-1-0", "trainer-s-1-0-1"],
         "secrets": ["trainer-s-1-0"],
         "services": ["trainer-s-1-0"],
+        "networkpolicies": ["trainer-s-1-0"],
         "resourceclaims": ["tandem-train-0-0", "tandem-train-0-1"],
     }
     await stage.delete_pod("trainer-s-1-0-1")

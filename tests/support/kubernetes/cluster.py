@@ -78,7 +78,7 @@ class FakeCluster(FakeServer):
 
     def owned(self) -> dict[str, list[str]]:
         """Return what a gateway can leave behind, by kind."""
-        kinds = ("pods", "secrets", "services", "resourceclaims")
+        kinds = ("pods", "secrets", "services", "networkpolicies", "resourceclaims")
         return {each: sorted(self.objects[each]) for each in kinds if self.objects[each]}
 
     def exit(self, name: str, *, code: int, message: str = "", reason: str = "") -> None:

@@ -91,11 +91,18 @@ class PlainMaker:
             "metadata": self._metadata(name, labels, {WORKER_ID: name}),
             "spec": {"clusterIP": "None"},
         }
+        policy = {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": self._metadata(name, labels, {WORKER_ID: name}),
+            "spec": {"podSelector": {"matchLabels": labels}},
+        }
         nodes = range(self.nodes)
         names = [f"tandem-{spec.group}" + (f"-{n}" if self.nodes > 1 else "") for n in nodes]
         return spec, WorkerObjects(
             secret=secret,
             service=service if self.nodes > 1 else None,
+            policy=policy if self.nodes > 1 else None,
             claims=tuple(self._claim(each, spec) for each in names) if self.claims else (),
             pods=tuple(self._pod(spec, n, names[n], labels) for n in nodes),
         )

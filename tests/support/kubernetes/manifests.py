@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from gateway.workers.launchers.kubernetes.objects import Home, render_worker
+from gateway.workers.launchers.kubernetes.objects import Home, WorkerObjects, render_worker
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
@@ -99,8 +99,19 @@ def pods_of(objects: list[dict]) -> dict[str, dict]:
 
 
 def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
-    """Pods of a trainer on two nodes, of one on a single node (`trainer-alone`) and of a sampler,
-    as a gateway with these settings makes them."""
+    """Return the pods of `workers`, by name."""
+    made = workers(settings).values()
+    return {pod["metadata"]["name"]: pod for worker in made for pod in worker.pods}
+
+
+def worker_policies(settings: dict[str, str]) -> list[dict]:
+    """Return the network policies of `workers`."""
+    return [each.policy for each in workers(settings).values() if each.policy is not None]
+
+
+def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
+    """Return two trainers on two nodes each, one on a single node (`trainer-alone`) and a sampler,
+    as a gateway with these settings makes them; by worker id."""
     prefix = "TANDEM_KUBERNETES_"
     chosen = {
         key.removeprefix(prefix).lower(): value
@@ -111,9 +122,10 @@ def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
     templates = read_templates(kubernetes)
     home = Home(settings=kubernetes, namespace="tandem", volume=Path("/data"), epoch=1)
     resources = PodResources(cpu="1", memory=2**30, shared_memory=2**28, ephemeral=2**30)
-    pods: dict[str, dict] = {}
+    made: dict[str, WorkerObjects] = {}
     kinds: tuple[tuple[str, WorkerKind, int], ...] = (
         ("trainer-s-ab12-0", "trainer", 2),
+        ("trainer-s-cd34-0", "trainer", 2),
         ("trainer-alone", "trainer", 1),
         ("sampler-s-ab12-0", "sampler", 1),
     )
@@ -131,11 +143,10 @@ def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
         pool = ClaimPoolSettings(
             name="some", roles=[kind], device_class="gpu.nvidia.com", nodes=nodes
         )
-        made = render_worker(
+        made[worker_id] = render_worker(
             spec, pool=pool, template=templates[kind], resources=resources, home=home
         )
-        pods |= {pod["metadata"]["name"]: pod for pod in made.pods}
-    return pods
+    return made
 
 
 # --- Network policies -------------------------------------------------------------------------

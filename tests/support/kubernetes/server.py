@@ -28,6 +28,7 @@ KINDS = {
     "pods": "Pod",
     "secrets": "Secret",
     "services": "Service",
+    "networkpolicies": "NetworkPolicy",
     "events": "Event",
     "resourceclaims": "ResourceClaim",
     "deployments": "Deployment",

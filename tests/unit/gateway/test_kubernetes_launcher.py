@@ -264,6 +264,7 @@ async def test_a_trainer_of_several_nodes_has_a_pod_and_a_claim_on_each(cluster)
             "pods": ["trainer-s-1-0", "trainer-s-1-0-1", "trainer-s-1-0-2"],
             "secrets": ["trainer-s-1-0"],
             "services": ["trainer-s-1-0"],
+            "networkpolicies": ["trainer-s-1-0"],
             "resourceclaims": ["tandem-train-0-0", "tandem-train-0-1", "tandem-train-0-2"],
         }
         cluster.run_out_of_memory("trainer-s-1-0-1")

@@ -26,6 +26,8 @@ from tests.support.kubernetes.manifests import (
     reaches,
     render_overlay,
     worker_pods,
+    worker_policies,
+    workers,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -126,7 +128,7 @@ def test_every_container_says_what_it_needs_and_what_it_may_have(stack):
 
 def test_what_pods_mount_and_name_is_there(stack):
     there = {(one["kind"], one["metadata"]["name"]) for one in stack.objects}
-    of_one_worker = {("Secret", name) for name in worker_pods(stack.settings)}
+    of_one_worker = {("Secret", name) for name in workers(stack.settings)}
     optional = {("Secret", "tandem-hub")}
     for name, pod in all_pods(stack).items():
         missing = named(pod["spec"]) - there - of_one_worker - optional
@@ -270,32 +272,44 @@ def test_requests_reach_the_gateway_that_serves(stack):
 
 # --- Who reaches whom -----------------------------------------------------------------------------
 
-HOLDERS = ("gateway", "trainer", "trainer-alone", "sampler", "database", "models", "somebody")
-ALLOWED = {
-    ("gateway", "trainer", PORT),
-    ("gateway", "trainer-alone", PORT),
-    ("gateway", "sampler", PORT),
-    ("gateway", "database", 5432),
-    ("trainer", "trainer", PORT),
-    ("trainer", "trainer", METRICS_PORT),
-    ("trainer", "trainer", 5432),
-    ("trainer", "trainer", 8000),
+OF_NODES = {
+    "trainer": "trainer-s-ab12-0",
+    "trainer-node-1": "trainer-s-ab12-0-1",
+    "trainer-other": "trainer-s-cd34-0",
+    "trainer-other-node-1": "trainer-s-cd34-0-1",
 }
-"""Ranks on several nodes choose their ports among themselves; `trainer-alone` has one node."""
+"""The pods of two trainers on two nodes each."""
+HOLDERS = (
+    *("gateway", *OF_NODES, "trainer-alone", "sampler"),
+    *("database", "models", "somebody"),
+)
+PORTS = (PORT, METRICS_PORT, 5432, 8000)
+ALLOWED = {
+    *(("gateway", name, PORT) for name in (*OF_NODES, "trainer-alone", "sampler")),
+    ("gateway", "database", 5432),
+    *(
+        (source, target, port)
+        for one in (("trainer", "trainer-node-1"), ("trainer-other", "trainer-other-node-1"))
+        for source in one
+        for target in one
+        for port in PORTS
+    ),
+}
+"""The nodes of a trainer reach each other at all ports; `trainer-alone` has one node."""
 
 
 def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
     """The labels of one pod of each component: those that its maker gives it."""
-    workers = worker_pods(stack.settings)
+    of_workers = worker_pods(stack.settings)
     jobs = pods_of([yaml.safe_load((K8S / "jobs" / "add-model.yaml").read_text())])
     pods = pods_of(stack.objects)
     by_component = {
         "gateway": pods["tandem"],
         "database": pods["tandem-database"],
         "models": next(iter(jobs.values())),
-        "trainer": workers["trainer-s-ab12-0"],
-        "trainer-alone": workers["trainer-alone"],
-        "sampler": workers["sampler-s-ab12-0"],
+        "trainer-alone": of_workers["trainer-alone"],
+        "sampler": of_workers["sampler-s-ab12-0"],
+        **{name: of_workers[pod] for name, pod in OF_NODES.items()},
         "somebody": {"metadata": {"labels": {"app": "else"}}},
     }
     return {name: pod["metadata"]["labels"] for name, pod in by_component.items()}
@@ -304,12 +318,13 @@ def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
 def test_pods_reach_one_another_only_as_far_as_they_need(overlays):
     stack = overlays["cpu-dev"]
     labels = labels_of(stack)
+    policies = [*stack.all("NetworkPolicy"), *worker_policies(stack.settings)]
     reached = {
         (source, target, port)
         for source in HOLDERS
         for target in HOLDERS
-        for port in (PORT, METRICS_PORT, 5432, 8000)
-        if reaches(stack.all("NetworkPolicy"), labels[source], labels[target], port)
+        for port in PORTS
+        if reaches(policies, labels[source], labels[target], port)
     }
     assert reached == ALLOWED
 
@@ -319,7 +334,7 @@ def test_prometheus_reaches_the_metrics_of_workers_with_its_overlay_alone(overla
         [each for name in names for each in overlays[name].all("NetworkPolicy")]
         for names in (["cpu-dev"], ["cpu-dev", "monitoring"])
     )
-    for kind in ("trainer", "trainer-alone", "sampler"):
+    for kind in (*OF_NODES, "trainer-alone", "sampler"):
         worker = labels_of(overlays["cpu-dev"])[kind]
         for policies, port, may in (
             (plain, METRICS_PORT, False),
@@ -346,5 +361,5 @@ def test_the_monitors_select_the_pods_that_have_metrics(overlays):
     }
     assert selected == {
         "tandem-gateway": {"serving"},
-        "tandem-workers": {"trainer", "trainer-alone", "sampler"},
+        "tandem-workers": {*OF_NODES, "trainer-alone", "sampler"},
     }

@@ -88,8 +88,8 @@ def rendered(spec: WorkerSpec, pool: ClaimPoolSettings, **settings: object) -> W
 
 
 def all_of(objects: WorkerObjects) -> list[Object]:
-    service = [objects.service] if objects.service is not None else []
-    return [objects.secret, *service, *objects.claims, *objects.pods]
+    network = [each for each in (objects.service, objects.policy) if each is not None]
+    return [objects.secret, *network, *objects.claims, *objects.pods]
 
 
 def container(pod: Object) -> Object:
@@ -329,12 +329,12 @@ def test_each_object_of_a_worker_has_all_labels_by_which_it_is_found(spec, pool)
         "tandem.dev/session": label_value(spec.session_id),
         "tandem.dev/group": "train-0",
     }
-    nodes = {"tandem.dev/nodes": str(len(objects.pods))} if len(objects.pods) > 1 else {}
     for number, pod in enumerate(objects.pods):
         of_pod = {"tandem.dev/node": str(number)}
-        assert pod["metadata"]["labels"] == of_worker | nodes | of_pod
-    for each in (objects.secret, objects.service or objects.secret):
-        assert each["metadata"]["labels"] == of_worker
+        assert pod["metadata"]["labels"] == of_worker | of_pod
+    for each in all_of(objects):
+        if each["kind"] not in ("Pod", "ResourceClaim"):
+            assert each["metadata"]["labels"] == of_worker
     for each in (objects.secret, *objects.pods):
         assert each["metadata"]["annotations"]["tandem.dev/session-id"] == spec.session_id
 

@@ -50,6 +50,7 @@ class Resource:
 PODS = Resource("Pod", "v1", "pods")
 SECRETS = Resource("Secret", "v1", "secrets")
 SERVICES = Resource("Service", "v1", "services")
+POLICIES = Resource("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
 DEPLOYMENTS = Resource("Deployment", "apps/v1", "deployments")
 EVENTS = Resource("Event", "v1", "events")
 CLAIMS = Resource("ResourceClaim", "resource.k8s.io/v1", "resourceclaims")

@@ -14,8 +14,8 @@ from tandem.cluster_settings import ClaimPoolSettings
 CONTAINER = "worker"
 """The name of the worker's container; others in its pod are an administrator's."""
 PART_OF, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
-INSTANCE, WORKER, SESSION, GROUP, NODE, NODES = (
-    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node", "nodes")
+INSTANCE, WORKER, SESSION, GROUP, NODE = (
+    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node")
 )
 EPOCH, GROUP_SPEC = "tandem.dev/epoch", "tandem.dev/group-spec"
 WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"

@@ -1,8 +1,9 @@
 """The objects of a worker, and of the claims of its device group, as Kubernetes is sent them.
 
 Functions of what is known, which ask nobody: a Secret with the specification, a pod for each node,
-a headless Service where ranks of several nodes meet, and the ResourceClaims of the group. The pod
-comes from a template (`templates`), to which all is added that is the worker's.
+and the ResourceClaims of the group. A worker of several nodes also has a headless Service, by which
+the other nodes find node 0, and a NetworkPolicy, by which its pods reach each other. The pod comes
+from a template (`templates`), to which all is added that is the worker's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from gateway.workers.launchers.kubernetes.names import (
     INSTANCE,
     METRICS_PORT,
     NODE,
-    NODES,
     PART_OF,
     PORT,
     RENDEZVOUS_PORT,
@@ -110,6 +110,7 @@ class WorkerObjects:
 
     secret: Object
     service: Object | None
+    policy: Object | None
     claims: tuple[Object, ...]
     pods: tuple[Object, ...]
 
@@ -172,8 +173,12 @@ def render_worker(
         "data": {SPEC_KEY: base64.b64encode(spec.model_dump_json().encode()).decode()},
     }
     nodes = nodes_of(spec, pool)
-    service: Object | None = None
+    service = policy = None
     if nodes > 1:
+        own_pods: Object = {
+            INSTANCE: home.settings.instance,
+            WORKER: label_value(spec.worker_id),
+        }
         service = {
             "apiVersion": "v1",
             "kind": "Service",
@@ -181,17 +186,12 @@ def render_worker(
             "spec": {
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,  # ranks meet before the worker is ready
-                "selector": {
-                    INSTANCE: home.settings.instance,
-                    WORKER: label_value(spec.worker_id),
-                    NODE: "0",
-                },
+                "selector": own_pods | {NODE: "0"},
                 "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT, "protocol": "TCP"}],
             },
         }
+        policy = _policy(own_pods, home.metadata(worker, labels=labels, annotations=annotations))
     claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
-    # By `NODES` a network policy lets those reach each other that have somebody to reach.
-    several: Object = {NODES: str(nodes)} if nodes > 1 else {}
     pods = []
     for node in range(nodes):
         pod: Object = {
@@ -199,13 +199,32 @@ def render_worker(
             "kind": "Pod",
             "metadata": home.metadata(
                 pod_name(spec.worker_id, node),
-                labels=labels | several | {NODE: str(node)},
+                labels=labels | {NODE: str(node)},
                 annotations=annotations,
             ),
             "spec": _pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
         }
         pods.append(merged(_for_placement(template, home.settings), pod))
-    return WorkerObjects(secret=secret, service=service, claims=claims, pods=tuple(pods))
+    return WorkerObjects(
+        secret=secret, service=service, policy=policy, claims=claims, pods=tuple(pods)
+    )
+
+
+def _policy(own_pods: Object, metadata: Object) -> Object:
+    """Let the pods of one worker reach each other at all ports, since torch's store, gloo and NCCL
+    let the kernel choose theirs. The policies of `k8s/base` keep all other pods from them."""
+    peers: Object = {"podSelector": {"matchLabels": own_pods}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata,
+        "spec": {
+            "podSelector": {"matchLabels": own_pods},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [peers]}],
+            "egress": [{"to": [peers]}],
+        },
+    }
 
 
 def check_templates(

@@ -19,6 +19,7 @@ from gateway.workers.launchers.kubernetes.api import (
     CLAIMS,
     EVENTS,
     PODS,
+    POLICIES,
     SECRETS,
     SERVICES,
     Api,
@@ -88,18 +89,19 @@ class Reconciler:
         self.claims: View[Claim] = view(CLAIMS, Claim, labels=groups, changed=self._note_claim)
         self.secrets: View[Observed] = view(SECRETS, Observed, labels=ours, changed=self._note)
         self.services: View[Observed] = view(SERVICES, Observed, labels=ours, changed=self._note)
+        self.policies: View[Observed] = view(POLICIES, Observed, labels=ours, changed=self._note)
         self._claims = Claims(self._steps, self.claims, pods=self.pods, idle_seconds=idle_seconds)
         self._removal = Removal(
             self._steps,
             pods=self.pods,
-            others=(self.secrets, self.services),
+            others=(self.secrets, self.services, self.policies),
             node_lost=deadlines.node_lost,
             ended=ended,
         )
 
     @property
-    def views(self) -> tuple[View[Pod], View[Claim], View[Observed], View[Observed]]:
-        return self.pods, self.claims, self.secrets, self.services
+    def views(self) -> tuple[View[Pod] | View[Claim] | View[Observed], ...]:
+        return self.pods, self.claims, self.secrets, self.services, self.policies
 
     @property
     def current(self) -> bool:
@@ -198,7 +200,7 @@ class Reconciler:
         """Return the ids of the workers that nobody wants, and of which something is left."""
         found = {
             each.worker_id
-            for view in (self.pods, self.secrets, self.services)
+            for view in (self.pods, self.secrets, self.services, self.policies)
             for each in view.objects.values()
         }
         return found - self.workers.keys()
@@ -363,6 +365,8 @@ class Reconciler:
         complete = self._steps.make(worker, self.secrets, objects.secret)
         if objects.service is not None:
             complete &= self._steps.make(worker, self.services, objects.service)
+        if objects.policy is not None:
+            complete &= self._steps.make(worker, self.policies, objects.policy)
         for claim in objects.claims:
             complete &= self._claims.make(worker, claim)
         if not complete:

@@ -38,7 +38,7 @@ class Removal:
         steps: Steps,
         *,
         pods: View[Pod],
-        others: tuple[View[Observed], View[Observed]],
+        others: tuple[View[Observed], ...],
         node_lost: float,
         ended: Callable[[Worker], None],
     ) -> None:
