@@ -3,15 +3,15 @@
 `tandem backup` and `tandem restore` start it. It reads one request as JSON from standard input and
 writes one answer, or `{"error"}` with exit status 1.
 
-A backup is a folder with a consistent copy of the database, made while the gateway serves; then the
-manifests and records of what lies in the directory, small files that say which files a checkpoint
-has; and `backup.json`, last. The weights themselves are not in it.
+A backup is a folder with a consistent copy of the database, which is made while the gateway serves.
+It also has the lists of files of all checkpoints and weight versions, and `backup.json`, which is
+written last. The weights are not in it.
 
-A restored database is older than the directory, and nothing in the directory may suffer for it.
-What was saved since is taken back from its records. A version that had no name when the backup was
-made may have one since: the database forgets it first, so that it is taken back or quarantined, and
-not removed. Runs and sessions that were active then have ended. What the restored database replaces
-is kept in `DATA/replaced`.
+A restored database is older than the directory. Checkpoints and weight versions that were saved
+since are unknown to it, so they stay, and the answer names their folders. A version that had no
+name when the backup was made may have one since: the database forgets it, so that it stays, too.
+Runs and sessions that were active then have ended. What the restored database replaces is kept in
+`DATA/replaced`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,10 @@ from sqlalchemy import delete, make_url, select, update
 from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER
-from gateway.checkpoints.adoption import CheckpointAdopter
-from gateway.checkpoints.catalog import EXPIRY_GRACE, CheckpointCatalog, checkpoint_of
+from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.quarantine import Quarantine
-from gateway.checkpoints.records import CheckpointRecord
 from gateway.checkpoints.versions import FILE_LISTS, files_of
-from gateway.identifiers import make_checkpoint_path
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.storage.data_directory import locked_data_directory, write_private
@@ -63,7 +59,6 @@ from tandem import __version__
 from tandem.errors import CheckpointDamaged, GatewayRestarted, InvalidRequest, TandemError
 from tandem.settings import GatewaySettings
 from tandem.telemetry import configure_logging
-from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import fsync_path
 
 _ABOUT = "backup.json"
@@ -82,20 +77,20 @@ class Request(BaseModel):
 
 
 class About(BaseModel):
-    """`at` is in seconds since 1970; `revision` is empty for PostgreSQL, which is not copied."""
+    """`at` is in seconds since 1970; `revision` is empty for PostgreSQL, which is not copied.
+    `folders` is how many checkpoints and weight versions the backup has the lists of files of."""
 
     version: str
     revision: str
     at: float
-    checkpoints: int
+    folders: int
 
 
 class Restored(BaseModel):
-    """The checkpoints, by path, that were taken back; by folder, why others were not; and those
-    whose files are not in the directory. `replaced` is where the old database lies, if any."""
+    """The folders that the restored database does not know; the checkpoints, by path, whose files
+    are not in the directory; and where the replaced database lies, if there was one."""
 
-    adopted: list[str]
-    refused: dict[str, str]
+    unknown: list[str]
     missing: list[str]
     replaced: str
 
@@ -116,8 +111,8 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
         target = partial / _MANIFESTS / file.relative_to(data_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-        found += file.name == RECORD_NAME
-    about = About(version=__version__, revision=revision, at=time.time(), checkpoints=found)
+        found += 1
+    about = About(version=__version__, revision=revision, at=time.time(), folders=found)
     write_private(partial / _ABOUT, about.model_dump_json().encode())
     partial.rename(folder)
     fsync_path(folder.parent)
@@ -125,8 +120,9 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
 
 
 async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
-    """Put the database of a backup into the place of the directory's, and let it know what lies
-    there. With PostgreSQL, whose database its own tools have restored, only the latter."""
+    """Put the database of a backup into the place of the directory's, and end what was active in
+    it. With PostgreSQL, whose database its own tools have restored, only the latter. Nothing is
+    removed from the data directory."""
     data_dir, url = settings.data_dir, settings.database_url
     if is_postgresql(url) != (folder is None):
         raise InvalidRequest(
@@ -152,26 +148,18 @@ async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
         await database.open()
         await _forget_what_went_on(database)
         collector = _collector(database, settings)
-        await _let_newer_win(database, collector, data_dir)
-        adopter = CheckpointAdopter(
-            database=database,
-            data_dir=data_dir,
-            checkpoints=collector.checkpoints,
-            collector=collector,
-        )
-        done = await adopter.adopt()
+        await collector.find_unknown()
         entry = Entry(
             actor=urn_of(LOCAL_OWNER),
             action="organization_restore",
             target=str(folder or ""),
             address="",
             status=200,
-            detail={"adopted": str(len(done.adopted)), "refused": str(len(done.refused))},
+            detail={"unknown": str(len(collector.unknown))},
         )
         AuditLog(database=database).record(entry)
         return Restored(
-            adopted=done.adopted,
-            refused=done.refused,
+            unknown=sorted(collector.unknown),
             missing=await _missing(database, data_dir),
             replaced=replaced,
         )
@@ -209,9 +197,9 @@ def _check(database: sqlite3.Connection, file: Path) -> str:
 
 
 def _manifests(folder: Path) -> Iterator[Path]:
-    """Yield the manifests and records below a data directory, or a copy of it."""
+    """Yield the lists of files below a data directory, or a copy of it."""
     for root in ("weights", "checkpoints"):
-        for name in (*FILE_LISTS, RECORD_NAME):
+        for name in FILE_LISTS:
             yield from folder.glob(f"{root}/[!.]*/[!.]*/{name}")
 
 
@@ -277,35 +265,15 @@ async def _forget_what_went_on(database: Database) -> None:
 
 
 def _collector(database: Database, settings: GatewaySettings) -> GarbageCollector:
-    data_dir = settings.data_dir
     return GarbageCollector(
         database=database,
-        data_dir=data_dir,
+        data_dir=settings.data_dir,
         checkpoints=CheckpointCatalog(
             database=database,
-            data_dir=data_dir,
             pins=Pins(),
             limits=Quotas(settings=settings.limit, metrics=Metrics()),
         ),
-        quarantine=Quarantine(data_dir=data_dir, ttl=settings.quarantine_ttl, grace=EXPIRY_GRACE),
     )
-
-
-async def _let_newer_win(database: Database, collector: GarbageCollector, data_dir: Path) -> None:
-    """Forget the row of a checkpoint whose name was given to other files since."""
-    for folder in await collector.unknown_folders():
-        quarantined = collector.quarantine.path(folder)
-        try:
-            place = quarantined if quarantined.exists() else data_dir / folder
-            record = CheckpointRecord.read(place)
-            path = make_checkpoint_path(run_id=record.run_id, kind=record.kind, name=record.name)
-        except TandemError:
-            continue  # adopting it says why
-        await database.write(
-            delete(checkpoints).where(
-                checkpoints.c.path == str(path), checkpoints.c.created_at < record.created_at
-            )
-        )
 
 
 async def _missing(database: Database, data_dir: Path) -> list[str]:

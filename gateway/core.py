@@ -11,14 +11,12 @@ from gateway.auth.audit import AuditLog, RefusedKeys
 from gateway.auth.bootstrap import take_bootstrap_key
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
-from gateway.checkpoints.adoption import CheckpointAdopter
 from gateway.checkpoints.base_models import BaseModels
-from gateway.checkpoints.catalog import EXPIRY_GRACE, CheckpointCatalog
+from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.quarantine import Quarantine
 from gateway.checkpoints.versions import VersionStore
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.completion_feed import CompletionFeed
@@ -53,7 +51,6 @@ from gateway.storage.data_directory import (
     private_directory,
 )
 from gateway.storage.database import Database
-from gateway.storage.pairing import MISMATCH, check_pair
 from gateway.usage.meter import SampleMeter, UsageMeter
 from gateway.usage.reports import BillingReports
 from gateway.usage.trace_exports import TraceExporter
@@ -165,7 +162,6 @@ class Gateway:
         self.pins = Pins()
         self.checkpoints = CheckpointCatalog(
             database=database,
-            data_dir=data_dir,
             pins=self.pins,
             limits=self.limits,
         )
@@ -176,15 +172,6 @@ class Gateway:
             database=database,
             data_dir=data_dir,
             checkpoints=self.checkpoints,
-            quarantine=Quarantine(
-                data_dir=data_dir, ttl=settings.quarantine_ttl, grace=EXPIRY_GRACE
-            ),
-        )
-        self.adopter = CheckpointAdopter(
-            database=database,
-            data_dir=data_dir,
-            checkpoints=self.checkpoints,
-            collector=self.collector,
         )
         self.copies = CheckpointCopier(
             database=database,
@@ -341,12 +328,7 @@ class Gateway:
         )
         for group in groups:
             self.leases.of(group.name).drain(self.places.is_drained(group))
-        self.collector.paired = await check_pair(self.database, self.settings.data_dir)
-        if self.collector.paired:
-            await self.runs.open()
-        else:
-            await self.fleet.stop_left()
-            self._log.error("database_mismatch", hint=MISMATCH)
+        await self.runs.open()
         await self.sampling.open()
         await self.samplers.open()
         self.leases.records.forget_left()
@@ -446,6 +428,11 @@ class Gateway:
         """Register the gauges that are computed at each scrape."""
         watch, limits = self.metrics.watch, self.limits
         watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
+        watch(
+            "unknown_folders",
+            "Folders of the data directory that the database does not know.",
+            lambda: len(self.collector.unknown),
+        )
         watch(
             "runs",
             "Training runs that have not ended.",

@@ -120,7 +120,6 @@ class Housekeeping:
         touched.update(run.id for run in gateway.runs.all() if run.parent)
         await self._collect(sorted(touched))
         gateway.collector.empty_trash_soon()
-        await gateway.collector.expire_quarantine()
         await gateway.journal.expire()
 
     async def _tidy_logs(self) -> None:

@@ -199,12 +199,6 @@ class GatewaySettings(BaseSettings):
         gt=0,
         description="Ended sessions, runs and operations are forgotten after this many seconds.",
     )
-    quarantine_ttl: float = Field(
-        30 * 86_400.0,
-        gt=0,
-        description="Complete checkpoints of which the database knows nothing are removed after "
-        "this many seconds.",
-    )
     min_free_bytes: int = Field(
         64 * 2**20, ge=0, description="Weights are not published when less disk space is free."
     )

@@ -3,8 +3,7 @@
 There are three kinds: `weights` (a trainer's state, in a folder of its own), `sampler_weights`
 and `external_weights` (weight versions; the external ones are for download). A deleted or
 expired checkpoint disappears from every answer at once; the garbage collector removes its files
-later. What it may remove are the folders that were released here: a folder of which the database
-knows nothing is not removed.
+later: it removes the folders that were released here.
 
 An expired checkpoint is kept for a grace period from when the gateway first saw that it had
 expired, and comes back if the clock turns out to have been ahead.
@@ -12,14 +11,11 @@ expired, and comes back if the clock turns out to have been ahead.
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sqlalchemy import (
     ColumnElement,
@@ -35,7 +31,6 @@ from sqlalchemy import (
 
 from gateway.auth.identity import Caller, Readers, visible
 from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.records import CheckpointRecord
 from gateway.identifiers import (
     CheckpointPath,
     parse_checkpoint_path,
@@ -44,7 +39,7 @@ from gateway.identifiers import (
 from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, released_folders, runs
-from tandem.errors import PublishFailed, StorageFull, UnknownWeights
+from tandem.errors import UnknownWeights
 from tandem.worker import TrainingSpec
 
 
@@ -104,13 +99,11 @@ class CheckpointCatalog:
         self,
         *,
         database: Database,
-        data_dir: Path,
         pins: Pins,
         limits: Quotas,
         expiry_grace: float = EXPIRY_GRACE,
     ) -> None:
         self._database = database
-        self._data_dir = data_dir
         self.pins = pins
         self._limits = limits
         self._expiry_grace = expiry_grace
@@ -132,20 +125,8 @@ class CheckpointCatalog:
                 raise
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Write the record beside the files, then the row, replacing one of the same path in the
-        same transaction. Raise `StorageFull` or `PublishFailed`."""
-        record = await self.record_of(checkpoint)
-        try:
-            await asyncio.to_thread(record.write, self._data_dir / checkpoint.relative_folder)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(
-                    f"there is no room to name {checkpoint.path}; save again when there is"
-                ) from error
-            why = error.strerror or "it cannot be written"
-            raise PublishFailed(
-                f"{checkpoint.path} could not be named: {why}; save again"
-            ) from error
+        """Write the row of a checkpoint whose files are complete, replacing one of the same path in
+        the same transaction. Raises `StorageFailed`."""
         await self._database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
@@ -334,23 +315,6 @@ class CheckpointCatalog:
             owner=row["owner"],
             project_id=row["project_id"],
             training=TrainingSpec.model_validate(row["training"] or {}),
-        )
-
-    async def record_of(self, checkpoint: Checkpoint) -> CheckpointRecord:
-        """Return what the checkpoint's folder is to say of it."""
-        origin, path = await self.origin(checkpoint.path.run_id), checkpoint.path
-        return CheckpointRecord(
-            run_id=path.run_id,
-            kind=path.kind,
-            name=path.name,
-            owner=checkpoint.owner,
-            project_id=origin.project_id,
-            base_model=checkpoint.base_model,
-            training=origin.training,
-            step=checkpoint.step,
-            bytes=checkpoint.bytes,
-            created_at=checkpoint.created_at,
-            user_metadata=checkpoint.user_metadata,
         )
 
 

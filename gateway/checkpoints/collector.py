@@ -1,24 +1,24 @@
 """Removes weight versions and checkpoint folders that nothing names and nobody uses.
 
-It removes what the database knows: folders that were released, and weight versions without a name;
-and what this gateway asked a trainer for and named nowhere. Of others, a folder without a list of
-its files is what a crash left of a save, and goes as well; a complete one goes into quarantine,
-because its saver may have been told that it is saved. While database and data directory do not
-belong together (`gateway/storage/pairing.py`), nothing is removed at all.
+It removes folders that the database knows, namely released ones and weight versions without a name;
+partial folders, which a crash left of a save; and folders that this gateway asked a trainer for and
+named nowhere. It never removes any other folder. A folder that the database does not know may hold
+what a user was told is saved: the database may be an older copy, or another one. `warnings` names
+these folders, and an operator decides.
 
-A folder is kept while a checkpoint or an active sampling session names it, and while it is
-pinned: by a run, by a sampler, or by whoever reads or writes it. What a kept version is a delta of
-is kept with it. Files are written before their
-name and removed after it, so a crash at any point leaves at worst files without a name, which
-`collect_all` removes at the next start.
+A folder is kept while a checkpoint or an active sampling session names it, and while a run, a
+sampler, a reader or a writer pins it. The base of a kept delta is kept, too. Files are written
+before their name and removed after it, so a crash leaves at worst files without a name.
 
-The order of the checks matters, because saving and reading go on meanwhile: first list the
-disk, so that nothing younger is touched; then what is in use; then the names (a save unpins its
-folder only after its name is committed); then once more what is in use (a reader pins a folder
-after it has found the name).
+Saving and reading go on meanwhile, so the order of the checks matters:
 
-Collecting a folder is one rename into the trash, so that collections of several runs need not wait
-for one another. One task at a time then removes what is in the trash, which can take long.
+1. List the disk, so that no younger folder is touched.
+2. Read the pins.
+3. Read the names. A save unpins its folder only after its name is committed.
+4. Read the pins again. A reader pins a folder after it has found the name.
+
+Collecting a folder is one rename into the trash, so collections of several runs need not wait for
+one another. One task at a time then empties the trash, which can take long.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from pathlib import Path
 from sqlalchemy import delete, literal, select, union_all, update
 
 from gateway.checkpoints.catalog import CheckpointCatalog
-from gateway.checkpoints.quarantine import Quarantine
-from gateway.checkpoints.versions import FILE_LISTS
 from gateway.identifiers import relative_version_folder, run_folder_name
 from gateway.storage.database import Database
-from gateway.storage.pairing import MISMATCH
 from gateway.storage.tables import (
     checkpoints,
     released_folders,
+    runs,
     sampling_sessions,
     weight_versions,
 )
@@ -48,11 +46,15 @@ from tandem.errors import describe
 from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
+_OF_RUNS = ("snapshots", "operations")
+"""Folders that have one folder for each active run."""
 _PARTIAL_PREFIX = ".partial-"
 _TRASH = ".trash"
-QUARANTINED = (
-    "the database knows nothing of these checkpoints: it may be an older copy. They are in "
-    "quarantine and will be removed; `tandem checkpoints adopt` takes them back"
+_MOST_NAMED = 5
+UNKNOWN = (
+    "the database does not know these folders of the data directory, so Tandem never removes them. "
+    "If it is the wrong database or an older copy, stop the gateway and give it the right one. "
+    "Otherwise remove the folders yourself, or move them elsewhere"
 )
 
 
@@ -63,10 +65,9 @@ class GarbageCollector:
         database: Database,
         data_dir: Path,
         checkpoints: CheckpointCatalog,
-        quarantine: Quarantine,
     ) -> None:
-        self.paired = True
-        self.quarantine = quarantine
+        self.unknown: set[str] = set()
+        """Folders that the database does not know, by their path in the data directory."""
         self._database = database
         self._data_dir = data_dir
         self.checkpoints = checkpoints
@@ -79,6 +80,7 @@ class GarbageCollector:
     async def collect_all(self) -> None:
         """Remove what an earlier gateway left. Call it only before anything runs."""
         await self.collect(None, ended=True)
+        await self.find_unknown()
         self.empty_trash_soon()
 
     async def close(self) -> None:
@@ -90,8 +92,7 @@ class GarbageCollector:
         """Remove what is in the trash: also what a crash or a failing disk left there. That can
         take minutes."""
         async with self._emptying:
-            if self.paired:
-                await asyncio.to_thread(self._empty_trash)
+            await asyncio.to_thread(self._empty_trash)
 
     def empty_trash_soon(self) -> None:
         """As `empty_trash`, without waiting."""
@@ -105,8 +106,6 @@ class GarbageCollector:
         """Remove the folders of a run (of all, for None) that nothing names or uses; partial
         folders as well if its trainer has stopped. Return False if some are still in use, so that
         the call is worth repeating."""
-        if not self.paired:
-            return False
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
         if not await self._database.flush():  # it may name what has lost its name
@@ -124,8 +123,9 @@ class GarbageCollector:
                 self.checkpoints.mark(run_id)
             return not unnamed
         unused = [folder for folder in unnamed if folder not in used]
-        if unused:
-            removed, refused = await asyncio.to_thread(self._put_away, unused, known)
+        removable = [f for f in unused if f in known or _is_partial(f)]
+        if removable:
+            removed, refused = await asyncio.to_thread(self._put_away, removable)
             self.empty_trash_soon()
             await self._note(run_id, removed)
             self._log.info("collected", run_id=run_id, folders=removed)
@@ -136,34 +136,44 @@ class GarbageCollector:
             self.checkpoints.given_up.pop(run_id or "", None)
         return len(unused) == len(unnamed)
 
-    async def expire_quarantine(self) -> None:
-        """Put what was in quarantine for too long into the trash."""
-        if self.paired:
-            ended = await asyncio.to_thread(self._end_quarantine)
-            if ended:
-                self.empty_trash_soon()
-
     async def warnings(self) -> list[str]:
         """Return what an operator should know, in sentences."""
-        if not self.paired:
-            return [MISMATCH]
-        held = await asyncio.to_thread(self.quarantine.folders)
-        return [f"{', '.join(held)}: {QUARANTINED}"] if held else []
+        self.unknown = await asyncio.to_thread(self._still_there)
+        if not self.unknown:
+            return []
+        first = sorted(self.unknown)[:_MOST_NAMED]
+        more = len(self.unknown) - len(first)
+        names = ", ".join(first) + (f" and {more} more" if more else "")
+        return [f"{names}: {UNKNOWN}"]
 
-    async def unknown_folders(self) -> list[str]:
-        """Return the complete folders of which the database knows nothing and that nobody uses:
-        those in quarantine, and those that are still where they were."""
+    async def find_unknown(self) -> None:
+        """Note the folders that the database does not know, and log them. Those of an unknown run
+        are noted as one."""
         found = await asyncio.to_thread(self._list_folders, None, False)
-        used = self._pins.folders()
+        of_runs = await asyncio.to_thread(self._list_folders_of_runs)
+        known = self._pins.folders()
         await self._database.flush()
-        used |= await self._named(None) | await self._known(None)
-        used |= self._pins.folders()
-        return await asyncio.to_thread(
-            lambda: [
-                *self.quarantine.folders(),
-                *(f for f in found if f not in used and self._is_complete(f)),
-            ]
-        )
+        known |= await self._named(None) | await self._known(None) | self._pins.folders()
+        rows = await self._database.read(select(runs.c.id)) if found or of_runs else []
+        known_runs = {run_folder_name(row["id"]) for row in rows}
+        unknown = {path for path in of_runs if Path(path).name not in known_runs}
+        for folder in set(found) - known:
+            run = Path(folder).parent
+            unknown.add(folder if run.name in known_runs else str(run))
+        self.unknown = unknown
+        if unknown:
+            self._log.warning("unknown_folders", folders=sorted(unknown), hint=UNKNOWN)
+
+    def _still_there(self) -> set[str]:
+        return {folder for folder in self.unknown if (self._data_dir / folder).is_dir()}
+
+    def _list_folders_of_runs(self) -> list[str]:
+        return [
+            str(path.relative_to(self._data_dir))
+            for root in _OF_RUNS
+            for path in sorted(self._data_dir.glob(f"{root}/*"))
+            if _is_own_folder(path)
+        ]
 
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []
@@ -173,7 +183,7 @@ class GarbageCollector:
         return [
             str(folder.relative_to(self._data_dir))
             for folder in found
-            if partials or not folder.name.startswith(_PARTIAL_PREFIX)
+            if partials or not _is_partial(folder.name)
         ]
 
     def _run_folders(self, run_id: str | None) -> list[Path]:
@@ -218,50 +228,24 @@ class GarbageCollector:
         rows = await self._database.read(union_all(released, versions))
         return {row["folder"] or relative_version_folder(row["name"]) for row in rows}
 
-    def _is_complete(self, folder: str) -> bool:
-        path = self._data_dir / folder
-        named = _is_own_folder(path) and not path.name.startswith(_PARTIAL_PREFIX)
-        return named and any((path / name).is_file() for name in FILE_LISTS)
-
-    def _put_away(self, folders: list[str], known: set[str]) -> tuple[list[str], list[str]]:
-        """Rename the complete folders that the database does not know into quarantine, the others
-        into the trash, so that nothing half removed has a name. Return the latter, and those of
-        either kind that the disk refused to rename."""
-        lost = [f for f in folders if f not in known and self._is_complete(f)]
+    def _put_away(self, folders: list[str]) -> tuple[list[str], list[str]]:
+        """Rename folders into the trash, so that nothing half removed has a name. Return these
+        folders, and the others, which the disk refused to rename."""
         removed, refused = [], []
         for folder in folders:
             try:
-                if folder in lost:
-                    self.quarantine.put(folder)
-                    continue
                 with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
-                    self._throw_away(folder, self._data_dir / folder)
+                    self._throw_away(folder)
                 removed.append(folder)
             except OSError as error:  # stays where it is, and is tried again
                 self._log.error("not_put_away", folder=folder, reason=describe(error))
                 refused.append(folder)
-        if quarantined := [folder for folder in lost if folder not in refused]:
-            self._log.warning("quarantined", folders=quarantined, hint=QUARANTINED)
         return removed, refused
 
-    def _end_quarantine(self) -> list[str]:
-        """Return the folders whose quarantine is over, and which are in the trash now."""
-        ended = []
-        for folder in self.quarantine.overdue():
-            try:
-                self._throw_away(folder, self.quarantine.path(folder))
-            except OSError as error:  # stays where it is, and is tried again
-                self._log.error("not_removed", path=folder, reason=describe(error))
-            else:
-                self._log.warning("quarantine_ended", folder=folder)
-                ended.append(folder)
-        return ended
-
-    def _throw_away(self, folder: str, path: Path) -> None:
-        """Rename a folder, which is at `path` now, into the trash."""
+    def _throw_away(self, folder: str) -> None:
         trash = self._data_dir / folder.partition("/")[0] / _TRASH
         trash.mkdir(parents=True, exist_ok=True)
-        path.rename(trash / secrets.token_hex(8))
+        (self._data_dir / folder).rename(trash / secrets.token_hex(8))
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):
@@ -289,6 +273,10 @@ class GarbageCollector:
             gone.values(collected_at=time.time()),
             delete(released_folders).where(released_folders.c.folder.in_(removed)),
         )
+
+
+def _is_partial(folder: str) -> bool:
+    return Path(folder).name.startswith(_PARTIAL_PREFIX)
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -20,7 +20,6 @@ from sqlalchemy import insert, select
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
-from gateway.checkpoints.records import CheckpointRecord
 from gateway.checkpoints.versions import VersionStore, files_of, insert_version
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
@@ -136,9 +135,6 @@ class CheckpointCopier:
             "ended_at": now,
         }
         origin = await self._checkpoints.origin(source.path.run_id)
-        record = (await self._checkpoints.record_of(copy)).model_copy(
-            update={"training": origin.training, "project_id": request.project_id}
-        )
         statements = [
             insert_row(copy),
             insert(runs).values(
@@ -176,7 +172,7 @@ class CheckpointCopier:
             statements.append(insert_version(version))
         with self._checkpoints.writing(copy.relative_folder, run_id=run_id):
             await asyncio.to_thread(
-                _link_files, source, self._data_dir / source.relative_folder, copy, target, record
+                _link_files, source, self._data_dir / source.relative_folder, copy, target
             )
             await self._database.write_together(*statements, durable=True)
 
@@ -190,17 +186,14 @@ def _session_id(request: CopyRequest) -> str:
     return f"s-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
-def _link_files(
-    source: Checkpoint, folder: Path, copy: Checkpoint, target: Path, record: CheckpointRecord
-) -> None:
-    """Link the files into a new folder, with a record of its own. The folder of a weight version
-    gets a manifest of its own, too, which names the version and its run."""
+def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path) -> None:
+    """Link the files into a new folder. The folder of a weight version gets a manifest of its own,
+    which names the version and its run."""
     partial = PartialVersion(target)
     try:
         partial.create()
         for name, file in files_of(source, folder).items():
             _link(file, partial.path / name)
-        record.write(partial.path)
         if copy.version:
             manifest = Manifest.model_validate_json(read_record(folder / MANIFEST_NAME))
             changes = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -351,8 +351,10 @@ class Journal:
                 payload=None,
             )
         )
-        kept = {run_folder_name(row["id"]) for row in await self.database.read(active)}
-        await asyncio.to_thread(remove_all_but, self.data_dir / "operations", kept)
+        if left := await asyncio.to_thread(lambda: [*(self.data_dir / "operations").glob("*")]):
+            rows = await self.database.read(select(runs.c.id).where(runs.c.state != "active"))
+            over = {run_folder_name(row["id"]) for row in rows}
+            await asyncio.to_thread(_remove, [path for path in left if path.name in over])
         return count
 
     def _file_of(self, run_id: str, seq_id: int) -> Path:
@@ -383,11 +385,9 @@ def _accepted_row(operation: Operation) -> dict[str, object]:
     }
 
 
-def remove_all_but(folder: Path, kept: Container[str]) -> None:
-    """Remove the folders of runs in a folder, except those of these names."""
-    for path in folder.glob("*"):
-        if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _older_than(folder: Path, cutoff: float) -> list[Path]:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
 from tandem.errors import TandemError, describe
 from tandem.telemetry import get_log
-from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
@@ -53,12 +52,17 @@ class SnapshotStore:
         self._log = get_log()
 
     async def open(self) -> None:
-        """Remove what an earlier gateway left that belongs to no run which goes on."""
+        """Remove what an earlier gateway left of runs that the database knows to be over. The
+        folders of unknown runs stay (`GarbageCollector`)."""
         active = select(runs.c.id).where(runs.c.state == "active")
         await self._database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))
         rows = await self._database.read(select(snapshots.c.folder))
         kept = {self._data_dir / row["folder"] for row in rows}
-        await asyncio.to_thread(_remove_others, self._data_dir / _FOLDER, kept)
+        if left := await asyncio.to_thread(lambda: [*(self._data_dir / _FOLDER).glob("*")]):
+            rows = await self._database.read(select(runs.c.id))
+            known = {run_folder_name(row["id"]) for row in rows}
+            folders = [path for path in left if path.name in known]
+            await asyncio.to_thread(_remove_others, folders, kept)
 
     async def resume(self, run: TrainingRun) -> list[Snapshot]:
         """Return the snapshots that an earlier gateway has noted of a run, oldest first."""
@@ -166,24 +170,23 @@ class SnapshotStore:
         return True
 
 
-def _remove_others(folder: Path, kept: Container[Path]) -> None:
-    """Remove the snapshots that are not kept, and what was written of others."""
-    for path in folder.glob("*/*"):
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob("*"):
+def _remove_others(folders: Iterable[Path], kept: Container[Path]) -> None:
+    """Remove the snapshots in these folders that are not kept, and what was written of others."""
+    for folder in folders:
+        for path in folder.glob("*"):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):  # something is kept in it
-            path.rmdir()
+            folder.rmdir()
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Give the files of a checkpoint, without the record of whose it is, names in a new folder."""
+    """Give the files of a checkpoint names in a new folder."""
     partial = target.parent / f".partial-{target.name}"
     make_folder(partial)
     try:
         for file in source.iterdir():
-            if file.name != RECORD_NAME:
-                os.link(file, partial / file.name)
+            os.link(file, partial / file.name)
         give_name(partial, target)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)

@@ -243,13 +243,6 @@ released_folders = Table(
     Index("released_folders_by_run", "run_id"),
 )
 
-# One row: the id that the database shares with its data directory.
-data_directory = Table(
-    "data_directory",
-    metadata,
-    Column("id", String(32), primary_key=True),
-)
-
 # One row: which gateway may use a PostgreSQL database (`lease`). No migration makes or changes it.
 gateway_lease = Table(
     "gateway_lease",

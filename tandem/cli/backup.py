@@ -33,7 +33,7 @@ def backup(
     if as_json:
         print_json(answer)
         return
-    say(f"{folder}: records of {answer['checkpoints']} checkpoints.")
+    say(f"{folder}: the lists of files of {answer['folders']} checkpoints and versions.")
     if answer["revision"]:
         say("The database is in it. Copy the data directory after it, for the weights.")
     else:
@@ -47,17 +47,17 @@ def restore(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a backup's database in place while no gateway runs, and keep all that lies in the data
-    directory: what was saved since the backup is taken back."""
+    """Put a backup's database in place while no gateway runs. Nothing in the data directory is
+    removed; folders that this database does not know are listed."""
     request = {"action": "restore", "folder": str(folder.absolute()) if folder else None}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
     if as_json:
         print_json(answer)
         return
-    say(f"Taken back: {len(cast(list[str], answer['adopted']))} checkpoints saved since.")
+    say("The database is restored.")
     if answer["replaced"]:
         say(f"The database that was replaced is in {answer['replaced']}.")
     for path in cast(list[str], answer["missing"]):
         fail(f"{path}: its files are not in the data directory", "missing")
-    for place, why in cast(dict[str, str], answer["refused"]).items():
-        fail(f"{place}: {why}", "not taken back")
+    for place in cast(list[str], answer["unknown"]):
+        fail(f"{place}: the restored database does not know it; Tandem keeps it", "unknown")

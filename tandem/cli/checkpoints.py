@@ -18,7 +18,6 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
-    fail,
     new_commands,
     print_json,
     say,
@@ -28,7 +27,7 @@ from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, des
 from tandem.own_machine import http_client
 from tandem.weights.model_files import ties_head
 
-app = new_commands("Checkpoints: list, delete, export and adopt.")
+app = new_commands("Checkpoints: list, delete and export.")
 
 Row = dict[str, object]
 
@@ -150,27 +149,6 @@ def export(
         say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
         if note:
             say(f"Note: {note}.")
-
-
-@app.command("adopt")
-def adopt(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Take back checkpoints on the disk of which the database knows nothing.
-
-    For after the database was lost or replaced by an older copy. From then on, database and data
-    directory belong together. Adopted checkpoints are their owner's as before; they are not
-    published and do not expire.
-    """
-    answer = call(data_dir, "POST", "checkpoints/adopt")
-    if as_json:
-        print_json(answer)
-        return
-    done = cast(dict[str, object], answer)
-    adopted, refused = cast(list[str], done["adopted"]), cast(dict[str, str], done["refused"])
-    for path in adopted:
-        say(path)
-    say(f"{len(adopted)} checkpoints are taken back.")
-    for folder, reason in refused.items():
-        fail(f"{folder} is not taken back: {reason}", "warning")
 
 
 def _newest(data_dir: Path | None, limit: int) -> list[Row]:

@@ -9,8 +9,6 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 MANIFEST_NAME = "manifest.json"
-RECORD_NAME = "tandem.json"
-"""What the gateway writes beside a checkpoint's files: which one it is, and whose."""
 PATCH_SUFFIX = ".patch"
 _BLOCK_BYTES = 8 * 2**20
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tandem.model_config import INDEX_NAME
-from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
+from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.tensors import METADATA, StoredTensor
 from tandem.worker import TrainingSpec
 
@@ -64,7 +64,7 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-_OURS = frozenset({MANIFEST_NAME, RECORD_NAME, "adapter_config.json"})
+_OURS = frozenset({MANIFEST_NAME, "adapter_config.json"})
 """Left out where the base model is a version that was published before."""
 
 

@@ -133,13 +133,6 @@ class Copied(Answer):
     tinker_path: str
 
 
-class AdoptedCheckpoints(Answer):
-    """The paths of those that were taken back; by folder, why others were not."""
-
-    adopted: list[str]
-    refused: dict[str, str]
-
-
 @router.operation(
     "GET",
     "/training_runs/{run_id}/checkpoints",
@@ -238,15 +231,6 @@ async def checkpoint_files(
 ) -> SignedUrls:
     """Return signed addresses of the files of any checkpoint (`?path=tinker://…`)."""
     return await _signed(access.gateway, await access.checkpoint(path), base_url)
-
-
-@own_router.operation("POST", "/checkpoints/adopt", role="admin", audit="checkpoint_adopt")
-async def adopt_checkpoints(gateway: GatewayDep, audit: AuditDep) -> AdoptedCheckpoints:
-    """Take back the checkpoints on the disk of which the database knows nothing, of all owners;
-    from then on, database and data directory belong together."""
-    done = await gateway.adopter.adopt()
-    audit.note(f"{len(done.adopted)} checkpoints")
-    return AdoptedCheckpoints.of(done)
 
 
 @router.operation("POST", "/weights_info", role="reader", audit=None)

@@ -79,7 +79,6 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "set_checkpoint_ttl": OWN_CHANGE_EMPTY,
     "external_weights_urls": OWN_LOOK,
     "checkpoint_files": OWN_LOOK,
-    "adopt_checkpoints": ADMIN,
     "usage_events": EVERYBODY,
     "checkpoint_storage": EVERYBODY,
     "audit_log": ADMIN,

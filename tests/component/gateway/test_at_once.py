@@ -406,4 +406,3 @@ def test_a_save_that_its_client_was_never_told_of_goes_with_the_session(tmp_path
             wait_until(complete)
             assert finish(client, session).is_success
         assert entries(folder) == []
-        assert entries(data / "quarantine") == []

@@ -79,7 +79,7 @@ def listed(gate) -> set[str]:
     return {checkpoint.tinker_path for checkpoint in found}
 
 
-def test_a_restored_database_keeps_all_that_was_saved_before_and_since(place):
+def test_a_restored_database_knows_what_was_saved_before_and_nothing_since_is_removed(place):
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)
@@ -95,27 +95,47 @@ def test_a_restored_database_keeps_all_that_was_saved_before_and_since(place):
         tinker.RestClient(base_url=gate.url, api_key=KEY).delete_checkpoint_from_tinker_path(
             gone
         ).result()
-        kept = {*before, *since, overwritten}
-        assert listed(gate) == kept
+        assert listed(gate) == {*before, *since, overwritten}
     files = place.files()
     done = place.restore()
-    assert set(done["adopted"]) == {*since, overwritten}
-    assert done["missing"] == [gone]
+    assert sorted(name_of(folder) for folder in done["unknown"]) == ["since", "twice", "v"]
+    assert set(done["missing"]) == {gone, overwritten}
     assert place.files() >= files
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
-        assert gate.gateway.collector.paired
-        assert listed(gate) == {*kept, gone}
+        assert gate.gateway.collector.unknown == set(done["unknown"])
+        assert listed(gate) == {*before, overwritten, gone}
         assert place.files() >= files
-        for path, expected in ((since[0], 2), (overwritten, 2), (before[0], 1)):
-            service.create_training_client_from_state_with_optimizer(path).result()
-            _, trainer = gate.worker("trainer")
-            assert trainer.step == expected
-        client = service.create_sampling_client(model_path=since[1]).result()
+        service.create_training_client_from_state_with_optimizer(before[0]).result()
+        _, trainer = gate.worker("trainer")
+        assert trainer.step == 1
+        client = service.create_sampling_client(model_path=before[1]).result()
         prompt = tinker.ModelInput.from_ints([1, 2])
         assert client.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result().sequences
         with gate.http() as http:
             info = http.get(f"/api/v1/training_runs/{training.model_id}").json()
         assert info["training_run_id"] == training.model_id
+
+
+def name_of(folder: str) -> str:
+    """The name under which a folder was saved; "v" for a weight version."""
+    leaf = folder.rpartition("/")[2]
+    return "v" if folder.startswith("weights/") else leaf.rpartition("-")[0]
+
+
+def test_a_version_that_got_its_name_after_the_backup_stays(place):
+    """The restored database knows the version, and that it has no name."""
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        step(training)
+        serving = training.save_weights_and_get_sampling_client()
+        assert serving.get_base_model()
+        place.back_up()
+        training.save_weights_for_sampler("named").result()
+    files = place.files()
+    place.restore()
+    for _ in range(2):
+        with running_gateway(place.folder, session_ttl=600):
+            assert place.files() >= files
 
 
 def test_a_run_that_was_active_has_ended_and_says_why(place):
@@ -207,9 +227,8 @@ def test_a_directory_that_was_lost_but_for_the_weights_is_whole_again(place):
         step(training)
         path = training.save_state("a").result().path
         place.back_up()
-    for name in ("checkpoint.json", "tandem.json"):
-        (file,) = place.data_dir.glob(f"checkpoints/*/*/{name}")
-        file.unlink()
+    (file,) = place.data_dir.glob("checkpoints/*/*/checkpoint.json")
+    file.unlink()
     for file in place.data_dir.glob("tandem.db*"):
         file.unlink()
     assert place.restore()["missing"] == []

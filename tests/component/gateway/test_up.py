@@ -203,16 +203,16 @@ def test_nothing_is_left_of_gateway_and_agent_however_up_ends(tmp_path, monkeypa
         wait_until(lambda: not marked(mark), what="every process of it has ended")
 
 
-def test_up_warns_of_a_database_that_was_lost(tmp_path):
-    (tmp_path / "weights" / "s-1_train_0" / "v000001-11111111").mkdir(parents=True)
-    (tmp_path / "data_id").write_text("of the database that was lost")
+def test_up_warns_of_folders_that_the_database_does_not_know(tmp_path):
+    folder = tmp_path / "weights" / "s-1_train_0" / "v000001-11111111"
+    folder.mkdir(parents=True)
     with started(TANDEM, *up(tmp_path)) as command:
         assert command.stderr is not None
         said = command.stderr.readline()
         command.terminate()
         command.communicate(timeout=240)
-    assert said.startswith("warning: the database does not belong to this data directory")
-    assert "`tandem checkpoints adopt`" in said
+    assert said.startswith("warning: weights/s-1_train_0: the database does not know these folders")
+    assert folder.is_dir()
 
 
 def test_a_sentence_of_an_earlier_gateway_is_not_taken_for_this_ones(tmp_path):

@@ -318,7 +318,6 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "set_checkpoint_ttl": lambda w: Call(f"{w.checkpoint(w.state)}/ttl", {"ttl_seconds": None}),
     "external_weights_urls": lambda w: Call(f"{w.checkpoint(w.export)}/external_weights_urls"),
     "checkpoint_files": lambda w: Call(f"{OWN}/checkpoints/files?path={w.state}"),
-    "adopt_checkpoints": _get(f"{OWN}/checkpoints/adopt"),
     "usage_events": _get(f"{API}/billing/usage/events?{_HOURS}"),
     "usage_summary": _get(f"{OWN}/usage"),
     "checkpoint_storage": _get(f"{API}/billing/usage/checkpoints/current"),

@@ -6,11 +6,9 @@ import json
 import time
 from pathlib import Path
 
-from gateway.checkpoints.adoption import CheckpointAdopter
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.quarantine import Quarantine
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import parse_checkpoint_path
 from gateway.limits import Quotas
@@ -32,24 +30,13 @@ class Store:
         self.database = Database(url=url or url_for(data_dir), data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
             database=self.database,
-            data_dir=data_dir,
             pins=Pins(),
             limits=Quotas(settings=LimitSettings(), metrics=Metrics()),
             expiry_grace=DAY,
         )
         self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
-        self.quarantine = Quarantine(data_dir=data_dir, ttl=30 * DAY, grace=DAY)
         self.collector = collector(
-            database=self.database,
-            data_dir=data_dir,
-            checkpoints=self.checkpoints,
-            quarantine=self.quarantine,
-        )
-        self.adopter = CheckpointAdopter(
-            database=self.database,
-            data_dir=data_dir,
-            checkpoints=self.checkpoints,
-            collector=self.collector,
+            database=self.database, data_dir=data_dir, checkpoints=self.checkpoints
         )
 
     def reading(self, path: str):
@@ -60,7 +47,7 @@ class Store:
 
 
 def folder(store, relative: str) -> Path:
-    """A folder without a list of its files: what a crash leaves."""
+    """A folder without a list of its files."""
     path = store.data_dir / relative
     path.mkdir(parents=True)
     (path / "file").write_text("content")

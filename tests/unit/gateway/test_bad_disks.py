@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyrage
 import pytest
-from sqlalchemy import delete
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
@@ -18,11 +15,10 @@ from gateway.checkpoints.encryption import seal_version
 from gateway.runs.replay import Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.storage.data_directory import keep_signing_key
-from gateway.storage.tables import checkpoints
-from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull, TandemError
+from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.weights.store import fsync_path, make_folder, write_synced
-from tests.support.gateway.checkpoint_store import DAY, PATH, RUN, Store, checkpoint, whole
+from tests.support.gateway.checkpoint_store import PATH, RUN, Store, checkpoint, whole
 from tests.support.unreliable_disk import Fault, UnreliableDisk
 
 STATE = "checkpoints/s-1_train_0/a-11111111"
@@ -110,7 +106,6 @@ async def test_a_copy_that_the_disk_does_not_take_leaves_nothing_and_can_be_made
         path = await copies.copy(request(str(nth)))
         disk.lose_power()
         assert await is_whole(store, path) and await is_whole(store, PATH), strike.hit
-    assert store.quarantine.folders() == []
 
 
 async def test_a_copy_in_which_the_gateway_was_killed_is_not_left_in_parts(store, disk, saved):
@@ -121,8 +116,9 @@ async def test_a_copy_in_which_the_gateway_was_killed_is_not_left_in_parts(store
         next_one = Store(store.data_dir)
         await next_one.database.open()
         await next_one.collector.collect_all()
-        for left in next_one.quarantine.folders():  # whole, and nobody was told of it
-            assert (next_one.quarantine.path(left) / "file").read_text() == "content", strike.hit
+        for left in next_one.collector.unknown:  # a whole copy, of which nobody was told
+            (file,) = (store.data_dir / left).rglob("file")
+            assert file.read_text() == "content", strike.hit
         path = await copier(next_one).copy(request(str(nth)))
         disk.lose_power()
         assert await is_whole(next_one, path) and await is_whole(next_one, PATH), strike.hit
@@ -130,9 +126,7 @@ async def test_a_copy_in_which_the_gateway_was_killed_is_not_left_in_parts(store
         await next_one.database.close()
 
 
-async def test_a_copy_that_the_database_does_not_take_is_removed_and_not_quarantined(
-    store, saved, monkeypatch
-):
+async def test_a_copy_that_the_database_does_not_take_is_removed(store, saved, monkeypatch):
     async def refuse(*_statements: object, durable: bool) -> None:
         raise StorageFailed("no")
 
@@ -142,27 +136,26 @@ async def test_a_copy_that_the_database_does_not_take_is_removed_and_not_quarant
             await copier(store).copy(request("k"))
     (run_id,) = set(store.checkpoints.take_marked()) - {RUN}
     await store.collector.collect(run_id, ended=True)
-    assert folders(store, "checkpoints", "quarantine/checkpoints") == {STATE}
+    assert folders(store, "checkpoints") == {STATE}
 
 
 # --- Names -----------------------------------------------------------------------------------
 
 
-@FAILING
-async def test_a_checkpoint_that_cannot_be_named_is_told_and_removed(store, disk, fault):
-    for nth, strike in enumerate(disk.strikes(fault)):
-        name, relative = f"tinker://{RUN}/weights/{nth}", f"{STATE}-{nth}"
-        whole(store, relative)
-        told = ""
-        with strike:
-            try:
-                with store.checkpoints.writing(relative, run_id=RUN):
-                    await store.checkpoints.put(checkpoint(store, relative, path=name))
-            except TandemError as error:
-                told = error.message
-        assert ("save again" in told) == bool(strike.hit), strike.hit
-        await store.collector.collect(RUN)
-        assert (store.data_dir / relative).exists() != bool(strike.hit), strike.hit
+async def test_a_checkpoint_that_the_database_does_not_take_is_told_and_removed(
+    store, saved, monkeypatch
+):
+    async def refuse(*_statements: object, durable: bool) -> None:
+        raise StorageFailed("no")
+
+    other = f"{STATE}-other"
+    whole(store, other)
+    with monkeypatch.context() as broken:
+        broken.setattr(store.database, "write_together", refuse)
+        with pytest.raises(StorageFailed), store.checkpoints.writing(other, run_id=RUN):
+            await store.checkpoints.put(checkpoint(store, other, path=f"tinker://{RUN}/weights/b"))
+    await store.collector.collect(RUN)
+    assert folders(store, "checkpoints") == {STATE}
 
 
 @FAILING
@@ -179,7 +172,7 @@ def test_a_secret_that_could_not_be_kept_leaves_no_file(disk, tmp_path, fault):
         (data / "signing_key").unlink()
 
 
-# --- The collector, the quarantine and adoption ----------------------------------------------
+# --- The collector ---------------------------------------------------------------------------
 
 
 async def test_what_cannot_be_put_away_holds_nothing_up_and_is_tried_again(store, disk, saved):
@@ -187,55 +180,13 @@ async def test_what_cannot_be_put_away_holds_nothing_up_and_is_tried_again(store
     for strike in disk.strikes(Fault.FULL):
         for other in others:
             make_folder(store.data_dir / other)
+        store.checkpoints.given_up[RUN].update(others)  # else nothing would remove them
         with strike:
             done = await store.collector.collect(RUN)
         assert done != bool(strike.hit)
         assert len(folders(store, "checkpoints") & {*others}) == bool(strike.hit), strike.hit
         assert await store.collector.collect(RUN)
         assert not folders(store, "checkpoints") & {*others}
-
-
-@pytest.mark.parametrize("fault", [Fault.FULL, Fault.KILL])
-async def test_quarantine_ends_also_for_what_a_crash_left_on_its_way_there(
-    store, disk, fault, monkeypatch
-):
-    for strike in disk.strikes(fault):
-        whole(store, STATE)
-        with strike:
-            await store.collector.collect_all()
-        await store.collector.collect_all()
-        assert store.quarantine.folders() == [STATE], strike.hit
-        assert store.quarantine.overdue() == []
-        _let_pass(store, ".quarantined", 31 * DAY)
-        assert store.quarantine.overdue() == []
-        _let_pass(store, ".overdue", 2 * DAY)
-        assert store.quarantine.overdue() == [STATE], strike.hit
-        await store.collector.expire_quarantine()
-        await store.collector.empty_trash()
-        assert folders(store, "checkpoints", "quarantine/checkpoints") == set()
-        assert store.trash() == []
-
-
-def _let_pass(store, mark: str, seconds: float) -> None:
-    file = store.quarantine.path(STATE) / mark
-    then = file.stat().st_mtime - seconds
-    os.utime(file, (then, then))
-
-
-@pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST, Fault.KILL])
-async def test_what_was_adopted_is_in_its_place_also_after_a_power_failure(
-    store, disk, saved, fault
-):
-    for strike in disk.strikes(fault):
-        await store.database.write(delete(checkpoints))
-        await store.collector.collect_all()
-        assert store.quarantine.folders() == [STATE]
-        with strike, suppress(StorageFailed):
-            await store.adopter.adopt()
-        done = await store.adopter.adopt()
-        assert done.refused == {}, strike.hit
-        disk.lose_power()
-        assert await is_whole(store, PATH), strike.hit
 
 
 # --- Snapshots -------------------------------------------------------------------------------

@@ -31,10 +31,13 @@ async def store(tmp_path):
 async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
     named = folder(store, "checkpoints/s-1_train_0/a-11111111")
     await store.checkpoints.put(checkpoint(store, "checkpoints/s-1_train_0/a-11111111"))
+    version = WeightVersion(
+        name=f"{RUN}/v000001-55555555", path="", run_id=RUN, step=0, base_model="tiny"
+    )
+    await store.versions.add_version(version)
     for left in (
-        "checkpoints/s-1_train_0/b-22222222",  # saved, and killed before it was named
         "checkpoints/s-1_train_0/.partial-c-33333333",
-        "checkpoints/s-9_train_0/d-44444444",  # the copy of a run that never came to be
+        "checkpoints/s-9_train_0/.partial-d-44444444",  # the copy of a run that never came to be
         "weights/s-1_train_0/v000001-55555555",
         "weights/s-1_train_0/.partial-v000002-66666666",
         "weights/.trash/7777777777777777",  # taken away, and killed before it was removed
@@ -130,6 +133,7 @@ async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
 
 async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    store.checkpoints.given_up[RUN].add("checkpoints/s-1_train_0/a-11111111")
     with store.checkpoints.pins.resolving(RUN), store.checkpoints.pins.resolving(RUN):
         assert await store.collector.collect(RUN) is False
     assert path.exists()
@@ -193,6 +197,7 @@ async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch
         raise PermissionError("no")
 
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    store.checkpoints.given_up[RUN].add("checkpoints/s-1_train_0/a-11111111")
     with monkeypatch.context() as broken:
         broken.setattr("shutil.rmtree", refuse)
         await store.collector.collect(RUN)
@@ -215,6 +220,8 @@ async def test_a_large_removal_holds_up_no_other_collection(store, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", slow)
     large = folder(store, "checkpoints/s-1_train_0/a-11111111")
     other = folder(store, "checkpoints/s-2_train_0/b-22222222")
+    for run_id, path in ((RUN, large), ("s-2:train:0", other)):
+        store.checkpoints.given_up[run_id].add(str(path.relative_to(store.data_dir)))
     try:
         first = asyncio.create_task(store.collector.collect(RUN, ended=True))
         assert await asyncio.to_thread(removing.wait, PATIENCE)

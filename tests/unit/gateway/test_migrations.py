@@ -12,7 +12,6 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.pairing import check_pair
 from gateway.storage.tables import metadata, released_folders
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
@@ -105,7 +104,6 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     first = Store(tmp_path / "first")
     first.data_dir.mkdir()
     await first.database.open()
-    await check_pair(first.database, first.data_dir)
     for relative in (STATE, VERSION, RELEASED):
         whole(first, relative)
     await first.checkpoints.put(checkpoint(first, STATE))
@@ -127,12 +125,12 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     moved = first.data_dir.rename(tmp_path / "second")
     second = Store(moved, url=url_for(first.data_dir))
     await second.database.open()
-    assert await check_pair(second.database, second.data_dir)
     assert (await second.versions.version(version.name)).path == str(second.data_dir / VERSION)
     models = base_models(second)
     await models.open()
     assert models.get("tiny").path == str(second.data_dir / "models" / "tiny")
-    assert await second.collector.unknown_folders() == []
+    await second.collector.find_unknown()
+    assert second.collector.unknown == set()
     for table in metadata.sorted_tables:
         for row in await second.database.read(select(table)):
             assert not [value for value in row.values() if str(tmp_path) in str(value)]

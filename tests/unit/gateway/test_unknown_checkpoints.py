@@ -3,21 +3,23 @@ told is saved is removed for it."""
 
 from __future__ import annotations
 
-import os
 import time
+from typing import cast
 
 import pytest
-from sqlalchemy import delete, event, insert
+from sqlalchemy import event, insert
 from structlog.testing import capture_logs
 
 from gateway.auth.keys import KeyStore, NewKey
 from gateway.checkpoints.versions import files_of
-from gateway.storage.pairing import check_pair
-from gateway.storage.tables import audit, checkpoints
+from gateway.futures.table import FutureTable
+from gateway.metrics import Metrics
+from gateway.runs.journal import Journal
+from gateway.runs.snapshots import SnapshotStore
+from gateway.storage.tables import audit, runs
 from tandem.errors import CheckpointDamaged
 from tests.support.gateway.checkpoint_store import (
     DAY,
-    PATH,
     RUN,
     Store,
     checkpoint,
@@ -35,40 +37,91 @@ STATE = "checkpoints/s-1_train_0/a-11111111"
 async def store(tmp_path):
     store = Store(tmp_path)
     await store.database.open()
-    assert await check_pair(store.database, tmp_path)
     yield store
     await store.database.close()
 
 
-async def forget(store) -> None:
-    """What an older copy of the database does: it does not know the checkpoints."""
-    await store.database.write(delete(checkpoints))
+async def add_run(store, run_id: str = RUN, *, state: str = "ended") -> None:
+    about = dict.fromkeys(("session_id", "base_model", "owner", "project_id"), "x")
+    row = {"id": run_id, "state": state, "error_type": "", "reason": "", "created_at": 1.0}
+    await store.database.write(insert(runs), about | row)
 
 
-async def test_a_complete_checkpoint_that_the_database_does_not_know_is_kept_with_a_warning(store):
+async def test_a_folder_that_the_database_does_not_know_stays_and_is_named_once_at_a_start(store):
+    await add_run(store)
     whole(store, STATE)
     await store.checkpoints.put(checkpoint(store, STATE))
-    folder(store, "checkpoints/s-1_train_0/b-22222222")  # what a crash left of a save
-    whole(store, "checkpoints/s-1_train_0/.partial-c-33333333")
-    await forget(store)
-    with capture_logs() as lines:
-        await store.collector.collect_all()
-    assert store.quarantine.folders() == [STATE]
-    (warning,) = [line for line in lines if line["log_level"] == "warning"]
-    assert warning["folders"] == [STATE]
-    assert "tandem checkpoints adopt" in warning["hint"]
-    assert "tandem checkpoints adopt" in (await store.collector.warnings())[0]
-    assert not (store.data_dir / "checkpoints/s-1_train_0").exists()
+    unknown = {
+        "checkpoints/s-1_train_0/b-22222222": "checkpoints/s-1_train_0/b-22222222",
+        "weights/s-1_train_0/v000001-33333333": "weights/s-1_train_0/v000001-33333333",
+        "checkpoints/s-9_train_0/c-44444444": "checkpoints/s-9_train_0",
+        "checkpoints/s-9_train_0/d-55555555": "checkpoints/s-9_train_0",
+        "snapshots/s-9_train_0/00000001-66666666": "snapshots/s-9_train_0",
+    }
+    for path in unknown:
+        whole(store, path)
+    bare = folder(store, "weights/s-9_train_0/v000001-77777777")  # without a list of its files
+    for _ in range(2):
+        with capture_logs() as lines:
+            await store.collector.collect_all()
+        await store.collector.collect(RUN, ended=True)
+        await store.collector.collect("s-9:train:0", ended=True)
+        await store.collector.empty_trash()
+        assert all((store.data_dir / path / "file").exists() for path in (STATE, *unknown))
+        assert (bare / "file").exists()
+        (warning,) = [line for line in lines if line["log_level"] == "warning"]
+        assert warning["folders"] == sorted({*unknown.values(), "weights/s-9_train_0"})
 
-    done = await store.adopter.adopt()
-    assert (done.adopted, done.refused) == ([PATH], {})
+
+async def test_partial_folders_go_also_those_of_an_unknown_run(store):
+    for run in ("s-1_train_0", "s-9_train_0"):
+        whole(store, f"checkpoints/{run}/.partial-a-11111111")
+    await add_run(store)
     await store.collector.collect_all()
-    async with store.reading(PATH) as found:
-        assert (store.data_dir / found.relative_folder / "file").read_text() == "content"
-        assert (found.owner, found.expires_at, found.public) == ("local", None, False)
-    names = {file.name for file in (store.data_dir / STATE).iterdir()}
-    assert names == {"checkpoint.json", "file", "tandem.json"}
-    assert await store.collector.warnings() == []
+    assert not any(store.data_dir.glob("checkpoints/s-*"))
+    assert store.collector.unknown == set()
+
+
+async def test_the_warning_counts_what_it_does_not_name_and_forgets_what_an_operator_removed(store):
+    folders = [f"weights/s-{n}_train_0" for n in range(10, 18)]
+    for each in folders:
+        whole(store, f"{each}/v000001-11111111")
+    await store.collector.collect_all()
+    (said,) = await store.collector.warnings()
+    assert said.startswith(f"{', '.join(folders[:5])} and 3 more: the database does not know these")
+    for each in folders[1:]:
+        (store.data_dir / each).rename(store.data_dir / each.replace("/", "-"))
+    (said,) = await store.collector.warnings()
+    assert said.startswith(f"{folders[0]}: the database does not know these folders")
+
+
+async def test_snapshots_and_payloads_go_with_a_run_that_is_over_and_stay_of_an_unknown_one(store):
+    for run_id, state in ((RUN, "ended"), ("s-2:train:0", "active")):
+        await add_run(store, run_id, state=state)
+    for run in ("s-1_train_0", "s-2_train_0", "s-9_train_0"):
+        whole(store, f"snapshots/{run}/00000001-11111111")
+        folder(store, f"operations/{run}")
+    journal = Journal(
+        database=store.database,
+        data_dir=store.data_dir,
+        futures=cast(FutureTable, None),
+        metrics=Metrics(),
+        result_ttl=DAY,
+    )
+    snapshots = SnapshotStore(
+        database=store.database,
+        data_dir=store.data_dir,
+        checkpoints=store.checkpoints,
+        versions=store.versions,
+    )
+    await journal.abandon()
+    await snapshots.open()
+
+    assert {path.name for path in (store.data_dir / "operations").iterdir()} == {
+        "s-2_train_0",
+        "s-9_train_0",
+    }
+    assert {path.name for path in (store.data_dir / "snapshots").iterdir()} == {"s-9_train_0"}
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"files": 1}', None])
@@ -85,7 +138,7 @@ async def test_a_record_that_somebody_put_in_its_place_is_damaged(store, content
 
 
 @pytest.mark.parametrize("end", ["deleted", "replaced", "expired"])
-async def test_what_its_user_gave_up_goes_at_once_and_not_into_quarantine(store, end):
+async def test_what_its_user_gave_up_goes_at_once(store, end):
     path = whole(store, STATE)
     saved = checkpoint(store, STATE, expires_at=1.0 if end == "expired" else None)
     await store.checkpoints.put(saved)
@@ -101,62 +154,7 @@ async def test_what_its_user_gave_up_goes_at_once_and_not_into_quarantine(store,
         await store.checkpoints.expire()
     await store.collector.collect_all()  # as after a crash between the name's end and the files'
     assert not path.exists()
-    assert store.quarantine.folders() == []
-
-
-async def test_adopting_says_what_it_does_not_take_back_and_leaves_it(store):
-    nameless = "checkpoints/s-1_train_0/b-22222222"
-    whole(store, nameless)
-    older, newer = "checkpoints/s-1_train_0/a-33333333", STATE
-    for relative, created_at in ((older, 1.0), (newer, 2.0)):
-        whole(store, relative)
-        await store.checkpoints.put(checkpoint(store, relative, created_at=created_at))
-        await forget(store)
-    cut = "checkpoints/s-1_train_0/c-44444444"
-    (whole(store, cut) / "file").write_text("con")
-    cut_path = f"tinker://{RUN}/weights/c"
-    await store.checkpoints.put(checkpoint(store, cut, path=cut_path))
-    await forget(store)
-    moved = "checkpoints/s-2_train_0/a-55555555"
-    (whole(store, moved) / "tandem.json").write_bytes(
-        (store.data_dir / newer / "tandem.json").read_bytes()
-    )
-    done = await store.adopter.adopt()
-    assert done.adopted == [PATH]
-    assert "does not say" in done.refused.pop(nameless)
-    assert f"another checkpoint {PATH}" in done.refused.pop(older)
-    assert "3 bytes, not 7" in done.refused.pop(cut)
-    assert "cannot be in this folder" in done.refused.pop(moved)
-    assert done.refused == {}
-    await store.collector.collect_all()
-    assert set(store.quarantine.folders()) == {nameless, older, cut, moved}
-    assert (await store.adopter.adopt()).adopted == []
-
-
-async def test_a_quarantine_ends_after_its_time_and_not_when_the_clock_jumps(store):
-    whole(store, STATE)
-    await store.collector.collect_all()
-    since = store.data_dir / "quarantine" / STATE / ".quarantined"
-    seen = since.with_name(".overdue")
-    now = time.time()
-
-    def age(mark, days) -> None:
-        os.utime(mark, (now - days * DAY, now - days * DAY))
-
-    await store.collector.expire_quarantine()
-    age(since, 31)  # or the clock is 31 days ahead
-    await store.collector.expire_quarantine()
-    assert store.quarantine.folders() == [STATE]
-    age(since, 1)  # the clock was set back
-    await store.collector.expire_quarantine()
-    assert not seen.exists()
-    age(since, 31)
-    await store.collector.expire_quarantine()
-    age(seen, 1.5)
-    with capture_logs() as lines:
-        await store.collector.expire_quarantine()
-    assert store.quarantine.folders() == []
-    assert (lines[0]["event"], lines[0]["folder"]) == ("quarantine_ended", STATE)
+    assert store.collector.unknown == set()
 
 
 async def test_a_clock_that_is_ahead_hides_a_checkpoint_and_loses_nothing(store, monkeypatch):
@@ -211,44 +209,22 @@ async def test_what_is_acknowledged_is_synced_and_the_rest_waits_for_no_disk(sto
     assert await levels_of(store.database.write(insert(audit), row)) == normal
 
 
-async def test_a_foreign_database_removes_nothing_until_an_operator_says_so(tmp_path):
+async def test_another_database_removes_nothing(tmp_path):
     store = Store(tmp_path)
     await store.database.open()
-    assert await check_pair(store.database, tmp_path)
     whole(store, STATE)
-    left = [folder(store, "checkpoints/s-1_train_0/b-2"), folder(store, "weights/.trash/c")]
     await store.checkpoints.put(checkpoint(store, STATE))
+    version = whole(store, "weights/s-1_train_0/v000001-11111111")
     await store.database.close()
     lose_database(tmp_path)
 
-    for _ in range(2):  # it is still foreign at the second start
-        store = Store(tmp_path)
-        await store.database.open()
-        store.collector.paired = await check_pair(store.database, tmp_path)
-        assert not store.collector.paired
-        await store.collector.collect_all()
-        await store.collector.empty_trash()
-        assert (tmp_path / STATE).exists()
-        assert all(path.exists() for path in left)
-        assert "tandem checkpoints adopt" in (await store.collector.warnings())[0]
-        await store.database.close()
-
-    store = Store(tmp_path)
-    await store.database.open()
-    store.collector.paired = await check_pair(store.database, tmp_path)
-    assert (await store.adopter.adopt()).adopted == [PATH]
-    assert await check_pair(store.database, tmp_path)
-    await store.collector.collect_all()
-    await store.collector.empty_trash()
-    assert (tmp_path / STATE).exists()
-    assert not any(path.exists() for path in left)
-    await store.database.close()
-
-
-async def test_a_directory_without_files_belongs_to_any_database(tmp_path):
     for _ in range(2):
         store = Store(tmp_path)
         await store.database.open()
-        assert await check_pair(store.database, tmp_path)
+        await store.collector.collect_all()
+        await store.collector.empty_trash()
+        assert (tmp_path / STATE / "file").exists()
+        assert (version / "file").exists()
+        assert store.collector.unknown == {"checkpoints/s-1_train_0", "weights/s-1_train_0"}
+        await store.collector.close()
         await store.database.close()
-        lose_database(tmp_path)

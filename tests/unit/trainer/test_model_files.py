@@ -9,7 +9,7 @@ def test_a_base_model_that_was_published_before_passes_on_nothing_of_ours(tmp_pa
     base, version = tmp_path / "base", tmp_path / "version"
     base.mkdir(), version.mkdir()
     kept = {"config.json", "tokenizer.json"}
-    for name in (*kept, "manifest.json", "tandem.json", "model.safetensors"):
+    for name in (*kept, "manifest.json", "adapter_config.json", "model.safetensors"):
         (base / name).write_text("{}")
     assert {file.name for file in copy_small_files(base, version)} == kept
     assert {file.name for file in version.iterdir()} == kept

@@ -54,10 +54,6 @@ def upgrade() -> None:
     )
     op.create_index("custom_losses_by_session", "custom_losses", ["session_id"])
     op.create_table(
-        "data_directory",
-        sa.Column("id", sa.String(32), primary_key=True),
-    )
-    op.create_table(
         "drained_groups",
         sa.Column("name", sa.String(64), primary_key=True),
     )
