@@ -27,8 +27,6 @@ _KEPT = re.compile(
     # Libraries of models.
     |TORCH.*|(PYTORCH|TRITON|VLLM|FLASHINFER|FLASH_ATTENTION|HF|TRANSFORMERS)_.*
     |(TOKENIZERS|SAFETENSORS)_.*
-    # Which node of a trainer with several this is.
-    |MASTER_ADDR|MASTER_PORT|PET_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|JOB_COMPLETION_INDEX
     # Tandem's own, and so those of trainer backends that are installed beside it.
     |TANDEM_.*
     """,

@@ -204,9 +204,8 @@ class WorkerSpec(BaseModel):
     its launcher does.
 
     `nodes` is for trainers: on how many hosts its ranks are, equally many on each, in the order of
-    `devices`; 0: as many as the environment says. All nodes are started with this specification.
-    `rendezvous` is the HOST:PORT at which node 0 is reached by the others; "": as the environment
-    says (`trainer_service/compute/topology.py`).
+    `devices`. All nodes are started with this specification. `rendezvous` is the HOST:PORT at which
+    the other nodes reach node 0; "" where there are none.
 
     `group` is the name of the device group that its place is on, and `host_memory` what its session
     said that it needs of each host, 0: nothing. It listens at `host`, on `port`
@@ -232,7 +231,7 @@ class WorkerSpec(BaseModel):
     devices: tuple[str, ...] = ()
     lease: int = 0
     no_suspender: str = ""
-    nodes: int = Field(1, ge=0)
+    nodes: int = Field(1, ge=1)
     rendezvous: str = ""
     group: str = ""
     host_memory: int = 0

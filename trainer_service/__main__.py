@@ -78,11 +78,7 @@ class _Worker:
     def start_ranks(self) -> tuple[Topology, OtherRanks]:
         """Start the other ranks of this node, and return them with how all are laid out. Raises
         `WorkerStartFailed`."""
-        topology = topology_of(self._spec, os.environ, first=True)
-        if topology.node:
-            raise WorkerStartFailed(
-                f"this is node {topology.node}: start `python -m trainer_service.node` there"
-            )
+        topology = topology_of(self._spec, node=0)
         devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
         ranks = OtherRanks(self._spec, topology, devices=devices, on_death=self._break)
         if devices:

@@ -9,12 +9,9 @@ What a launcher sets for a trainer with several nodes:
   of node 0; `devices`, if any, of all ranks in the nodes' order. The name of HOST must resolve as
   soon as node 0 runs, ready or not. On Kubernetes a headless Service with
   `publishNotReadyAddresses` does that;
-- in the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, … (or what else
-  `trainer_service/compute/topology.py` understands);
+- in the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, …;
 - between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
   that the kernel chooses. The models and the data directory are mounted at one path on all nodes.
-
-On node 0 it is `python -m trainer_service`, so that all nodes may have one command.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from tandem.errors import TandemError
 from tandem.telemetry import configure_logging, get_log
 from tandem.worker import WorkerReport, WorkerSpec
 from tandem.worker_link import launcher_link
-from trainer_service.__main__ import serve
-from trainer_service.compute.topology import Topology, topology_of
+from trainer_service.compute.topology import Topology, node_number, topology_of
 from trainer_service.service.libraries import set_environment
 from trainer_service.service.nodes import Member
 from trainer_service.service.rank_processes import devices_of_ranks
@@ -46,9 +42,7 @@ def main() -> None:
     spec = link.read_spec()
     configure_logging(service="trainer", level=spec.log_level)
     try:
-        topology = topology_of(spec, os.environ)
-        if not topology.node:
-            serve(spec, link)
+        topology = topology_of(spec, node=node_number(os.environ))
         link.hold_lifeline()
         _follow(spec, topology)
     except TandemError as error:

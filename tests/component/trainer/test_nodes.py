@@ -97,7 +97,7 @@ def node_1(spec: WorkerSpec, host: Host, folder: Path) -> Iterator[subprocess.Po
     files = ["--spec-file", str(file), "--report-file", str(folder / "report")]
     process = subprocess.Popen(
         [*host.prefix, sys.executable, "-m", "trainer_service.node", *files],
-        env={**os.environ, "PET_NODE_RANK": "1", "PET_NNODES": "2"},
+        env={**os.environ, "TANDEM_NODE_RANK": "1"},
         start_new_session=True,
     )
     try:
