@@ -79,15 +79,16 @@ def fill(file: Path, count: int) -> None:
             with database:
                 database.executemany(
                     "INSERT INTO operations (run_id, seq_id, kind, state, request, accepted_at, "
-                    "ended_at, error_type, error, media) "
-                    "VALUES (?, ?, 'optim_step', 'done', ?, ?, ?, '', '', '')",
+                    "ended_at, digest, error_type, error, media) "
+                    "VALUES (?, ?, 'optim_step', 'done', ?, ?, ?, x'', '', '', '')",
                     some,
                 )
         with database:
             database.executemany(
-                "INSERT INTO runs (id, session_id, base_model, host, owner, project_id, state, "
-                "error_type, reason, parent, newest, replay_after, created_at, ended_at) "
-                "VALUES (?, ?, 'bench/model', '', 'local', '', 'ended', '', '', '', '', -1, ?, ?)",
+                "INSERT INTO runs (id, session_id, base_model, training, host, owner, project_id, "
+                "state, error_type, reason, parent, newest, replay_after, created_at, ended_at) "
+                "VALUES (?, ?, 'bench/model', '{}', '', 'local', '', 'ended', '', '', '', '', -1, "
+                "?, ?)",
                 [(run, run.partition(":")[0], old, old) for run in runs],
             )
             database.executemany(

@@ -314,7 +314,7 @@ class CheckpointCatalog:
         return Origin(
             owner=row["owner"],
             project_id=row["project_id"],
-            training=TrainingSpec.model_validate(row["training"] or {}),
+            training=TrainingSpec.model_validate(row["training"]),
         )
 
 

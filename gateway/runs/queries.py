@@ -121,7 +121,7 @@ class RunQueries:
             from_row(
                 RunRecord,
                 row,
-                training=TrainingSpec.model_validate(row["training"] or {}),
+                training=TrainingSpec.model_validate(row["training"]),
                 ranks=(row["asks"] or {}).get("ranks", 1),
                 failed=row["state"] == "ended"
                 and row["error_type"] not in ("", SessionFinished.type),

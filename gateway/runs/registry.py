@@ -112,7 +112,7 @@ class RunRegistry:
                 self._log.exception("run_not_resumed", run_id=row["id"])
                 what = f"{type(error).__name__} in the gateway when it restarted; see its log"
                 self.lifecycle.write_end(row["id"], InternalError(what))
-                if (host := self.hosts.get(row["host"] or row["id"])) is not None:
+                if (host := self.hosts.get(row["host"])) is not None:
                     await self.lifecycle.leave(host, row["id"], what)
                 await self.database.flush()
                 lost += await self.journal.abandon()
@@ -136,7 +136,7 @@ class RunRegistry:
             recovery=recovery_of(row["user_metadata"], self.settings),
         )
         await read_ahead(run.model.path, self.settings)
-        host = self.hosts.for_left(run, key=row["host"] or run.id)
+        host = self.hosts.for_left(run, key=row["host"])
         run.trainer = self.lifecycle.trainer_of(run, host)
         left = await self._resumption.resume(run, row)
         if host.place is None and self.places.get(host.key) is None:

@@ -93,8 +93,8 @@ runs = Table(
     Column("id", String(100), primary_key=True),
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
-    Column("training", JSON),  # a tandem.worker.TrainingSpec
-    Column("asks", JSON),  # a gateway.placement.asks.Asks
+    Column("training", JSON, nullable=False),  # a tandem.worker.TrainingSpec
+    Column("asks", JSON),  # a gateway.placement.asks.Asks; None for a copy
     # Whose trainer's place it has: its own, or that of the run whose trainer it shares.
     Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
@@ -131,7 +131,7 @@ operations = Table(
     Column("request", LargeBinary, nullable=False),
     Column("payload", LargeBinary),
     Column("call", LargeBinary),
-    Column("digest", LargeBinary),  # of kind and request
+    Column("digest", LargeBinary, nullable=False),  # of kind and request
     Column("accepted_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),

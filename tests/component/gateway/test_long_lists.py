@@ -48,7 +48,7 @@ def run_id(gate):
     ended = {"owner": "local", "created_at": 0.0, "ended_at": time.time()}
     write(gate, insert(sessions), [ended | {"id": session_id, "state": "finished"}])
     run = {"id": f"{session_id}:train:0", "session_id": session_id, "base_model": "tiny"}
-    write(gate, insert(runs), [ended | run | {"state": "ended"}])
+    write(gate, insert(runs), [ended | run | {"state": "ended", "training": {}}])
     return run["id"]
 
 
@@ -101,7 +101,7 @@ def test_a_trace_is_sent_some_events_at_a_time(gate, rest, run_id, rows_read):
     worker = {"kind": "trainer", "session_id": session_id, "state": "ended", "started_at": 1.0}
     ids = [f"trainer-{session_id}-{number:04}" for number in range(COUNT)]
     write(gate, insert(workers), [worker | {"id": id_, "ended_at": time.time()} for id_ in ids])
-    done = {"run_id": run_id, "request": b"", "kind": "optim_step", "state": "done"}
+    done = {"run_id": run_id, "request": b"", "kind": "optim_step", "state": "done", "digest": b""}
     first = [done | {"seq_id": number, "accepted_at": 1.0} for number in range(COUNT)]
     write(gate, insert(operations), first)
     url = rest.export_session_trace(session_id).result()

@@ -15,6 +15,7 @@ OPERATION = {
     "kind": "optim_step",
     "state": "accepted",
     "request": b"{}",
+    "digest": b"",
     "accepted_at": 1,
 }
 ACCEPT = insert(operations)

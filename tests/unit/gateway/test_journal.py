@@ -208,7 +208,13 @@ async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
     assert "1" not in world.payloads()
     await world.database.write(
         insert(operations).values(
-            run_id=RUN, seq_id=2, kind="forward", state="done", request=b"", accepted_at=0.0
+            run_id=RUN,
+            seq_id=2,
+            kind="forward",
+            state="done",
+            request=b"",
+            digest=b"",
+            accepted_at=0.0,
         )
     )
     with pytest.raises(IntegrityError):

@@ -30,6 +30,7 @@ def ended(run_id: str, seq_id: int, *, ago: float, result: bytes | None = None) 
         "kind": "optim_step",
         "state": "done",
         "request": b"{}",
+        "digest": b"",
         "accepted_at": at,
         "ended_at": at,
         "media": "json" if result else "",

@@ -43,7 +43,7 @@ async def store(tmp_path):
 
 async def add_run(store, run_id: str = RUN, *, state: str = "ended") -> None:
     about = dict.fromkeys(("session_id", "base_model", "owner", "project_id"), "x")
-    row = {"id": run_id, "state": state, "error_type": "", "reason": "", "created_at": 1.0}
+    row = {"id": run_id, "state": state, "training": {}, "created_at": 1.0}
     await store.database.write(insert(runs), about | row)
 
 
