@@ -39,7 +39,7 @@ WorkerKind = Literal["trainer", "sampler"]
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
 """The gRPC metadata key under which every call carries the worker's secret."""
 
-PROTOCOL = 4
+PROTOCOL = 1
 """Of what gateway and workers say to each other: raised by a change of calls or of the
 specification that the other side of before would misunderstand. They refuse one with another."""
 

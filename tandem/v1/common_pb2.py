@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\x98\x01\n\x0fOperationHeader\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0e\n\x06seq_id\x18\x04 \x01(\x03\x12\x17\n\x0fprevious_seq_id\x18\x05 \x01(\x03\x12\x1c\n\x14gradients_incomplete\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07\"(\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Z\n\rWeightVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\x08\"\x83\x04\n\x07Handoff\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12-\n\x04host\x18\x03 \x01(\x0b\x32\x1d.tandem.v1.Handoff.HostMemoryH\x00\x12-\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x1d.tandem.v1.Handoff.CudaMemoryH\x00\x12*\n\x07tensors\x18\x05 \x03(\x0b\x32\x19.tandem.v1.Handoff.Tensor\x12\r\n\x05\x64type\x18\x06 \x01(\t\x1aQ\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x0b\n\x03sum\x18\x05 \x01(\x06\x1a\x36\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04\x66ile\x18\x02 \x01(\x05\x12\r\n\x05inode\x18\x03 \x01(\x04\x1a\xac\x01\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x16\n\x0estorage_offset\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ounter_handle\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x05 \x01(\x03\x12\x14\n\x0c\x65vent_handle\x18\x06 \x01(\x0c\x12\x1b\n\x13\x65vent_sync_required\x18\x07 \x01(\x08\x42\x08\n\x06memory\"]\n\x0cSleepRequest\x12\x14\n\x0c\x65nough_bytes\x18\x01 \x01(\x03\x12\x14\n\x0cspill_folder\x18\x02 \x01(\t\x12\r\n\x05level\x18\x03 \x01(\x05\x12\x12\n\nmost_bytes\x18\x04 \x01(\x03\"8\n\x0bWakeRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\"\xc1\x01\n\x0bSwitchReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_moved\x18\x03 \x01(\x03\x12\x14\n\x0c\x64\x65vice_bytes\x18\x04 \x01(\x03\x12\x12\n\nhost_bytes\x18\x05 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x03\x12)\n\x07version\x18\x07 \x01(\x0b\x32\x18.tandem.v1.WeightVersionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\x92\x01\n\x0fOperationHeader\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0e\n\x06seq_id\x18\x04 \x01(\x03\x12\x17\n\x0fprevious_seq_id\x18\x05 \x01(\x03\x12\x1c\n\x14gradients_incomplete\x18\x06 \x01(\t\"(\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Z\n\rWeightVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\x08\"\x83\x04\n\x07Handoff\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\x12-\n\x04host\x18\x03 \x01(\x0b\x32\x1d.tandem.v1.Handoff.HostMemoryH\x00\x12-\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x1d.tandem.v1.Handoff.CudaMemoryH\x00\x12*\n\x07tensors\x18\x05 \x03(\x0b\x32\x19.tandem.v1.Handoff.Tensor\x12\r\n\x05\x64type\x18\x06 \x01(\t\x1aQ\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x0b\n\x03sum\x18\x05 \x01(\x06\x1a\x36\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0c\n\x04\x66ile\x18\x02 \x01(\x05\x12\r\n\x05inode\x18\x03 \x01(\x04\x1a\xac\x01\n\nCudaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\t\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x16\n\x0estorage_offset\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ounter_handle\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x05 \x01(\x03\x12\x14\n\x0c\x65vent_handle\x18\x06 \x01(\x0c\x12\x1b\n\x13\x65vent_sync_required\x18\x07 \x01(\x08\x42\x08\n\x06memory\"]\n\x0cSleepRequest\x12\x14\n\x0c\x65nough_bytes\x18\x01 \x01(\x03\x12\x14\n\x0cspill_folder\x18\x02 \x01(\t\x12\r\n\x05level\x18\x03 \x01(\x05\x12\x12\n\nmost_bytes\x18\x04 \x01(\x03\"8\n\x0bWakeRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\"\xc1\x01\n\x0bSwitchReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_moved\x18\x03 \x01(\x03\x12\x14\n\x0c\x64\x65vice_bytes\x18\x04 \x01(\x03\x12\x12\n\nhost_bytes\x18\x05 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x03\x12)\n\x07version\x18\x07 \x01(\x0b\x32\x18.tandem.v1.WeightVersionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,23 +32,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.common_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPERATIONHEADER']._serialized_start=38
-  _globals['_OPERATIONHEADER']._serialized_end=190
-  _globals['_FAILURE']._serialized_start=192
-  _globals['_FAILURE']._serialized_end=232
-  _globals['_WEIGHTVERSION']._serialized_start=234
-  _globals['_WEIGHTVERSION']._serialized_end=324
-  _globals['_HANDOFF']._serialized_start=327
-  _globals['_HANDOFF']._serialized_end=842
-  _globals['_HANDOFF_TENSOR']._serialized_start=520
-  _globals['_HANDOFF_TENSOR']._serialized_end=601
-  _globals['_HANDOFF_HOSTMEMORY']._serialized_start=603
-  _globals['_HANDOFF_HOSTMEMORY']._serialized_end=657
-  _globals['_HANDOFF_CUDAMEMORY']._serialized_start=660
-  _globals['_HANDOFF_CUDAMEMORY']._serialized_end=832
-  _globals['_SLEEPREQUEST']._serialized_start=844
-  _globals['_SLEEPREQUEST']._serialized_end=937
-  _globals['_WAKEREQUEST']._serialized_start=939
-  _globals['_WAKEREQUEST']._serialized_end=995
-  _globals['_SWITCHREPLY']._serialized_start=998
-  _globals['_SWITCHREPLY']._serialized_end=1191
+  _globals['_OPERATIONHEADER']._serialized_end=184
+  _globals['_FAILURE']._serialized_start=186
+  _globals['_FAILURE']._serialized_end=226
+  _globals['_WEIGHTVERSION']._serialized_start=228
+  _globals['_WEIGHTVERSION']._serialized_end=318
+  _globals['_HANDOFF']._serialized_start=321
+  _globals['_HANDOFF']._serialized_end=836
+  _globals['_HANDOFF_TENSOR']._serialized_start=514
+  _globals['_HANDOFF_TENSOR']._serialized_end=595
+  _globals['_HANDOFF_HOSTMEMORY']._serialized_start=597
+  _globals['_HANDOFF_HOSTMEMORY']._serialized_end=651
+  _globals['_HANDOFF_CUDAMEMORY']._serialized_start=654
+  _globals['_HANDOFF_CUDAMEMORY']._serialized_end=826
+  _globals['_SLEEPREQUEST']._serialized_start=838
+  _globals['_SLEEPREQUEST']._serialized_end=931
+  _globals['_WAKEREQUEST']._serialized_start=933
+  _globals['_WAKEREQUEST']._serialized_end=989
+  _globals['_SWITCHREPLY']._serialized_start=992
+  _globals['_SWITCHREPLY']._serialized_end=1185
 # @@protoc_insertion_point(module_scope)
