@@ -5,9 +5,9 @@ or 1 if the worker failed, with the reason in its log and in `--report-file`, if
 is the same `WorkerSpec` as that of node 0, which is `python -m trainer_service --spec-file FILE`.
 What a launcher sets for a trainer with several nodes:
 
-- in the specification: `nodes`; `trainer.ranks`, of all nodes together; `rendezvous`, the HOST:PORT
-  of node 0; `devices`, if any, of all ranks in the nodes' order. The name of HOST must resolve as
-  soon as node 0 runs, ready or not. On Kubernetes a headless Service with
+- in the specification: `nodes`, the ranks of all nodes together as `trainer.ranks`, the HOST:PORT
+  of node 0 as `rendezvous`, and the devices of all ranks, if any, in the nodes' order. The name of
+  HOST must resolve as soon as node 0 runs, ready or not. On Kubernetes a headless Service with
   `publishNotReadyAddresses` does that;
 - in the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, …;
 - between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports

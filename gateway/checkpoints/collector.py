@@ -1,9 +1,9 @@
 """Removes weight versions and checkpoint folders that nothing names and nobody uses.
 
-It removes folders that the database knows, namely released ones and weight versions without a name;
-partial folders, which a crash left of a save; and folders that this gateway asked a trainer for and
-named nowhere. It never removes any other folder. A folder that the database does not know may hold
-what a user was told is saved: the database may be an older copy, or another one. `warnings` names
+It removes released folders, and weight versions without a name that the database knows. It removes
+partial folders, which a crash left of a save. It removes folders that this gateway asked a trainer
+for and named nowhere. It never removes any other folder. A folder that the database does not know
+may hold a checkpoint of a user: the database may be an older copy, or another one. `warnings` names
 these folders, and an operator decides.
 
 A folder is kept while a checkpoint or an active sampling session names it, and while a run, a

@@ -53,9 +53,9 @@ class Assignment(BaseModel):
     """Rank 0's message to another rank: who it is, where to meet, and what to train.
 
     `device` is "cpu" or "cuda", of all ranks alike. `local_rank` is the index of this rank's GPU
-    among those that its process sees, `on_node` the number of ranks on its node; `own_cores` says
-    that the cores that it may run on are its alone, and not those of all these ranks. Rank 0
-    serves torch's store at `store_host` and `store_port`.
+    among the visible ones. `on_node` is the number of ranks on its node. `own_cores` says whether
+    this rank has its cores alone or shares them with these ranks. Rank 0 serves torch's store at
+    `store_host` and `store_port`.
     """
 
     model_config = ConfigDict(frozen=True)
