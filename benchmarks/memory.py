@@ -177,8 +177,9 @@ def measure_training(
             forward_backward(size)
     if backend.plan is None:
         return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
-    needs, threads = backend.plan.needs.device, chosen.parallel_micro_batches
-    added = sum(needs.get(name, 0) for name in ("activations", "gathered", "unreduced gradients"))
+    needs, threads = backend.plan.device, chosen.parallel_micro_batches
+    passing = ("activations", "logits", "gathered", "unreduced gradients")
+    added = sum(needs.get(name, 0) for name in passing)
     if threads > 1:  # beside the gradients that are held, each thread's own
         added += needs["gradients"] * threads // (1 + threads)
     return {"peak": peak.bytes, "seconds": time.perf_counter() - began, "planned": added}

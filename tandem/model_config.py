@@ -84,6 +84,15 @@ def has_experts(directory: Path) -> bool:
     return any(config.get(key) for key in _EXPERT_KEYS)
 
 
+def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many of them compute a token; zeros without
+    experts."""
+    sizes = (config.get(key) for key in _EXPERT_KEYS)
+    experts = next((size for size in sizes if isinstance(size, int)), 0)
+    chosen = config.get("num_experts_per_tok")
+    return experts, chosen if isinstance(chosen, int) else experts
+
+
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens that the generation config, the config and the tokenizer
     name, as vLLM does: each file may name an end token that the others lack. Ids outside the

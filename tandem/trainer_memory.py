@@ -1,142 +1,402 @@
-"""What each rank of a trainer has in memory between and during all operations: arithmetic over the
-parameters of a model, and what its run trains.
+"""The memory of a trainer: a formula over a model's shapes, a run's training and the settings.
 
-Its trainer plans with it, before it loads anything (`trainer_service/backends/planning.py`), and
-the gateway requests pods with it (`gateway/workers/launchers/kubernetes/resources.py`).
+A trainer chooses its micro-batch with it, before it loads anything
+(`trainer_service/backends/planning.py`). The gateway requests pods with it
+(`gateway/workers/launchers/kubernetes/resources.py`).
+
+Weights, gradients and moments are exact. Activations and logits are estimates: a micro-batch that
+runs out of memory is halved and computed again, and so they need not be exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from tandem.errors import WorkerStartFailed
+from tandem.model_config import Json, experts_of
 from tandem.worker import TrainingSpec
+from tandem.worker_settings import TrainerSettings
 
 SPARE = 0.1
-"""Of what is free, left for what is not planned."""
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""That are wanted, where settings leave it to the trainer. On a CPU the activations of more fall
-out of the cache."""
+"""This part of the free memory is left for needs outside of the formula."""
+PLAIN_TOKENS = 4096
+"""A micro-batch is halved down to so many tokens before blocks are checkpointed: checkpointed
+blocks compute a third more."""
+LEAST_TOKENS = 256
+"""A micro-batch is not planned smaller than this, unless the settings want a smaller one."""
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+SAFETY = 1.4
+"""The factor on kept activations: norms and softmaxes keep more than the formula knows."""
+_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""The wanted micro-batch of the default settings. On a CPU the activations of a larger one fall out
+of the cache."""
 _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+_LOGITS_AT_ONCE = 3
+"""The logits of a chunk, their log-softmax, and the gradient of one of them."""
+_FLOAT32 = 4
+_GIB = 2**30
+_BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
+"""The names of all tensors of one block begin with one such prefix, as `model.layers.3.`."""
+_EXPERTS = ".experts."
+
+
+# --- The model ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elements:
-    """How many numbers there are: `parameters` of the whole model, those that are `trained`, all
-    `moments` of these, what a rank has `gathered` at once of what is sharded, and those of which it
-    has copies (`weights_copied`)."""
+class ModelSize:
+    """The numbers of a model: its `parameters`, those of each of its `blocks`, and those of an
+    adapter of rank 1 on all its matrices (`adapter_width`).
+
+    A token goes through the matrices of all blocks, but of few experts: `width` adds up the inputs
+    and outputs of these. `rounded` adds up the parameters, each tensor's up to a power of two. The
+    `vocabulary` and the `hidden` size are 0 where the configuration does not say them.
+    """
 
     parameters: int
+    adapter_width: int
+    blocks: tuple[int, ...] = ()
+    width: int = 0
+    rounded: int = 0
+    vocabulary: int = 0
+    hidden: int = 0
+
+    def divided(self, ranks: int) -> ModelSize:
+        """Return the part of one of the ranks that divide the matrices, without the little that
+        each of them has whole."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            parameters=self.parameters // ranks,
+            blocks=tuple(block // ranks for block in self.blocks),
+            width=self.width // ranks,
+            rounded=self.rounded // ranks,
+        )
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
+        """Return the size of a model by the shapes of its named tensors and its `config.json`."""
+        blocks: Counter[str] = Counter()
+        adapter_width, width = 0, 0.0
+        experts, chosen = experts_of(config)
+        for name, shape in shapes.items():
+            ends = math.prod(shape[:-2]) * sum(shape[-2:]) if len(shape) >= 2 else 0
+            adapter_width += ends
+            if block := _BLOCK.match(name):
+                blocks[block[0]] += math.prod(shape)
+                width += ends * chosen / experts if _EXPERTS in name and experts else ends
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        return cls(
+            parameters=sum(sizes),
+            adapter_width=adapter_width,
+            blocks=tuple(blocks.values()),
+            width=round(width),
+            rounded=sum(1 << max(0, size - 1).bit_length() for size in sizes),
+            vocabulary=_number(config, "vocab_size"),
+            hidden=_number(config, "hidden_size", "n_embd", "d_model"),
+        )
+
+
+def _number(config: Json, *names: str) -> int:
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
+# --- The formula ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMemory:
+    """The memory of one rank of a trainer.
+
+    `model` is the rank's part where ranks divide matrices. `trained` and `moments` are the numbers
+    that the run trains and the moments of these. A rank on a CPU may compute several micro-batches
+    `at_once`. `device` is "cpu" or "cuda".
+    """
+
+    model: ModelSize
     trained: int
     moments: int
-    gathered: int = 0
-    copied: int = 0
+    training: TrainingSpec
+    settings: TrainerSettings
+    device: str
+    ranks: int
+    at_once: int = 1
+
+    @property
+    def wanted_tokens(self) -> int:
+        """The tokens of a micro-batch where memory allows them."""
+        return wanted_tokens(self.settings.micro_batch_tokens, device=self.device)
+
+    @property
+    def width(self) -> int:
+        """The bytes of a number in the compute type."""
+        return compute_width(self.settings.dtype, device=self.device)
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether a rank computes with copies of the weights that it trains, in the compute type,
+        made after each step. A single rank does so, if there is memory for them."""
+        kept = self.training.state_bytes.weight
+        alone = self.ranks == 1 and self.training.lora is None
+        return alone and not self.training.weights_on_host and self.width < kept == _FLOAT32
+
+    def sharded(self, *, copied: bool) -> bool:
+        """Whether FSDP holds the weights and gathers them in the compute type. It does so for
+        several ranks, for weights on the host, and for weights of another type than the compute
+        type without copies."""
+        return (
+            self.ranks > 1
+            or self.training.weights_on_host
+            or (self._kept_width != self.width and not copied)
+        )
+
+    @property
+    def unreduced(self) -> int:
+        """The bytes of the whole model's gradients, in float32, if each rank adds them up during a
+        call and they are reduced at its end; else 0.
+
+        The free memory does not decide it: a restored trainer must add in the same order.
+        """
+        several = self.ranks > 1 and self.training.lora is None  # adapters: once for a step
+        limit = self.settings.unreduced_gradients_bytes or _UNREDUCED_BYTES[self.device]
+        size = _FLOAT32 * self.model.parameters
+        return size if several and size <= limit else 0
+
+    def lasting(self, *, copied: bool) -> dict[str, int]:
+        """Return the bytes of the parts that every operation needs, by name."""
+        training, states = self.training, self.training.state_bytes
+        shards = self._shards(copied=copied)
+        frozen, unreduced = 0, self.unreduced
+        gradients = self.trained
+        if training.lora is not None:  # adapters are float32 and lie whole on every rank
+            frozen, shards = self.width * _part(self.model.parameters, shards), 1
+            states = TrainingSpec().state_bytes
+        elif training.weights_on_host and self.device == "cuda":
+            gradients = self.model.rounded  # torch pins powers of two
+        trained = _part(self.trained, shards)
+        moments = _part(self.moments * states.moments // 2, shards)
+        if training.layout.replicas > 1 and training.lora is None and not unreduced:
+            unreduced = _FLOAT32 * trained  # a replica's, until the last micro-batch of a call
+        several = 1 + self.at_once if self.at_once > 1 else 1  # each thread adds up its own
+        parts = {
+            "frozen weights": frozen,
+            "weights": states.weight * trained,
+            "gradients": states.gradient * _part(gradients, shards) * several,
+            "copies": self.width * self.model.parameters if copied else 0,
+            "unreduced gradients": unreduced,
+            "moments": moments,
+            "snapshot": states.weight * trained + moments,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    def parts(self, tokens: int, *, checkpointed: bool, copied: bool) -> dict[str, int]:
+        """Return the bytes of all parts while micro-batches of so many tokens are computed."""
+        activations = self.at_once * self._activations(tokens, checkpointed=checkpointed)
+        logits = self.at_once * self._logits(tokens)
+        passing = {
+            "activations": activations,
+            "logits": logits,
+            "gathered": self._gathered(activations + logits, copied=copied),
+        }
+        return self.lasting(copied=copied) | {name: size for name, size in passing.items() if size}
+
+    def on_host(self) -> set[str]:
+        """Return the names of the parts that a rank with a GPU has in its host's memory."""
+        if self.device == "cpu":
+            return set()
+        parts = {"snapshot"}
+        if self.training.moments_on_host:
+            parts.add("moments")
+        if self.training.weights_on_host:
+            full = self.training.lora is None
+            parts |= {"weights", "gradients"} if full else {"frozen weights"}
+        return parts
+
+    def _shards(self, *, copied: bool) -> int:
+        return self.training.layout.shards(self.ranks) if self.sharded(copied=copied) else 1
+
+    @property
+    def _kept_width(self) -> int:
+        """The bytes of a number of the sharded weights."""
+        return self.width if self.training.lora is not None else self.training.state_bytes.weight
+
+    def _activations(self, tokens: int, *, checkpointed: bool) -> int:
+        """A layer keeps its inputs and its outputs for the backward pass. Checkpointed blocks keep
+        their inputs alone, and one block at a time is computed again."""
+        model, layers = self.model, len(self.model.blocks)
+        kept = SAFETY * tokens * model.width
+        if checkpointed and layers:
+            kept = tokens * layers * model.hidden + kept / layers
+        return round(self.width * kept)
+
+    def _logits(self, tokens: int) -> int:
+        """A chunk of logits, and the gradient of the head: in float32 and in the compute type."""
+        model = self.model
+        limit = self.settings.logits_bytes or LOGITS_BYTES[self.device]
+        chunk = min(limit, _FLOAT32 * tokens * model.vocabulary)
+        head = 0 if self.training.lora else model.vocabulary * model.hidden
+        return _LOGITS_AT_ONCE * chunk + (_FLOAT32 + self.width) * head
+
+    def _gathered(self, passing: int, *, copied: bool) -> int:
+        """FSDP has gathered the root, with the embeddings and the head, and two other groups, one
+        of which comes while the other is computed. It reduces gradients by group, in float32.
+        The root's gradients are the last, and take the place of the `passing` activations."""
+        if not self.sharded(copied=copied):
+            return 0
+        groups = [0, 0, *self._groups()]
+        largest, root = max(groups), self.model.parameters - sum(groups)
+        gathered = self.width * (root + sum(sorted(groups)[-2:]))
+        if self.training.weights_on_host:  # a rank's part comes and goes, in both types
+            shards = self._shards(copied=copied)
+            gathered += (self._kept_width + self.width) * _part(max(largest, root), shards)
+        if self.training.lora is None:
+            # gloo reduces in a copy.
+            each = self.width + _FLOAT32 * (2 if self.device == "cpu" and self.ranks > 1 else 1)
+            gathered += max(each * largest, each * root - passing)
+        return gathered
+
+    def _groups(self) -> list[int]:
+        """Return the sizes of the groups of blocks that FSDP gathers together."""
+        groups, size = [], 0
+        for block in self.model.blocks:
+            size += block
+            if size >= self.settings.shard_group_parameters:
+                groups.append(size)
+                size = 0
+        return groups
 
 
-def lasting_bytes(
-    elements: Elements,
-    *,
-    training: TrainingSpec,
-    shards: int,
-    width: int,
-    threads: int = 1,
-    unreduced: int = 0,
-    streamed: int = 0,
-) -> dict[str, int]:
-    """Return the bytes of one rank by what they are for. What is sharded is divided by `shards`;
-    `width` are the bytes of a number in the type of the computation. `parts_on_host` says which of
-    them a rank with a GPU has elsewhere."""
-    states, frozen = training.state_bytes, 0
-    if training.lora is not None:  # adapters are float32 and lie whole on every rank
-        frozen, shards = width * _shard(elements.parameters, shards), 1
-        states = TrainingSpec().state_bytes
-    trained = _shard(elements.trained, shards)
-    moments = _shard(elements.moments * states.moments // 2, shards)
-    if training.layout.replicas > 1 and training.lora is None and not unreduced:
-        unreduced = 4 * trained  # a replica's, until the last micro-batch of a call
-    parts = {
-        "frozen weights": frozen,
-        "weights": states.weight * trained,
-        # Each of several threads adds up gradients of its own.
-        "gradients": states.gradient * trained * (1 + (threads if threads > 1 else 0)),
-        "copies": width * elements.copied,
-        "gathered": width * elements.gathered + streamed,
-        "unreduced gradients": unreduced,
-        "moments": moments,
-        "snapshot": states.weight * trained + moments,
-    }
-    return {name: size for name, size in parts.items() if size}
+def wanted_tokens(setting: int, *, device: str) -> int:
+    """Return the tokens of a micro-batch where memory allows them."""
+    return setting or _MICRO_BATCH_TOKENS[device]
 
 
-def parts_on_host(training: TrainingSpec) -> set[str]:
-    """Return what a rank with a GPU has in its host's memory, by the names of `lasting_bytes`."""
-    parts = {"snapshot"}
-    if training.moments_on_host:
-        parts.add("moments")
-    if training.weights_on_host:
-        parts |= {"weights", "gradients"} if training.lora is None else {"frozen weights"}
-    return parts
+def compute_width(dtype: str, *, device: str) -> int:
+    """Return the bytes of a number in the compute type that a setting chooses."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else 4
 
 
-def weights_copied(training: TrainingSpec, *, ranks: int, width: int) -> bool:
-    """Whether a rank computes with copies, of `width` bytes a number, of the float32 weights that
-    it trains, which are made after each step. A rank alone does, if there is memory for them."""
-    kept = training.state_bytes.weight
-    alone = ranks == 1 and training.lora is None and not training.weights_on_host
-    return alone and kept == 4 and width < kept
+def _part(elements: int, shards: int) -> int:
+    return math.ceil(elements / shards)
 
 
-def weights_sharded(training: TrainingSpec, *, ranks: int, width: int, copied: bool) -> bool:
-    """Whether FSDP holds the weights, and gathers them in the type of the computation: those of
-    several ranks; and of one that keeps them in another type, and has no copies of them, or keeps
-    them on its host."""
-    return (
-        ranks > 1
-        or training.weights_on_host
-        or (_kept_width(training, width) != width and not copied)
+# --- The choice -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Available:
+    """The bytes that one rank may use. On a CPU all are in `device`."""
+
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The chosen micro-batch, and the bytes that a rank needs, by part, on its `device` and its
+    `host`. On a CPU all are in `device`. All ranks have the same plan."""
+
+    micro_batch_tokens: int
+    checkpointing: bool
+    device: Mapping[str, int]
+    available: Available
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the rank computes with copies of its weights."""
+        return "copies" in self.device
+
+    def checkpoints(self, tokens: int) -> bool:
+        """Whether blocks are checkpointed in a micro-batch of so many tokens. One sequence may be
+        longer than a planned micro-batch, and its activations grow with it."""
+        if self.checkpointing or tokens <= self.micro_batch_tokens:
+            return self.checkpointing
+        activations = self.device.get("activations", 0)
+        more = activations * tokens // self.micro_batch_tokens - activations
+        return sum(self.device.values()) + more > self.available.device
+
+
+def choose(memory: TrainerMemory, available: Available) -> MemoryPlan:
+    """Return the plan with the largest micro-batch up to the wanted one, halved until it fits.
+    Blocks are checkpointed only where `PLAIN_TOKENS` do not fit otherwise. Weights are copied
+    where that makes no micro-batch smaller. Raises `WorkerStartFailed`, with the numbers."""
+    wanted, checkpointing = memory.wanted_tokens, memory.settings.checkpointing
+    least = min(LEAST_TOKENS, wanted)
+    halves = [wanted >> times for times in range(wanted.bit_length()) if wanted >> times >= least]
+    tries = [(tokens, checkpointing != "off") for tokens in halves]
+    if checkpointing == "auto":
+        plain = min(PLAIN_TOKENS, wanted)
+        tries = [(tokens, False) for tokens in halves if tokens >= plain] + tries
+    for tokens, checkpointed in tries:
+        for copied in (True, False) if memory.may_copy else (False,):
+            plan = _plan(memory, tokens, available, checkpointed=checkpointed, copied=copied)
+            if not (missing := _missing(plan)):
+                return plan
+    refusal = f"{_refusal(plan, missing)}. What helps: {', '.join(_what_helps(memory))}"
+    raise WorkerStartFailed(refusal)
+
+
+def _plan(
+    memory: TrainerMemory, tokens: int, available: Available, *, checkpointed: bool, copied: bool
+) -> MemoryPlan:
+    parts = memory.parts(tokens, checkpointed=checkpointed, copied=copied)
+    on_host = memory.on_host()
+    return MemoryPlan(
+        micro_batch_tokens=tokens,
+        checkpointing=checkpointed,
+        device={name: size for name, size in parts.items() if name not in on_host},
+        host={name: size for name, size in parts.items() if name in on_host},
+        available=available,
     )
 
 
-def gathered(groups: Sequence[int], *, root: int) -> int:
-    """Return how many numbers a rank has gathered at once, at most: those of the `root`, with the
-    embeddings and the head, and of two of FSDP's other `groups`, one of which comes while the other
-    is computed."""
-    return root + sum(sorted(groups)[-2:])
+def _missing(plan: MemoryPlan) -> str:
+    """Return where the memory is too small for a plan; "" if nowhere."""
+    if sum(plan.host.values()) > plan.available.host:
+        return "host"
+    return "device" if sum(plan.device.values()) > plan.available.device else ""
 
 
-def streamed_bytes(
-    groups: Sequence[int], *, root: int, shards: int, width: int, training: TrainingSpec
-) -> int:
-    """Return the bytes that a rank has on its GPU besides what it has `gathered`, at most, while
-    its part of a group comes from the host: as it is kept there, and in the type of the
-    computation. The root comes before the others."""
-    kept = _kept_width(training, width)
-    each = kept + (width if width != kept else 0)
-    others = sum(sorted(groups)[-2:])
-    of_root = each * _shard(root, shards) - width * others
-    return max(of_root, each * _shard(max(groups, default=0), shards))
+def _refusal(plan: MemoryPlan, missing: str) -> str:
+    parts: Mapping[str, int] = getattr(plan, missing)
+    of = "host" if missing == "host" or not plan.available.host else "GPU"
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first)
+    blocks = "checkpointed blocks" if plan.checkpointing else "blocks that keep all"
+    return (
+        f"the model does not fit into memory: with {plan.micro_batch_tokens} tokens at a time and "
+        f"{blocks}, each rank needs {_gib(sum(parts.values()))} GiB of its {of} ({listed}), "
+        f"and may use {_gib(getattr(plan.available, missing))} GiB"
+    )
 
 
-def unreduced_gradients(
-    parameters: int, *, limit: int, device: str, ranks: int, training: TrainingSpec
-) -> int:
-    """Return the bytes of the gradients of the whole model, in float32, if each rank is to add them
-    up during a call and they are reduced at its end; else 0. `limit` 0: that of the `device`, "cpu"
-    or "cuda".
+def _what_helps(memory: TrainerMemory) -> list[str]:
+    """Return the changes that make a model fit, and the settings that make them."""
+    training, gpu = memory.training, memory.device == "cuda"
+    helps = ["more ranks" if gpu else "more memory, or ranks on more hosts"]
+    if training.layout.replicas > 1:
+        helps.append(f"one copy of the model on all ranks (tandem.shards={memory.ranks})")
+    if training.lora is None:
+        helps.append("LoRA")
+    if training.lora is None and training.optimizer == "adamw":
+        if training.states == "float32":
+            helps.append("states in bfloat16 (tandem.states)")
+        if training.offload == "none" and gpu:
+            helps.append("moments on the host (tandem.offload=moments)")
+    offloads = training.optimizer == "adamw" or training.lora is not None
+    if offloads and not training.weights_on_host and gpu:
+        helps.append("weights on the host, too (tandem.offload=weights)")
+    if memory.width == 4:
+        helps.append("bfloat16 (TANDEM_TRAINER_DTYPE)")
+    return helps
 
-    Not what is free decides: a trainer that is restored must add in the same order.
-    """
-    several = ranks > 1 and training.lora is None  # adapters are reduced once for a step
-    size = 4 * parameters
-    return size if several and size <= (limit or _UNREDUCED_BYTES[device]) else 0
 
-
-def _kept_width(training: TrainingSpec, width: int) -> int:
-    """Return the bytes of a number of the weights that are sharded."""
-    return width if training.lora is not None else training.state_bytes.weight
-
-
-def _shard(elements: int, shards: int) -> int:
-    return math.ceil(elements / shards)
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.3g}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.trainer_backends import known_backends, registered
+from tandem.trainer_memory import MemoryPlan
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
@@ -23,7 +24,6 @@ from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import ModelFacts
-from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ class TrainerBackend(ABC):
     packs: bool = False
     """Whether micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
-    """What fits into memory, if the backend knows (`models/memory_plan.py`): the tokens of a
-    micro-batch are then this plan's."""
+    """The tokens of a micro-batch that fit into memory, if the backend plans it
+    (`tandem/trainer_memory.py`)."""
 
     @abstractmethod
     def __init__(

@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.telemetry import get_log
-from tandem.trainer_memory import LOGITS_BYTES, weights_copied, weights_sharded
+from tandem.trainer_memory import LOGITS_BYTES, MemoryPlan
 from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
@@ -35,7 +35,7 @@ from trainer_service.backends.base import (
 from trainer_service.backends.copies import CopiedWeights
 from trainer_service.backends.exporting import WholeWeights
 from trainer_service.backends.loop import Done, ShareResult, compute_share
-from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
+from trainer_service.backends.planning import at_once, memory_of, plan_memory
 from trainer_service.backends.sharding import RankMesh, ShardGroups
 from trainer_service.backends.token_logprobs import TokenLogprobs
 from trainer_service.batches.micro_batches import (
@@ -44,7 +44,7 @@ from trainer_service.batches.micro_batches import (
     micro_batches_to_compile,
 )
 from trainer_service.batches.validation import Batch
-from trainer_service.lora.adapters import ActiveAdapters, LoraLinear, freeze
+from trainer_service.lora.adapters import ActiveAdapters, freeze
 from trainer_service.lora.run_adapters import RunAdapters
 from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import Checkpointing
@@ -55,11 +55,9 @@ from trainer_service.models.compiled_blocks import (
     mask_windows,
     not_yet,
 )
-from trainer_service.models.heap import map_large_tensors
 from trainer_service.models.huggingface import (
     check_causal,
     check_trainable,
-    empty_model,
     facts_of,
     find_blocks,
     group_blocks,
@@ -67,8 +65,7 @@ from trainer_service.models.huggingface import (
     persistent_buffers,
     small_model,
 )
-from trainer_service.models.logprobs import comes_apart, has_body
-from trainer_service.models.memory_plan import MemoryPlan, wanted_tokens
+from trainer_service.models.logprobs import comes_apart
 from trainer_service.models.packing import pack, why_not_packed
 from trainer_service.models.products import (
     faster_by_onednn,
@@ -76,11 +73,7 @@ from trainer_service.models.products import (
     multiply_by_onednn,
     row_length,
 )
-from trainer_service.models.tensor_parallel import (
-    compare_divided,
-    divide_matrices,
-    divide_stand_in,
-)
+from trainer_service.models.tensor_parallel import compare_divided, divide_matrices
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 from trainer_service.optimizers.staged import pin
 
@@ -131,19 +124,22 @@ class Fsdp2Backend(TrainerBackend):
         # Several threads would add up gradients in bfloat16.
         if world.size > 1 or world.device != "cpu" or self._casts or self.training.weights_on_host:
             self.capabilities -= {Capability.THREADS}
-        self._copied = weights_copied(
-            self.training, ranks=world.size, width=torch_dtype(self.dtype).itemsize
-        )
         self._compiled = compiles(settings.compile, world.device)
         self._warm: set[str] = set()  # of all runs that share the model
         self._by_onednn = False
         training = self.training
         check_trainable(model_path)
-        if world.device == "cpu":
-            map_large_tensors()
-        self.plan = None  # of stand-ins
-        self.plan = self._plan(model_path, settings)
-        checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
+        memory = memory_of(
+            model_path,
+            training=training,
+            settings=settings,
+            world=world,
+            at_once=at_once(self, settings, threads=torch.get_num_threads()),
+        )
+        self.plan: MemoryPlan = plan_memory(memory, world=world)
+        self._copied = self.plan.copied
+        self._sharded = memory.sharded(copied=self._copied)
+        self._reduces_once = memory.unreduced > 0
 
         timeout = timedelta(seconds=settings.collective_timeout)
         self._mesh = RankMesh(world, training.layout, timeout=timeout) if self._sharded else None
@@ -151,58 +147,17 @@ class Fsdp2Backend(TrainerBackend):
         if self._mesh is not None and self._mesh.tensor is not None:
             self._try_dividing(model_path, self._mesh.tensor)
 
-        def prepare(model: nn.Module) -> None:
-            """While the parameters have no memory yet."""
-            mesh = None if self._mesh is None else self._mesh.tensor
-            self._prepare(
-                model,
-                settings,
-                checkpointed=checkpointed,
-                divide=None if mesh is None else functools.partial(divide_matrices, mesh=mesh),
-            )
-            if self._mesh is not None:
-                compute = torch_dtype(self.dtype) if self._casts else None
-                on_host = self.training.weights_on_host
-                self._groups.shard(self._mesh.data, dtype=compute, on_host=on_host)
-
-        load_model(model_path, prepare=prepare, on_host=training.weights_on_host)
+        load_model(
+            model_path,
+            prepare=functools.partial(self._prepare, settings),
+            on_host=training.weights_on_host,
+        )
         self._to_device()
         self._whole_weights = WholeWeights(self._model, self._groups, dtype=torch_dtype(self.dtype))
-        self._reduces_once = (
-            unreduced_gradients(self._model, settings=settings, world=world, training=training) > 0
-        )
         with not_yet(self._compiled):
             self._try_out(model_path, settings)
         self._begin(training)
         self.activate()
-
-    def _plan(self, path: Path, settings: TrainerSettings) -> MemoryPlan | None:
-        """Does without copies of weights where a micro-batch would otherwise be smaller, or have to
-        be checkpointed."""
-        found: dict[bool, MemoryPlan] = {}
-        wanted = wanted_tokens(settings.micro_batch_tokens, device=self.device)
-        for copied in (True, False) if self._copied else (False,):
-            self._copied = copied
-            try:
-                plan = plan_memory(
-                    functools.partial(self._stand_in, path, settings),
-                    settings=settings,
-                    world=self._world,
-                    training=self.training,
-                    at_once=at_once(self, settings, threads=torch.get_num_threads()),
-                )
-            except WorkerStartFailed as error:
-                refused = error
-                continue
-            if plan is None or (plan.micro_batch_tokens == wanted and not plan.checkpointing):
-                return plan
-            found[copied] = plan
-        if not found:
-            raise refused
-        self._copied = max(
-            found, key=lambda each: (not found[each].checkpointing, found[each].micro_batch_tokens)
-        )
-        return found[self._copied]
 
     # --- The run ---------------------------------------------------------------------------
 
@@ -260,14 +215,8 @@ class Fsdp2Backend(TrainerBackend):
 
     # --- Loading and sharding --------------------------------------------------------------
 
-    def _prepare(
-        self,
-        model: nn.Module,
-        settings: TrainerSettings,
-        *,
-        checkpointed: bool,
-        divide: Callable[[nn.Module], None] | None,
-    ) -> None:
+    def _prepare(self, settings: TrainerSettings, model: nn.Module) -> None:
+        """While the parameters have no memory yet."""
         self._model = model
         self._active = ActiveAdapters()
         self.facts = facts_of(model)
@@ -282,12 +231,17 @@ class Fsdp2Backend(TrainerBackend):
             self._keep_in(torch_dtype(self.training.states))
         if self._compiled:
             compile_blocks(find_blocks(model), threads=self._compile_threads)
-        if divide is not None:
-            divide(model)
+        if self._mesh is not None and self._mesh.tensor is not None:
+            divide_matrices(model, self._mesh.tensor)
         self._checkpointing = Checkpointing(
-            find_blocks(model) if checkpointed or settings.checkpointing == "auto" else [],
-            on=checkpointed,
+            [] if settings.checkpointing == "off" else find_blocks(model),
+            on=self.plan.checkpointing,
         )
+        if self._mesh is not None:
+            compute = torch_dtype(self.dtype) if self._casts else None
+            self._groups.shard(
+                self._mesh.data, dtype=compute, on_host=self.training.weights_on_host
+            )
 
     def _to_device(self) -> None:
         """All that is not kept on the host."""
@@ -299,57 +253,11 @@ class Fsdp2Backend(TrainerBackend):
         for buffer in self._model.buffers():
             buffer.data = buffer.to(self._device)
 
-    def _stand_in(
-        self, path: Path, settings: TrainerSettings, *, checkpointed: bool, packs: bool
-    ) -> StandIn:
-        """This backend, with the whole model and no memory, to see what it will need."""
-        other = copy.copy(self)
-        other.device, other._device = "meta", torch.device("meta")
-        other._compiled = False  # compiled blocks keep no more than others
-        parts = self.training.layout.tensor_parallel
-        other._prepare(
-            empty_model(path).eval(),
-            settings,
-            checkpointed=checkpointed,
-            divide=functools.partial(divide_stand_in, count=parts) if parts > 1 else None,
-        )
-        model = other._model
-        other._keep_in(torch_dtype(self.dtype))
-        other.packs = packs
-        if packs:
-            pack(model)
-        other._make_logprobs(settings, apart=has_body(model))
-        other._choose_trainable(self.training)
-        other.activate()
-        return StandIn(
-            backend=other,
-            model=model,
-            trainable=other._trainable,
-            groups=other._groups.parameters() if self._sharded else [],
-            copied=self._copied,
-            dtype=torch_dtype(self.dtype),
-            outer=other._outer,
-            by_onednn=[
-                layer.weight
-                for layer in model.modules()
-                if isinstance(layer, nn.Linear | LoraLinear) and self._suits_onednn(packs=packs)
-            ],
-        )
-
-    @property
-    def _sharded(self) -> bool:
-        return weights_sharded(
-            self.training,
-            ranks=self._world.size,
-            width=torch_dtype(self.dtype).itemsize,
-            copied=self._copied,
-        )
-
     @property
     def _compile_threads(self) -> int:
         """How many kernels are compiled at once. Each of torch's threads is a process, which would
         only be in the way on a CPU that computes as well."""
-        if self._world.device == "cpu":
+        if self.device == "cpu":
             return 1
         ranks = self._world.on_node or self._world.size
         return max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
@@ -365,9 +273,9 @@ class Fsdp2Backend(TrainerBackend):
         model = self._model if small is None else small
         check_causal(model)
         tried = model
-        if small is not None and self._world.device != "cpu":
+        if small is not None and self.device != "cpu":
             # A GPU's kernel takes neither every type nor every size of heads.
-            tried = copy.deepcopy(small).to(self._world.device, torch_dtype(self.dtype))
+            tried = copy.deepcopy(small).to(self.device, torch_dtype(self.dtype))
         wanted = settings.packing == "on"
         reason = why_not_packed(tried, device=self.device) if wanted else ""
         self.packs = wanted and not reason
@@ -377,23 +285,28 @@ class Fsdp2Backend(TrainerBackend):
             pack(self._model)
         if self._compiled and not self.packs:
             mask_windows(self._model)
-        self._by_onednn = self._suits_onednn(packs=self.packs)
+        # Not where ranks divide layers, which are others; rows that are not packed come in too many
+        # sizes.
+        self._by_onednn = (
+            self._compiled
+            and self.packs
+            and not self._casts
+            and self.training.layout.tensor_parallel == 1
+            and faster_by_onednn(self.device)
+        )
         if self._by_onednn:
             multiply_by_onednn(self._model)
             self._active.multiply_by(linear)
-        self._make_logprobs(settings, apart=comes_apart(model))
-        self._groups.reshard()
-
-    def _suits_onednn(self, *, packs: bool) -> bool:
-        """Not where ranks divide layers, which are others; rows that are not packed come in too
-        many sizes."""
-        return (
-            self._compiled
-            and packs
-            and not self._casts
-            and self.training.layout.tensor_parallel == 1
-            and faster_by_onednn(self._world.device)
+        self._logprobs = TokenLogprobs(
+            self._model,
+            self._active,
+            facts=self.facts,
+            device=self.device,
+            apart=comes_apart(model),
+            logits_bytes=settings.logits_bytes or LOGITS_BYTES[self.device],
+            compiled=self._compiled,
         )
+        self._groups.reshard()
 
     def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
         if (small := small_model(path, times=mesh.size())) is None:
@@ -402,17 +315,6 @@ class Fsdp2Backend(TrainerBackend):
                 "(tandem.tensor_parallel) cannot be found out: its configuration makes no small one"
             )
         compare_divided(small, mesh)
-
-    def _make_logprobs(self, settings: TrainerSettings, *, apart: bool) -> None:
-        self._logprobs = TokenLogprobs(
-            self._model,
-            self._active,
-            facts=self.facts,
-            device=self.device,
-            apart=apart,
-            logits_bytes=settings.logits_bytes or LOGITS_BYTES[self._world.device],
-            compiled=self._compiled,
-        )
 
     def _keep_in(self, dtype: torch.dtype) -> None:
         for parameter in self._model.parameters():
@@ -492,9 +394,8 @@ class Fsdp2Backend(TrainerBackend):
         return self._logprobs.with_gradients(micro_batch, objective)
 
     def _choose_checkpointing(self, micro_batch: MicroBatch) -> None:
-        """Also of a stand-in, which has no plan yet. The bits are the same."""
-        if self.plan is not None:
-            self._checkpointing.on = self.plan.checkpoints(micro_batch.tokens.size)
+        """The bits are the same."""
+        self._checkpointing.on = self.plan.checkpoints(micro_batch.tokens.size)
 
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable.values())

@@ -139,9 +139,6 @@ class ShardGroups:
         for name, parameter in model.named_parameters():
             self.names[group_of.get(parameter, -1)].append(name)
 
-    def parameters(self) -> Sequence[Sequence[nn.Parameter]]:
-        return [[self._model.get_parameter(name) for name in group] for group in self.names]
-
     def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None, on_host: bool) -> None:
         """Shards the parameters over the ranks of a mesh. They are gathered in `dtype` (None: as
         they are kept), and their gradients are added up in float32. `on_host`: both are kept in the

@@ -197,5 +197,5 @@ def _room(backend: TrainerBackend, held: int) -> int:
     else:
         room = free_memory_bytes()
     if (plan := backend.plan) is not None:
-        room = min(room, plan.available.device - sum(plan.needs.device.values()) - held)
+        room = min(room, plan.available.device - sum(plan.device.values()) - held)
     return room

@@ -17,6 +17,24 @@ if TYPE_CHECKING:
 _LEFT_FREE = 2**30
 """Of the host's memory, in bytes, at least."""
 
+_MAPPED_FROM = 17 * 2**16
+"""Bytes. More than a MiB: libraries take buffers of just that, hundreds in a pass over sequences of
+128 tokens, and to map each anew nearly doubled the processor time."""
+_KEPT_AT_END = 64 * 2**20
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Parameters of mallopt(3)."""
+
+
+def map_large_tensors() -> None:
+    """Let the C library of this process map each large tensor, and unmap it, if it is glibc.
+
+    glibc raises its threshold up to 32 MiB when large tensors are freed. They then lie in a heap
+    with gaps that no tensor of the same size fits into, and the heap takes twice the memory.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+        mallopt(_TRIM_THRESHOLD, _KEPT_AT_END)
+
 
 def device_peaks(device: str) -> tuple[int, int]:
     """Return the most bytes of this rank's device that tensors have taken so far, and that torch

@@ -30,6 +30,7 @@ from trainer_service.backends.base import (
 )
 from trainer_service.backends.planning import at_once
 from trainer_service.compute.control_group import ControlGroup
+from trainer_service.compute.device_memory import map_large_tensors
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.topology import Topology, listen_on_all_addresses
 from trainer_service.compute.trainer import RankTrainer
@@ -207,6 +208,8 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     device = assignment.device
     if device == "cuda":
         _take_gpu(assignment)
+    else:
+        map_large_tensors()
     threads = threads_of(assignment)
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)

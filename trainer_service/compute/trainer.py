@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tandem.errors import CustomLossFailed, OutOfMemory
 from tandem.telemetry import get_log
+from tandem.trainer_memory import wanted_tokens
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 from trainer_service.backends.base import Capability, TrainerBackend
@@ -29,7 +30,6 @@ from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.models.files import BaseModelFiles
-from trainer_service.models.memory_plan import wanted_tokens
 from trainer_service.optimizers import StepSettings
 
 WARM_UP_TIMEOUT = timedelta(minutes=10)

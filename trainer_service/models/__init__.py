@@ -4,8 +4,6 @@
 measures it; `logprobs.py` parts its head from its body, and makes log probabilities in chunks;
 `packing.py` has it attend to packed rows. `activation_checkpointing.py`, `compiled_blocks.py` and
 `products.py` change how its blocks are computed, `tensor_parallel.py` on how many ranks.
-`memory_plan.py` says what a run needs of memory: `rehearsal.py` counts it, and `heap.py` what the C
-library adds.
 
 No architecture needs code of its own. What cannot be trained, or divided, is refused by what the
 model is: in the gateway by its `config.json` (`tandem/model_config.py`), else when the trainer

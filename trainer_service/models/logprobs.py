@@ -94,16 +94,11 @@ def return_logits(model: nn.Module) -> None:
     model.forward = logits
 
 
-def has_body(model: nn.Module) -> bool:
-    """Whether there is a part that makes hidden states."""
-    return getattr(model, "base_model_prefix", "") in model._modules
-
-
 def comes_apart(model: nn.Module) -> bool:
     """Whether the model divided makes the logits that it makes whole, of a short sequence. Leaves
     it as it is."""
-    if not has_body(model):
-        return False
+    if getattr(model, "base_model_prefix", "") not in model._modules:
+        return False  # no part makes hidden states
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = (torch.arange(5) % vocabulary)[None].to(next(model.parameters()).device)
     with torch.no_grad():

@@ -9,7 +9,6 @@ prepared: half a MiB for each. So packed rows get padding up to one of a few len
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 _SHORTEST = 16
 _AMD = "AuthenticAMD"
-_KEPT = 580 * 2**10
-"""Bytes for a product, measured: 560 to 640 KiB for matrices from 16 x 16 to 512 x 32,768."""
-_MOST_KEPT = 1024
-"""Products, of which those used last are kept (oneDNN's ONEDNN_PRIMITIVE_CACHE_CAPACITY)."""
 
 
 def faster_by_onednn(device: str) -> bool:
@@ -42,16 +37,6 @@ def row_length(tokens: int) -> int:
     examples: 5 gives 16, 700 gives 704."""
     step = max(_SHORTEST, 1 << max(0, (tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
-
-
-def kept_bytes(matrices: Iterable[nn.Parameter], tokens: int) -> int:
-    """Return what oneDNN has kept when rows of all lengths up to so many `tokens` were multiplied
-    with the `matrices` of linear layers: the forward pass and the gradient of what comes in, and
-    that of the matrix if it is trained."""
-    shapes = {(each.shape, each.requires_grad) for each in matrices}
-    products = sum(3 if trained else 2 for _, trained in shapes)
-    lengths = {row_length(each) for each in range(1, tokens + 1)}
-    return _KEPT * min(_MOST_KEPT, products * len(lengths))
 
 
 def multiply_by_onednn(model: nn.Module) -> None:

@@ -117,12 +117,24 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     after its blocks are compiled, and before they are checkpointed."""
     group = mesh.get_group()
     ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=group.group_name)
-
-    def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
-
-    _divide(model, ranks, part)
+    styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
+    for name, module in model.named_modules():
+        own = {key: each for key, each in module._parameters.items() if each is not None}
+        style = styles.get(name, "")
+        for key, parameter in own.items():
+            if parameter not in made:  # a tied weight stays one
+                part = distribute_tensor(
+                    parameter.detach(), mesh, [_placement(style, key)], src_data_rank=None
+                )
+                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[parameter]
+        if own:
+            # Of a class, and not with a forward of its own: compiled blocks would not be alike.
+            module.__class__ = _class_of_part(type(module), style)  # type: ignore[arg-type]
+            module.ranks = ranks
+        if isinstance(module, _PartOfTable | _PartOfExperts):
+            module.hold_part()
+    _give_plain_parameters(model)
 
 
 def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -152,22 +164,21 @@ def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
             )
 
 
-def divide_stand_in(model: PreTrainedModel, count: int) -> None:
-    """Gives a model on `meta` the sizes that it has on each of `count` ranks."""
-
-    def part(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        own = parameter.detach()
+def shapes_on_a_rank(model: PreTrainedModel, count: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters on each of `count` ranks that divide it."""
+    styles, shapes = _styles_of(model) if count > 1 else {}, dict[str, tuple[int, ...]]()
+    for name, parameter in model.named_parameters():
+        module, _, key = name.rpartition(".")
+        placement, shape = _placement(styles.get(module, ""), key), list(parameter.shape)
         if isinstance(placement, Shard):
-            own = own.chunk(count, dim=placement.dim)[0].clone()
-        return nn.Parameter(own, requires_grad=parameter.requires_grad)
-
-    _divide(model, _Ranks(count=count, index=0, group=""), part)
+            shape[placement.dim] //= count
+        shapes[name] = tuple(shape)
+    return shapes
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that compute together, which of them this is, and the name of their group; "" on
-    `meta`, where nothing travels."""
+    """The ranks that compute together, which of them this is, and the name of their group."""
 
     count: int
     index: int
@@ -210,28 +221,6 @@ def _placement(style: str, key: str) -> Placement:
     if style in (COLUMNS, GATHERED, TABLE, EXPERTS):
         return Shard(0)
     return Shard(1) if style in (ROWS, SPLIT) and key == "weight" else Replicate()
-
-
-def _divide(
-    model: PreTrainedModel,
-    ranks: _Ranks,
-    part: Callable[[nn.Parameter, Placement], nn.Parameter],
-) -> None:
-    styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
-    for name, module in model.named_modules():
-        own = {key: each for key, each in module._parameters.items() if each is not None}
-        style = styles.get(name, "")
-        for key, parameter in own.items():
-            if parameter not in made:  # a tied weight stays one
-                made[parameter] = part(parameter, _placement(style, key))
-            module._parameters[key] = made[parameter]
-        if own:
-            # Of a class, and not with a forward of its own: compiled blocks would not be alike.
-            module.__class__ = _class_of_part(type(module), style)  # type: ignore[arg-type]
-            module.ranks = ranks
-        if isinstance(module, _PartOfTable | _PartOfExperts):
-            module.hold_part()
-    _give_plain_parameters(model)
 
 
 # --- Modules --------------------------------------------------------------------------------------

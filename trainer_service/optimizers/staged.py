@@ -26,18 +26,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from tandem.errors import OutOfMemory
-from tandem.worker import TrainingSpec
 from trainer_service.optimizers.base import AdamWSettings, local
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 2**22
-"""Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and twice as
-much for random bits."""
-_OF_RANDOM_BITS = 8 + 4
-_OF_THOSE_IN_COLUMNS = 8 + 8
-"""Bytes of each while they are made: a position, and what becomes of it, or its row."""
+"""Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and 64 MiB
+for random bits."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +152,6 @@ class StagedMoments:
         if device != self._device:
             pin(zeros)
         return zeros
-
-
-def staging_bytes(elements: int, training: TrainingSpec, *, device: str) -> int:
-    """The bytes that a step of so many elements of this rank has on the device besides their
-    states, at most: copies of a piece in float32, and random bits for one of its tensors."""
-    if training.lora is not None or training.optimizer != "adamw":
-        return 0
-    piece = min(PIECE, elements)
-    staged = 0 if device == "cpu" else 4 if training.weights_on_host else 2
-    if training.states == "bfloat16":
-        divided = training.layout.tensor_parallel > 1
-        return piece * (4 * 4 + (_OF_THOSE_IN_COLUMNS if divided else _OF_RANDOM_BITS))
-    return piece * 4 * staged if training.moments_on_host else 0
 
 
 def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:

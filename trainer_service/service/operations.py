@@ -25,6 +25,7 @@ from tandem.errors import (
     TandemError,
     UserError,
 )
+from tandem.trainer_memory import MemoryPlan
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability
@@ -43,7 +44,6 @@ from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import device_peaks
 from trainer_service.compute.trainer import RankTrainer
-from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import step_settings
 from trainer_service.service.switching import Switching
 
@@ -349,8 +349,8 @@ def _memory(plan: MemoryPlan | None) -> trainer_pb2.MemoryPlan | None:
     return trainer_pb2.MemoryPlan(
         micro_batch_tokens=plan.micro_batch_tokens,
         checkpointing=plan.checkpointing,
-        device=plan.needs.device,
-        host=plan.needs.host,
+        device=plan.device,
+        host=plan.host,
         device_available=plan.available.device,
         host_available=plan.available.host,
     )

@@ -29,8 +29,7 @@ from trainer_service.models.logprobs import ChunkedLogprobs, comes_apart, divide
 
 ROWS = 5
 IN_CHUNKS = {"logits_bytes": 4 * VOCABULARY * ROWS, "micro_batch_tokens": 256}
-"""All that a test computes is one micro-batch of fewer tokens. Of more, the trainer would rehearse
-hundreds of chunks when it plans its memory."""
+"""Each test computes one micro-batch of fewer tokens."""
 
 
 EVERY = (*REQUESTS, *DEFINITIONS)

@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 
 from gateway.placement.asks import Asks, with_pod_memory
-from gateway.workers.launchers.kubernetes.model_size import (
-    ModelSize,
-    known_size,
-    read_ahead,
-    read_size,
-)
+from gateway.workers.launchers.kubernetes.model_size import known_size, read_ahead, read_size
 from gateway.workers.launchers.kubernetes.resources import resources_of, table
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
+from tandem.trainer_memory import ModelSize
 from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 from tests.support.model_files import write_weights
@@ -29,17 +25,19 @@ LARGE = ModelSize(
     parameters=8 * 10**9,
     adapter_width=3 * 10**6,
     blocks=(190 * 10**6,) * 36,
+    width=36 * 76_000,
+    rounded=11 * 10**9,
     vocabulary=150_000,
     hidden=4096,
-    intermediate=12_288,
 )
 SMALL = ModelSize(
     parameters=10**8,
     adapter_width=10**5,
     blocks=(9 * 10**6,) * 8,
+    width=8 * 10_000,
+    rounded=13 * 10**7,
     vocabulary=50_000,
     hidden=512,
-    intermediate=2048,
 )
 LORA = TrainingSpec(lora=LoraSpec(rank=32))
 
@@ -82,7 +80,7 @@ def test_states_in_bfloat16_need_half_and_moments_on_the_host_are_there_awake_to
     small = requested(training=TrainingSpec(states="bfloat16", offload="moments"), **awake).memory
     assert on_host - small >= LARGE.parameters * 4
     weights = requested(training=TrainingSpec(offload="weights"), **awake).memory
-    assert weights >= on_host + 3 * LARGE.parameters * 4, "with gradients, rounded up"
+    assert weights >= on_host + (LARGE.parameters + LARGE.rounded) * 4, "with pinned gradients"
     frozen = requested(training=LORA.model_copy(update={"offload": "weights"}), **awake).memory
     assert frozen >= requested(training=LORA, **awake).memory + LARGE.parameters
 
@@ -133,11 +131,11 @@ def test_on_a_cpu_the_cache_and_the_weights_are_the_host_s():
 def test_on_a_cpu_the_logits_of_a_chunk_are_the_host_s_whatever_a_micro_batch_has():
     def of(tokens: int, logits_bytes: int) -> int:
         trainer = TrainerSettings(micro_batch_tokens=tokens, logits_bytes=logits_bytes)
-        model = replace(SMALL, blocks=())
+        model = replace(SMALL, blocks=(), width=0)
         return requested(model=model, pool=a_pool(device_class=""), trainer=trainer).memory
 
     assert of(10_000, GIB) == of(1_000_000, GIB)
-    assert of(1_000_000, 2 * GIB) >= of(1_000_000, GIB) + 4 * GIB
+    assert of(1_000_000, 2 * GIB) >= of(1_000_000, GIB) + 3 * GIB
 
 
 def test_an_engine_on_several_devices_has_a_process_and_shared_memory_for_each():
@@ -201,6 +199,8 @@ def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
         parameters=36 + 15 + 30 + 7,
         adapter_width=13 + 8 + 2 * 8,
         blocks=(45, 7),
+        width=8 + 2 * 8,
+        rounded=64 + 16 + 32 + 8,
         vocabulary=9,
         hidden=4,
     )

@@ -18,6 +18,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._inductor.exc import InvalidCxxCompiler
 
 from tandem.errors import WorkerStartFailed
+from tandem.trainer_memory import Available
 from tandem.worker import LoraSpec
 from tests.support.architectures import WINDOW, write_model
 from tests.support.local_trainer import (
@@ -37,7 +38,6 @@ from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.models import compiled_blocks
 from trainer_service.models.compiled_blocks import check_compiler
-from trainer_service.models.memory_plan import Available
 
 CHUNKS = {"logits_bytes": 4 * VOCABULARY * 7}
 KINDS = {

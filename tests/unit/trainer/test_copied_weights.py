@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tandem.trainer_memory import TrainerMemory
+from tests.support.architectures import write_model
 from tests.support.local_trainer import (
     SPEC,
     assert_same,
@@ -22,7 +24,6 @@ from tests.support.local_trainer import (
     weights,
 )
 from tests.support.tiny_model import VOCABULARY
-from trainer_service.backends import fsdp2
 from trainer_service.backends.copies import CopiedWeights
 from trainer_service.service.operations import Operations
 
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("group")
 
 def sharded(monkeypatch, *given, **settings) -> Operations:
     with monkeypatch.context() as patched:
-        patched.setattr(fsdp2, "weights_copied", lambda *_, **__: False)
-        patched.setattr(fsdp2, "weights_sharded", lambda *_, **__: True)
+        patched.setattr(TrainerMemory, "may_copy", False)
+        patched.setattr(TrainerMemory, "sharded", lambda *_, **__: True)
         made = make(*given, dtype="bfloat16", micro_batch_tokens=24, **settings)
         assert made.trainer.backend._mesh is not None
     return made
@@ -86,18 +87,19 @@ def test_a_checkpoint_of_either_is_one_of_the_other(model, tmp_path, monkeypatch
     assert train(mine, 1, seed=6) == train(theirs, 1, seed=6)
 
 
-def test_copies_for_which_there_is_no_memory_are_not_made(model):
+def test_copies_for_which_there_is_no_memory_are_not_made(tmp_path):
+    model = write_model(tmp_path, "qwen3", num_hidden_layers=12)
     settings = {"dtype": "bfloat16", "shard_group_parameters": 1, "micro_batch_tokens": 60}
     large = make(model, None, **settings)
     roomy = large.trainer.backend.plan
-    memory = sum(roomy.needs.device.values()) - 2000
+    memory = sum(roomy.device.values()) - 2000
     tight = make(model, None, memory_bytes=memory, **settings)
-    assert "copies" in roomy.needs.device
-    assert "copies" not in tight.trainer.backend.plan.needs.device
+    assert "copies" in roomy.device
+    assert "copies" not in tight.trainer.backend.plan.device
     assert not tight.trainer.backend.plan.checkpointing
     assert train(tight, 1) == train(large, 1)
     both = make(model, None, dtype="bfloat16", micro_batch_tokens=24, checkpointing="on")
-    assert "copies" in both.trainer.backend.plan.needs.device
+    assert "copies" in both.trainer.backend.plan.device
 
 
 def test_copies_stay_tied_and_gradients_go_to_the_masters_at_once():

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from sampler_service.weights.handoff import open_handoff
 from tandem.errors import LoadFailed
+from tandem.trainer_memory import Available, MemoryPlan
 from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of
 from tests.support.files import memory_files
@@ -20,7 +21,6 @@ from tests.support.waiting import wait_until
 from trainer_service.backends.base import Export
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
-from trainer_service.models.memory_plan import Available, MemoryPlan, Needs
 
 
 def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
@@ -131,7 +131,7 @@ def test_copies_that_nobody_released_are_no_room_for_the_next_one(monkeypatch):
     import torch
 
     export = Export("w", (4,), torch.float32, "w")  # 512 bytes, as it is aligned
-    plan = MemoryPlan(1, False, Needs({"weights": 1000}), Available(device=2600))
+    plan = MemoryPlan(1, False, {"weights": 1000}, Available(device=2600))
     backend = SimpleNamespace(exports=lambda: [export], plan=plan, device="cpu", dtype="float32")
     held: list[kept.KeptCopy] = []
     for _ in range(3):

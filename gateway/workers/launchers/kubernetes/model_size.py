@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, describe, without_paths
-from tandem.model_config import Json, model_files, text_config
+from tandem.model_config import model_files, text_config
 from tandem.settings import GatewaySettings
+from tandem.trainer_memory import ModelSize
 
-_BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
-"""What the names of all of a block's tensors begin with."""
 _LARGEST_HEADER = 100 * 2**20
 """Of a safetensors file, in bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """`parameters` of a model, of which an adapter of rank 1 would have `adapter_width`; those of
-    each of its `blocks`; and the size of its parts, 0 where its configuration does not say."""
-
-    parameters: int
-    adapter_width: int
-    blocks: tuple[int, ...] = ()
-    vocabulary: int = 0
-    hidden: int = 0
-    intermediate: int = 0
 
 
 _read: dict[Path, ModelSize | str] = {}
@@ -79,19 +61,7 @@ def _size_of(path: Path) -> ModelSize:
         raise InvalidRequest(f"the size of the model {path.name} cannot be read: {why}") from error
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
-    matrices = [shape for shape in shapes.values() if len(shape) >= 2]
-    blocks: Counter[str] = Counter()
-    for name, shape in shapes.items():
-        if block := _BLOCK.match(name):
-            blocks[block[0]] += math.prod(shape)
-    return ModelSize(
-        parameters=sum(math.prod(shape) for shape in shapes.values()),
-        adapter_width=sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices),
-        blocks=tuple(blocks.values()),
-        vocabulary=_number(config, "vocab_size"),
-        hidden=_number(config, "hidden_size"),
-        intermediate=_number(config, "intermediate_size"),
-    )
+    return ModelSize.of(shapes, config)
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
@@ -101,8 +71,3 @@ def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, entry["shape"]
-
-
-def _number(config: Json, name: str) -> int:
-    value = config.get(name)
-    return value if isinstance(value, int) else 0

@@ -4,10 +4,9 @@ The memory is what the worker may come to have, and so its limit: a pod that is 
 sleep where it is. It is computed from the number of the model's weights, which the headers of its
 files tell, by what the trainer and the engine do with them:
 
-    trainer   each rank reads its part of one tensor after the other; then there is what lasts, by
-              the arithmetic that the trainer itself plans with (`tandem/trainer_memory.py`): on a
-              CPU all of it, with the activations; on a GPU the copy from which a snapshot is
-              written, what the run keeps on the host, and all states while the trainer sleeps
+    trainer   each rank reads its part of one tensor after the other. Then it has the parts of the
+              trainer's own formula (`tandem/trainer_memory.py`): on a CPU all parts, on a GPU the
+              snapshot, the offloaded parts, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
               while the engine samples; on a CPU the weights, their packed copies, in whose place
               the next version is read, and a KV cache for each of its ranks
@@ -30,23 +29,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gateway.workers.launchers.kubernetes.model_size import ModelSize, known_size, read_size
+from gateway.workers.launchers.kubernetes.model_size import known_size, read_size
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import MOST_RUNS
-from tandem.trainer_memory import (
-    LOGITS_BYTES,
-    MICRO_BATCH_TOKENS,
-    SPARE,
-    Elements,
-    gathered,
-    lasting_bytes,
-    parts_on_host,
-    unreduced_gradients,
-    weights_copied,
-    weights_sharded,
-)
+from tandem.trainer_memory import SPARE, ModelSize, TrainerMemory, compute_width
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 
@@ -57,14 +45,6 @@ _CPU_RANK, _GPU_RANK = 768 * _MIB, 4 * _GIB
 _CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
 _WEIGHT = 4
 """Bytes of a parameter in float32."""
-_KEPT_OF_HIDDEN, _KEPT_OF_MLP = 10, 4
-"""Numbers that a block keeps of each token for its backward pass, as many times as its hidden state
-and its MLP are wide: what two norms, four projections and the attention got and made; and the MLP's
-gate, with its activation, its other half, and their product."""
-_OF_LOGITS = 4
-"""Of the logits that exist at once: themselves, their log-softmax, its gradient, and theirs."""
-_OF_HEAD = 3
-"""The gradients of a head: what is added up, one that is added, and the embedding's if tied."""
 _ADAPTERS_HELD = 4
 """An engine keeps so many times the adapters that it computes with at once."""
 
@@ -182,104 +162,44 @@ class TrainerPod:
 
     @property
     def _of_gpu_rank(self) -> int:
-        on_host = parts_on_host(self.training)
-        pinned = 2 if "gradients" in on_host else 1  # up to a power of two, by torch
+        memory = self.of_rank
+        on_host = memory.on_host()
         if not self.snapshots:
             on_host -= {"snapshot"}
         if self.sleeps:
             on_host |= {"frozen weights", "weights", "copies", "gradients", "moments"}
-        return sum(
-            size * (pinned if name == "gradients" else 1)
-            for name, size in self.lasting.items()
-            if name in on_host
-        )
+        lasting = memory.lasting(copied=memory.may_copy)
+        return sum(size for name, size in lasting.items() if name in on_host)
 
     @property
     def _of_cpu_rank(self) -> int:
-        """As `trainer_service.backends.planning` has it, but for the activations."""
-        parts = dict(self.lasting)
+        memory = self.of_rank
+        copied = memory.may_copy
+        parts = memory.parts(memory.wanted_tokens, checkpointed=False, copied=copied)
         if not self.snapshots:
             parts.pop("snapshot", None)
-        return sum(parts.values()) + self._at_once * self._activations
+        return sum(parts.values())
 
     @property
-    def lasting(self) -> dict[str, int]:
-        """Of each rank, by what it is for."""
-        layout, lora = self.training.layout, self.training.lora is not None
-        parameters = self.model.parameters // layout.tensor_parallel
-        trained = self.training.rank * self.model.adapter_width * self.runs if lora else parameters
-        return lasting_bytes(
-            Elements(
-                parameters=parameters,
-                trained=trained,
-                moments=2 * trained,
-                gathered=self._gathered // layout.tensor_parallel,
-                copied=parameters if self._copied else 0,
-            ),
-            training=self.training,
-            shards=layout.shards(self.trainer.ranks),
-            width=self._number,
-            threads=self._at_once,
-            unreduced=unreduced_gradients(
-                parameters,
-                limit=self.trainer.unreduced_gradients_bytes,
-                device="cuda" if self.gpu else "cpu",
-                ranks=self._size,
-                training=self.training,
-            ),
+    def of_rank(self) -> TrainerMemory:
+        training, device = self.training, "cuda" if self.gpu else "cpu"
+        model = self.model.divided(training.layout.tensor_parallel)
+        adapters = training.rank * self.model.adapter_width * self.runs
+        trained = adapters if training.lora else model.parameters
+        size = self.ranks * self.nodes
+        # A CPU rank alone computes several micro-batches.
+        wide = (_width(self.trainer.dtype, gpu=self.gpu), training.states) == (4, "float32")
+        several = size == 1 and wide and not self.gpu and not training.weights_on_host
+        return TrainerMemory(
+            model=model,
+            trained=trained,
+            moments=2 * trained,
+            training=training,
+            settings=self.trainer,
+            device=device,
+            ranks=size,
+            at_once=self.trainer.parallel_micro_batches or 2 if several else 1,
         )
-
-    @property
-    def _size(self) -> int:
-        return self.ranks * self.nodes
-
-    @property
-    def _number(self) -> int:
-        """The bytes of one in the type of the computation."""
-        return _width(self.trainer.dtype, gpu=self.gpu)
-
-    @property
-    def _copied(self) -> bool:
-        return weights_copied(self.training, ranks=self._size, width=self._number)
-
-    @property
-    def _sharded(self) -> bool:
-        return weights_sharded(
-            self.training, ranks=self._size, width=self._number, copied=self._copied
-        )
-
-    @property
-    def _gathered(self) -> int:
-        if not self._sharded:
-            return 0
-        groups, left = [], 0
-        for block in self.model.blocks:
-            left += block
-            if left >= self.trainer.shard_group_parameters:
-                groups.append(left)
-                left = 0
-        return gathered(groups, root=self.model.parameters - sum(groups))
-
-    @property
-    def _at_once(self) -> int:
-        """How many micro-batches: a CPU rank alone computes several."""
-        wide = (self._number, self.training.states) == (4, "float32")
-        several = self._size == 1 and wide and not self.gpu and not self.training.weights_on_host
-        return self.trainer.parallel_micro_batches or 2 if several else 1
-
-    @property
-    def _activations(self) -> int:
-        """Of a micro-batch, as far as a model's configuration tells: what the blocks of a
-        transformer keep, logits, and the gradients of the head."""
-        model, trainer = self.model, self.trainer
-        tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu"]
-        of_block = _KEPT_OF_HIDDEN * model.hidden + _KEPT_OF_MLP * model.intermediate
-        kept = tokens * len(model.blocks) * of_block
-        logits = min(
-            (trainer.logits_bytes or LOGITS_BYTES["cpu"]) // _WEIGHT, tokens * model.vocabulary
-        )
-        head = 0 if self.training.lora else model.vocabulary * model.hidden
-        return _WEIGHT * (kept + _OF_LOGITS * logits + _OF_HEAD * head)
 
 
 def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sleeps: bool) -> int:
@@ -296,7 +216,7 @@ def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sl
 
 def _width(dtype: str, *, gpu: bool) -> int:
     """Return the bytes of a parameter in the type of the computation."""
-    return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
+    return compute_width(dtype, device="cuda" if gpu else "cpu")
 
 
 def _rounded(size: float) -> int:
