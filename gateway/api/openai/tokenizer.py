@@ -217,7 +217,7 @@ class Detokenizer:
         following = [*(before for before, _ in self._unplaced), whole][1:]
         for (before, spoken), after in zip(self._unplaced, following, strict=True):
             place = _shared_length(before, whole)
-            if spoken and place and after == before:
+            if spoken and 0 < place == len(before) and after == before:
                 place -= 1
             self.places.append(self._length + max(0, place - of_prompt))
         self._unplaced = []

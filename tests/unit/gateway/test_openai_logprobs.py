@@ -132,6 +132,13 @@ def test_bytes_that_are_no_character_do_not_move_the_token_after_them(tokenizers
     assert places_of(tokenizer, [word, half, end, word]) == [0, 3, 4, 9]
 
 
+def test_the_bytes_of_a_character_after_a_wrong_byte_begin_together(tokenizers):
+    tokenizer = tokenizers["bytes"]
+    wrong, first = (tokenizer._tokenizer.token_to_id(name) for name in ("¡", "à"))
+    assert tokenizer.decode([wrong, first, wrong, wrong]) == "\ufffd\u0861"
+    assert places_of(tokenizer, [wrong, first, wrong, wrong]) == [0, 1, 1, 1]
+
+
 def test_the_bytes_of_one_character_begin_together(tokenizers):
     sentences = tokenizers["sentences"]
     ids = [sentences._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "a€😀".encode()]
