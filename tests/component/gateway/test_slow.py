@@ -107,7 +107,8 @@ def test_a_client_that_takes_nothing_is_cut_off_and_the_result_stays(gate, resul
 def test_a_gateway_that_stops_cuts_off_a_client_that_takes_nothing_without_an_error(
     tmp_path, caplog
 ):
-    with running_gateway(tmp_path, session_ttl=600) as gate:
+    patient = {"write_timeout": 60}  # for the other gateway of this module it is 1
+    with running_gateway(tmp_path, session_ttl=600, http=patient) as gate:
         request_id, _ = large_result(gate)
         client = ask(gate, request_id)
         wait_until(lambda: any(c.flow.write_paused for c in gate.server.server_state.connections))
