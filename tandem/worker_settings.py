@@ -176,14 +176,6 @@ class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
         description="Which of vLLM's two model runners computes. auto: the one that vLLM chooses; "
         "on a CPU the first, since the second needs Triton.",
     )
-    canary_tolerance: float = Field(
-        0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
-    )
-    version_patience: float = Field(
-        2.0,
-        gt=0,
-        description="How long requests for the loaded version may overtake others.",
-    )
     gpu_memory_bytes: int = Field(
         0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
     )

@@ -44,6 +44,8 @@ from tandem.worker_server import WorkerServer
 from tandem.worker_settings import SamplerSettings
 
 _STOP_GRACE_SECONDS = 1.0
+_PATIENCE = 2.0
+"""Seconds for which requests for the loaded version may overtake others."""
 """Within which calls get the answer that the engine has failed."""
 
 
@@ -162,7 +164,7 @@ class _Process:
         model = Path(self._spec.model_path)
         engine = self._start(lambda: fail(WorkerDied("a process of the engine has ended")))
         facts = engine.facts
-        tolerance = self._settings.canary_tolerance or default_tolerance(facts.dtype)
+        tolerance = default_tolerance(facts.dtype)
         loader = Loader(engine, base=model, tolerance=tolerance)
         adapters = AdapterCache(engine, base=model, tolerance=tolerance)
         gc.freeze()
@@ -172,7 +174,7 @@ class _Process:
             loader,
             adapters,
             base=WeightVersion(name=f"base/{self._spec.model_name}", path=model),
-            patience=self._settings.version_patience,
+            patience=_PATIENCE,
             timeout=self._settings.operation_timeout,
             metrics=self._metrics,
             on_fatal=fail,
