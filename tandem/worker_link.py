@@ -36,8 +36,6 @@ from tandem.worker import (
     set_process_limits,
 )
 
-_NICENESS = 15
-"""Of the imports of an idle process: others get 30 times as much of a core."""
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""
 
@@ -64,12 +62,14 @@ class LauncherLink(Protocol):
 
 
 def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
-    """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`, with
-    `--spec-fd M` a `PooledLink`; `--spec-file PATH` and `--report-file PATH` are a `FileLink`. An
-    unknown setting ends the process with status 2, and its launcher gets the reason."""
+    """Return the link that the command line chooses. `--report-fd N` is a `PipeLink`, with
+    `--spec-fd M` a `PooledLink`, which imports with the niceness of `--nice`. `--spec-file PATH`
+    and `--report-file PATH` are a `FileLink`. An unknown setting ends the process with status 2,
+    and its launcher gets the reason."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, help="where reports are written")
     parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
+    parser.add_argument("--nice", type=int, default=0, help="niceness of its imports")
     parser.add_argument("--spec-file", type=Path, help="the specification")
     parser.add_argument("--report-file", type=Path, help="where the reason of its end is left")
     chosen = parser.parse_args(arguments)
@@ -81,7 +81,8 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
     elif chosen.spec_fd is None:
         link = PipeLink(report_fd=chosen.report_fd)
     else:
-        link = PooledLink(report_fd=chosen.report_fd, spec=socket.socket(fileno=chosen.spec_fd))
+        theirs = socket.socket(fileno=chosen.spec_fd)
+        link = PooledLink(report_fd=chosen.report_fd, spec=theirs, nice=chosen.nice)
     try:
         check_environment(os.environ)
     except UnknownSetting as error:
@@ -121,16 +122,17 @@ class PooledLink(PipeLink):
     that the process is idle, and another one that it has become the worker.
     """
 
-    def __init__(self, *, report_fd: int, spec: socket.socket) -> None:
+    def __init__(self, *, report_fd: int, spec: socket.socket, nice: int = 0) -> None:
         super().__init__(report_fd=report_fd)
         self._spec = spec
+        self._nice = nice
 
     def preload(self, imports: Callable[[], None]) -> None:
         super().hold_lifeline()
         # A library asks at its import whether there is a GPU. Asked in the usual way, CUDA would
         # begin, and would not see later which devices are the worker's.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        in_background(imports, nice=_NICENESS)
+        in_background(imports, nice=self._nice)
         self._spec.send(b".")
 
     def read_spec(self) -> WorkerSpec:

@@ -34,6 +34,8 @@ _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
 _STDERR = 2
 _NICENESS = 5
 """Added to the agent's: a gateway on the same cores answers while workers compute."""
+_IMPORTING_NICENESS = 15
+"""Of an idle process while it imports: others get 30 times as much of a core."""
 _LEAST_FREE_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.5
 _PRELOAD_SECONDS = 900.0
@@ -92,7 +94,9 @@ async def start_child(
     # worker holds the lifeline of another one open.
     stdin_fd, lifeline_fd = os.pipe()
     report_fd, worker_report_fd = os.pipe()
-    spec = [] if spec_fd is None else ["--spec-fd", str(spec_fd)]
+    spec: list[str] = []
+    if spec_fd is not None:
+        spec = ["--spec-fd", str(spec_fd), "--nice", str(_IMPORTING_NICENESS)]
     scratch = scratches.make()
     temporary = {} if scratch is None else {"TMPDIR": str(scratch)}
     try:

@@ -68,7 +68,9 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Idle processes have time to answer, while others test."""
+    """Idle processes take a share of the processors in which they get idle, and answer, while
+    others test."""
+    monkeypatch.setattr("tandem.agent.pool._IMPORTING_NICENESS", 3)
     monkeypatch.setattr("tandem.agent.pool._HAND_OVER_SECONDS", PATIENCE)
 
 
