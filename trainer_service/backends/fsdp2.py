@@ -257,7 +257,7 @@ class Fsdp2Backend(TrainerBackend):
     def _compile_threads(self) -> int:
         """How many kernels are compiled at once. Each of torch's threads is a process, which would
         only be in the way on a CPU that computes as well."""
-        if self.device == "cpu":
+        if self._world.device == "cpu":
             return 1
         ranks = self._world.on_node or self._world.size
         return max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
