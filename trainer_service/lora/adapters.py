@@ -191,11 +191,14 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """The kind of each matrix in a block, or stack of matrices, that is in no linear layer."""
+    """The kind of each matrix in a block, or stack of matrices, that is in no linear layer. A norm
+    may have a row of weights for each head (Cohere), and no adapter is expected for it."""
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear | LoraLinear) and (kind := _kind(inside)):
+        if isinstance(module, nn.Linear | LoraLinear) or "Norm" in type(module).__name__:
+            continue
+        if kind := _kind(inside):
             for leaf, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1:
                     kinds[f"{name}.{leaf}"] = kind

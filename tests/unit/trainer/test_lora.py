@@ -224,6 +224,11 @@ def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_pat
     assert set(chosen_layers(gpt2, only(unembedding=True))) == {"lm_head"}
 
 
+def test_norms_with_a_row_for_each_head_are_no_obstacle(tmp_path):
+    path = write_model(tmp_path / "cohere", "cohere", use_qk_norm=True)
+    assert leaves(path, only(attention=True)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 def test_what_is_refused_is_refused_before_weights_are_read(models, monkeypatch):
     monkeypatch.setattr("trainer_service.models.huggingface._copy_shards", pytest.fail)
     with pytest.raises(UnsuitableLora, match="would pass by"):
