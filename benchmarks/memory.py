@@ -168,13 +168,9 @@ def measure_training(
         trainer.forward_backward(validate(parse(request(data).SerializeToString()), limits=limits))
 
     forward_backward(8)  # gradients are there from here on
-    lengths = [length]
-    if chosen.compile == "on":  # products of each length leave something
-        lengths = sorted({backend.row_length(size) for size in range(1, length + 1)})
     peak, began = Peak(), time.perf_counter()
     with peak.measured():
-        for size in lengths:
-            forward_backward(size)
+        forward_backward(length)
     if backend.plan is None:
         return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
     needs, threads = backend.plan.device, chosen.parallel_micro_batches

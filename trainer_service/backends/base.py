@@ -176,10 +176,6 @@ class TrainerBackend(ABC):
         """
         return compute_share(self, batch, share, keep=self.backward, done=done)
 
-    def row_length(self, tokens: int) -> int:
-        """How long a packed row of so many tokens should be."""
-        return tokens
-
     @abstractmethod
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """Log probabilities of the targets, float32 [e], differentiable if `gradients`."""

@@ -67,12 +67,6 @@ from trainer_service.models.huggingface import (
 )
 from trainer_service.models.logprobs import comes_apart
 from trainer_service.models.packing import pack, why_not_packed
-from trainer_service.models.products import (
-    faster_by_onednn,
-    linear,
-    multiply_by_onednn,
-    row_length,
-)
 from trainer_service.models.tensor_parallel import compare_divided, divide_matrices
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 from trainer_service.optimizers.staged import pin
@@ -126,7 +120,6 @@ class Fsdp2Backend(TrainerBackend):
             self.capabilities -= {Capability.THREADS}
         self._compiled = compiles(settings.compile, world.device)
         self._warm: set[str] = set()  # of all runs that share the model
-        self._by_onednn = False
         training = self.training
         check_trainable(model_path)
         memory = memory_of(
@@ -285,18 +278,6 @@ class Fsdp2Backend(TrainerBackend):
             pack(self._model)
         if self._compiled and not self.packs:
             mask_windows(self._model)
-        # Not where ranks divide layers, which are others; rows that are not packed come in too many
-        # sizes.
-        self._by_onednn = (
-            self._compiled
-            and self.packs
-            and not self._casts
-            and self.training.layout.tensor_parallel == 1
-            and faster_by_onednn(self.device)
-        )
-        if self._by_onednn:
-            multiply_by_onednn(self._model)
-            self._active.multiply_by(linear)
         self._logprobs = TokenLogprobs(
             self._model,
             self._active,
@@ -371,9 +352,6 @@ class Fsdp2Backend(TrainerBackend):
             self.backward(loss)
 
         return compute_share(self, batch, share, keep=keep, done=done)
-
-    def row_length(self, tokens: int) -> int:
-        return row_length(tokens) if self._by_onednn else tokens
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         self._choose_checkpointing(micro_batch)

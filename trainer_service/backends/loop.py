@@ -105,9 +105,7 @@ def _compute(
     backend: TrainerBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
 ) -> tuple[Tensor, LossResult]:
     """Returns the logprobs and what the loss makes of them."""
-    micro_batch = make_micro_batch(
-        batch, datums, packed=backend.packs, row_length=backend.row_length
-    )
+    micro_batch = make_micro_batch(batch, datums, packed=backend.packs)
     loss, settings = batch.loss, batch.settings
     inputs = backend.inputs(micro_batch)
     layout = layout_of(batch, micro_batch, datums, device=torch.device(backend.device))

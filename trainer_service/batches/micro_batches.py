@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -122,15 +122,8 @@ class MicroBatch:
     bounds: NDArray[np.int32] | None = None
 
 
-def make_micro_batch(
-    batch: Batch,
-    datums: Sequence[int],
-    *,
-    packed: bool,
-    row_length: Callable[[int], int] = int,
-) -> MicroBatch:
-    """Padding is token 0 on the right: in a causal model no real token sees it. A packed row of so
-    many tokens is as long as `row_length` says; what is beyond is a sequence of its own."""
+def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
+    """Padding is token 0 on the right: in a causal model no real token sees it."""
     chosen = np.array(datums, np.int64)
     lengths, widths = batch.lengths[chosen], batch.widths[chosen]
     rows, longest, widest = len(chosen), int(lengths.max()), int(widths.max())
@@ -139,21 +132,17 @@ def make_micro_batch(
     entries = ranges(starts=starts_of(batch.sizes)[chosen], sizes=sizes)
     inputs = {name: values[entries] for name, values in batch.inputs.items()}
     if packed:
-        more = row_length(len(token_places)) - len(token_places)
-        padding = np.zeros(more, np.int64)
-        wide = np.concatenate([np.repeat(widths, lengths), padding])[:, None]
-        wanted = np.arange(widest) < wide
+        wanted = np.arange(widest) < np.repeat(widths, lengths)[:, None]
         targets = np.zeros(wanted.shape, np.int64)
         targets[wanted] = batch.targets[entries]
-        positions = ranges(starts=np.zeros_like(lengths), sizes=lengths)
         return MicroBatch(
-            tokens=np.concatenate([batch.tokens[token_places], padding])[None],
+            tokens=batch.tokens[token_places][None],
             targets=targets[None],
             select=None if wanted.all() else np.flatnonzero(wanted).astype(np.int64, copy=False),
             entries=entries,
             inputs=inputs,
-            positions=np.concatenate([positions, padding])[None],
-            bounds=bounds_of([*lengths.tolist(), *([more] if more else [])]),
+            positions=ranges(starts=np.zeros_like(lengths), sizes=lengths)[None],
+            bounds=bounds_of(lengths.tolist()),
         )
     if len(entries) == rows * longest * widest:
         return MicroBatch(

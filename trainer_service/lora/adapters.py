@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,11 +80,6 @@ class ActiveAdapters:
             for layer in self.layers:
                 layer.adapter = adapters.get(layer.name)
 
-    def multiply_by(self, linear: Callable[..., Tensor]) -> None:
-        """Let the frozen parameters of all layers be used by this in place of torch's linear."""
-        for layer in self.layers:
-            layer.linear = linear
-
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another and the active adapter, if there is one.
@@ -100,12 +95,11 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.register_parameter("bias", layer.bias)
         self.name = name
         self.adapter: Adapter | None = None
-        self.linear: Callable[..., Tensor] = functional.linear
         active.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
-        y = self.linear(x, self.weight, self.bias)
+        y = functional.linear(x, self.weight, self.bias)
         adapter = self.adapter
         if adapter is None:
             return y
