@@ -3,17 +3,15 @@ gathered a group at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trainer_service.backends.base import Export
-from trainer_service.backends.owners_gathering import OwnersGathering
 from trainer_service.backends.sharding import ShardGroups
 from trainer_service.models.huggingface import find_blocks, persistent_buffers
 
@@ -58,10 +56,7 @@ class WholeWeights:
         for name, buffer in persistent_buffers(self._model).items():
             if name in units:
                 yield name, buffer.detach()
-        owners = self._owners(units)
-        if owners:
-            yield from self._on_owners(units, owners)
-            return
+        self._groups.reshard()
         for group in self._groups.gathered():
             for unit, names in self._units_of(group).items():
                 whole = {name: self._whole(name) for name in names}
@@ -69,44 +64,6 @@ class WholeWeights:
                     continue
                 for name, tensor in self._file_layout(whole).items():
                     yield name, tensor.to(self._dtype)
-
-    def _owners(self, units: Collection[str]) -> dict[str, int]:
-        """The one rank that wants each unit, where its parameters are gathered there alone: of
-        shards on CPUs, which gloo gathers on all ranks in seven times the processor's time. Empty
-        where they are gathered on all."""
-        self._groups.reshard()
-        parameters = [*self._model.parameters()]
-        sharded = all(
-            isinstance(each, DTensor)
-            and each.placements == (Shard(0),)
-            and each.device_mesh.device_type == "cpu"
-            for each in parameters
-        )
-        if not sharded:
-            return {}
-        group = parameters[0].device_mesh.get_group()
-        wanted: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(wanted, sorted(units), group=group)
-        owners = {unit: rank for rank, names in enumerate(wanted) for unit in names}
-        return owners if len(owners) == sum(map(len, wanted)) else {}
-
-    def _on_owners(
-        self, units: Collection[str], owners: Mapping[str, int]
-    ) -> Iterator[tuple[str, Tensor]]:
-        parts = [
-            (unit, [self._model.get_parameter(name) for name in names], names)
-            for group in self._groups.names
-            for unit, names in self._units_of(group).items()
-            if unit in owners
-        ]
-        gathering = OwnersGathering(
-            [(owners[unit], parameters) for unit, parameters, _ in parts], dtype=self._dtype
-        )
-        for place, (unit, _, names) in enumerate(parts):
-            whole = gathering.next(place)
-            if unit in units:
-                yield from self._file_layout(dict(zip(names, whole, strict=True))).items()
-        gathering.end()
 
     def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of a group by unit."""
