@@ -86,36 +86,6 @@ def _meet_nobody(device: str, *, timeout: timedelta) -> None:
     )
 
 
-class DirectAllGather:
-    """What FSDP gathers by on CPUs: the same bytes as by gloo's own collective, which goes through
-    memory of its own; here they go from one rank's shards straight to their places in others'. New
-    memory is what costs most, since the system clears it page by page."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Returns when it is done, whatever `async_op` says. `input_tensor` is a part of
-        `output_tensor` already."""
-        mine = dist.get_rank(group)
-        parts = output_tensor.chunk(dist.get_world_size(group))
-        assert parts[mine].data_ptr() == input_tensor.data_ptr()
-        others = [rank for rank in range(len(parts)) if rank != mine]
-        works = [dist.irecv(parts[rank], group=group, group_src=rank) for rank in others]
-        works += [dist.isend(input_tensor, group=group, group_dst=rank) for rank in others]
-        # That of a collective now; what is sent and received does not follow it by itself.
-        timeout = group._get_backend(output_tensor.device).options._timeout
-        for work in works:
-            assert work is not None
-            work.wait(timeout)
-
-
 class ShardGroups:
     """The parameters of a model in groups, each of which FSDP gathers at once: those of each group
     of `blocks`, and the root with all others last. `names` are those of the parameters, by group; a
@@ -153,11 +123,8 @@ class ShardGroups:
         # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
         shard(self._model, reshard_after_forward=False)
         self._sharded = True
-        direct = mesh.device_type == "cpu" and dist.get_backend(mesh.get_group("shards")) == "gloo"
-        for module in self._modules():
-            if direct:
-                module.set_custom_all_gather(DirectAllGather())
-            if mesh.size() > 1:  # a rank alone would divide by one, in memory for the quotient
+        if mesh.size() > 1:  # a rank alone would divide by one, in memory for the quotient
+            for module in self._modules():
                 # Losses are sums over all datums, so gradients are summed, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
