@@ -73,7 +73,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         worker_extension_cls="sampler_service.vllm.worker_extension.WeightsExtension",
     )
     if device == "cpu":
-        args.worker_cls = "sampler_service.vllm.cpu_worker.NotingWorker"
+        args.worker_cls = "sampler_service.vllm.cpu_worker.ChangedWorker"
         args.enforce_eager = True
         args.enable_chunked_prefill = False
         args.max_num_batched_tokens = max(_BATCH_TOKENS, length)

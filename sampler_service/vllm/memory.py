@@ -3,8 +3,7 @@
 On a GPU this is vLLM's sleep mode. On a CPU vLLM (0.32) refuses it, and without it `sleep` frees
 nothing. There, the pages of a tensor are given back (`MADV_DONTNEED`, madvise(2)): it keeps its
 address and reads as zeros until it is written, so that nothing that refers to it notices, and
-waking costs nothing. Packed copies of linear layers belong to native code; they are freed, and the
-layer refuses to compute until a load has packed the new weights.
+waking costs nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ OUTSIDE_TORCH = 2**30
 """Of an engine's budget on a GPU: for the CUDA context, and for graphs, which are captured after
 the KV cache is allocated."""
 _MADV_DONTNEED = 4
-_M_TRIM_THRESHOLD = -1
-_LARGEST_TRIM_THRESHOLD = 64 * 2**20
-"""What glibc raises its threshold to by itself, when large pieces are freed (mallopt(3))."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -117,15 +113,6 @@ def free_pinned() -> None:
 # --- In vLLM's worker, on a CPU -----------------------------------------------------------
 
 
-class DroppedLinear:
-    """Stands in for the packed weight of a layer until a load."""
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        raise AssertionError("the layer's weights were dropped and have not been loaded again")
-
-
 def release_pages(tensors: Iterable[torch.Tensor]) -> None:
     """Give the memory of tensors back. A page that a storage only begins or ends in stays."""
     for storage in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
@@ -139,28 +126,11 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def drop_weights(model: torch.nn.Module) -> None:
-    """Free the parameters, the packed copies of linear layers, and the room for adapters. Buffers,
-    which no file of a weight version holds, stay.
-
-    A packed copy may lie in the heap of a thread. `malloc_trim` leaves what is free at the end of
-    such a heap; only `free` gives it back, when it is more than the threshold.
-    """
-    _LIBC.mallopt(_M_TRIM_THRESHOLD, mmap.PAGESIZE)
+    """Free the parameters and the room for adapters. Buffers, which no file of a weight version
+    holds, stay."""
     for module in model.modules():
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = DroppedLinear()
         release_pages(_adapter_room(module))
     release_pages(parameter.data for parameter in model.parameters())
-    _LIBC.mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
-
-
-def dropped_layers(model: torch.nn.Module) -> set[str]:
-    """Return the names of linear layers that no load has packed again."""
-    return {
-        f"{name}.cpu_linear"
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "cpu_linear", None), DroppedLinear)
-    }
 
 
 def trim_heap() -> None:

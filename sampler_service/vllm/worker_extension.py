@@ -1,14 +1,7 @@
-"""Extends vLLM's worker: complete in-place loads, prompt scoring, sleep, and fixes for CPUs.
+"""Extends vLLM's worker: complete in-place loads, prompt scoring, sleep.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's; what is changed in it is in `internals`. Three fixes are for CPUs:
-
-- Linear layers keep a packed copy of their weight. A reload repacks the layers that it loads, but
-  not an output head tied to the embeddings, which is not loaded by name.
-- oneDNN's float32 kernel for a single row may sum in another order than that for several (seen from
-  4864 inputs on), so that a sequence's logprobs would depend on what runs beside it. A single row
-  is padded to two; from two on, a row's result does not depend on the others.
-- Adapters are computed slowly, and wrongly when every slot is taken (`grouped_adapters.py`).
+vLLM's. `internals` changes vLLM.
 """
 
 from __future__ import annotations
@@ -26,20 +19,17 @@ from sampler_service.vllm.adapter_sums import AdapterSums, adapter_sums
 from sampler_service.vllm.internals import (
     forget_packed_experts,
     load_in_place,
-    pad_linears,
-    repack_heads,
+    parts_of_worker,
     use_adapter_in,
     use_prompt_hook,
 )
 from sampler_service.vllm.memory import (
     drop_weights,
-    dropped_layers,
     free_pinned,
     release_pages,
     resident_bytes,
     trim_heap,
 )
-from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
 from sampler_service.weights.files import read_sources
 from sampler_service.weights.handoff import open_handoff
@@ -47,6 +37,7 @@ from sampler_service.weights.staging import staged, staging_threads
 from tandem.telemetry import configure_logging
 from tandem.v1 import common_pb2
 from tandem.weights.delta import Bytes
+from tandem.weights.sums import sum_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -68,7 +59,6 @@ class WeightsExtension:
             configure_logging(service="sampler")
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # the second model runner draws them by NumPy
-        pad_linears(self.model_runner.get_model())
         for wrapper in adapters_of(self.model_runner):
             from sampler_service.vllm.grouped_adapters import GroupedAdapters
 
@@ -99,14 +89,10 @@ class WeightsExtension:
 
     def tandem_put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load tensors in place. Return the parameters that got no value."""
-        model = self.model_runner.get_model()
-        forget_packed_weights(model)
         forget_packed_experts(self.model_runner)
         everything, loaded = load_in_place(self.model_runner, tensors)
-        repack_heads(model)
-        pad_linears(model)
-        absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-        return (everything - loaded) | dropped_layers(model) | absent
+        named = self.model_runner.get_model().named_parameters()
+        return (everything - loaded) | {name for name, value in named if value.is_meta}
 
     @property
     def _tandem_workers(self) -> int:
@@ -114,8 +100,16 @@ class WeightsExtension:
         return workers
 
     def tandem_weight_sums(self) -> dict[str, int]:
-        """Return the sum of each parameter's numbers."""
-        return parameter_sums(self.model_runner.get_model(), self.model_runner.model_config.dtype)
+        """Return the sum of each parameter's numbers, by part."""
+        model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
+        return {
+            f"{name}{part}": sum_of(value, dtype, name=name)
+            for name, parameter in model.named_parameters()
+            if parameter.is_floating_point()
+            for part, value in parts_of_worker(
+                model.get_submodule(name.rpartition(".")[0]), parameter
+            ).items()
+        }
 
     def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
         """Return the sums of an adapter that was just added."""

@@ -51,22 +51,20 @@ def start(on_lost):
     worker_extension.staging_threads = lambda device, workers: threads
 
     extension, read = worker_extension.WeightsExtension, worker_extension.read_sources
-    load, repack = extension.tandem_load, worker_extension.repack_heads
+    load = extension.tandem_load
 
     def mixed(stale):
         before = {each.name: each for each in read(old)}
         return lambda *where: (before[t.name] if stale in t.name else t for t in read(*where))
 
     def tandem_load(worker, directory, made):
-        worker_extension.repack_heads, worker_extension.read_sources = repack, read
+        worker_extension.read_sources = read
         sabotage = order.read_text()
         if sabotage == "ignored":
             return set()
         if sabotage == "version before":
             return load(worker, str(old), {})
-        if sabotage == "head not packed":
-            worker_extension.repack_heads = lambda model: None
-        elif sabotage:
+        if sabotage:
             worker_extension.read_sources = mixed(sabotage)
         return load(worker, directory, made)
 
@@ -127,7 +125,7 @@ def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
             0,
             "off",
             0,
-            ["ignored", "version before", "head not packed", "1.self_attn.v_proj", "2.mlp.down"],
+            ["ignored", "version before", "embed_tokens", "1.self_attn.v_proj", "2.mlp.down"],
         ),
         ("qwen3_moe", 0, "off", 2, ["ignored", "2.mlp.experts"]),
         ("llama", 4, "on", 2, ["ignored", "lm_head", "0.input_layernorm"]),
