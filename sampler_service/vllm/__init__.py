@@ -7,7 +7,6 @@ this was checked, and changes what is changed in it; `configuration` is what it 
 `grammars` masks tokens with compiled grammars; `memory` is the engine's share of a GPU, and its
 sleep; `prefix_cache` lets samples share a prompt's prefill; `sampled_logprobs` collects what was
 drawn as arrays. The rest runs inside vLLM's worker: `worker_extension` loads weights in place,
-`prompt_scoring` scores prompts, `grouped_adapters` computes LoRA adapters on a CPU, `adapter_sums`
-says whether the engine holds an adapter. Another engine would be a folder like this one,
-constructed in `service/process.py`.
+`prompt_scoring` scores prompts, `adapter_sums` says whether the engine holds an adapter. Another
+engine would be a folder like this one, constructed in `service/process.py`.
 """

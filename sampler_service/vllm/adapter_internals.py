@@ -8,11 +8,12 @@ here. The trainer adapts no embedding and no expert, so these get none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sampler_service.vllm.internals import padded_linear
 from tandem.model_config import model_files
 from tandem.weights.tensors import read_header
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     import torch
     from vllm.config import VllmConfig
     from vllm.lora.model_manager import LoRAModelManager
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
 
 HEAD = "lm_head"
@@ -139,13 +139,46 @@ def leave_experts_plain() -> None:
     model_manager.get_supported_lora_modules = without_experts
 
 
-def adapters_of(runner: GPUModelRunner) -> Iterable[PunicaWrapperCPU]:
-    """Return what computes adapters on a CPU; nothing on a GPU, or without adapters."""
-    manager = getattr(runner, "lora_manager", None)
-    if manager is None or runner.device.type != "cpu":
-        return ()
-    found: Iterable[PunicaWrapperCPU] = manager._adapter_manager.punica_wrapper_mapping.values()
-    return found
+def multiply_by_slot() -> None:
+    """On a CPU, multiply an adapter's matrices with all of its rows at once. vLLM copies them for
+    each row. It takes -1, which is no adapter, for the last slot."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def product(x: torch.Tensor, matrices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[rows, in], [slots, 1, out, in] and [rows] → [rows, out]: zeros without an adapter."""
+        y = x.new_zeros((x.shape[0], matrices.shape[-2]))
+        for slot in slots.unique().tolist():
+            if slot >= 0:
+                rows, matrix = (slots == slot).nonzero()[:, 0], matrices[slot, 0]
+                y[rows] = padded_linear(x[rows].to(matrix.dtype), matrix).to(y.dtype)
+        return y
+
+    def shrink(
+        x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> None:
+        y[:, : a.shape[-2]] = scale * product(x, a, slots)
+
+    def expand(
+        x: torch.Tensor, b: torch.Tensor, y: torch.Tensor, slots: torch.Tensor, add_inputs: bool
+    ) -> None:
+        expand_slice(x, b, y, slots, 0, b.shape[-2], add_inputs)
+
+    def expand_slice(
+        x: torch.Tensor,
+        b: torch.Tensor,
+        y: torch.Tensor,
+        slots: torch.Tensor,
+        begin: int,
+        size: int,
+        add_inputs: bool,
+    ) -> None:
+        assert add_inputs, "only embeddings of their own would not be added"
+        y[:, begin : begin + size] += product(x, b, slots)
+
+    for module in (lora_ops, punica_cpu):
+        module.bgmv_shrink, module.bgmv_expand = shrink, expand
+        module.bgmv_expand_slice = expand_slice
 
 
 def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:

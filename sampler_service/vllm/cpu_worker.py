@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from sampler_service.vllm.adapter_internals import adapt_heads, leave_experts_plain
+from sampler_service.vllm.adapter_internals import (
+    adapt_heads,
+    leave_experts_plain,
+    multiply_by_slot,
+)
 from sampler_service.vllm.internals import copy_blocks_singly, multiply_plainly
 
 
@@ -12,6 +16,7 @@ class ChangedWorker(CPUWorker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         multiply_plainly()
         copy_blocks_singly()
+        multiply_by_slot()
         adapt_heads(self.model_runner)
         leave_experts_plain()
         super().load_model(load_dummy_weights=load_dummy_weights)

@@ -143,10 +143,12 @@ NAMES = (
     "vllm.lora.model_manager:LoRAModelManager.modules",
     "vllm.lora.model_manager:LoRAModelManager._set_adapter_mapping",
     "vllm.lora.model_manager:LoRAModelManager._last_mapping",
-    "vllm.lora.model_manager:LoRAModelManager.punica_wrapper_mapping",
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.update_metadata",
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
-    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
+    "vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink",
+    "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand",
+    "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand_slice",
+    "vllm.lora.punica_wrapper.punica_cpu:bgmv_shrink",
+    "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand",
+    "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand_slice",
 )
 """MODULE:CLASS.NAME, where the class sets the attribute or has the method, or MODULE:NAME.
 Besides, on a CPU, experts' `moe_kernel`, and the model runner's `copy_kv_cache_blocks_inplace`."""

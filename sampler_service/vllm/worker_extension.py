@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
-from sampler_service.vllm.adapter_internals import adapters_in, adapters_of
+from sampler_service.vllm.adapter_internals import adapters_in
 from sampler_service.vllm.adapter_sums import AdapterSums, adapter_sums
 from sampler_service.vllm.internals import (
     forget_packed_experts,
@@ -59,10 +59,6 @@ class WeightsExtension:
             configure_logging(service="sampler")
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # the second model runner draws them by NumPy
-        for wrapper in adapters_of(self.model_runner):
-            from sampler_service.vllm.grouped_adapters import GroupedAdapters
-
-            GroupedAdapters.install(wrapper)
         self._tandem_scorer = PromptScorer(self.model_runner)
         use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
 
