@@ -9,13 +9,12 @@ from sampler_service.vllm.adapter_internals import (
     leave_experts_plain,
     multiply_by_slot,
 )
-from sampler_service.vllm.internals import copy_blocks_singly, multiply_plainly
+from sampler_service.vllm.internals import multiply_plainly
 
 
 class ChangedWorker(CPUWorker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         multiply_plainly()
-        copy_blocks_singly()
         multiply_by_slot()
         adapt_heads(self.model_runner)
         leave_experts_plain()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from importlib import metadata
@@ -151,7 +151,7 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand_slice",
 )
 """MODULE:CLASS.NAME, where the class sets the attribute or has the method, or MODULE:NAME.
-Besides, on a CPU, experts' `moe_kernel`, and the model runner's `copy_kv_cache_blocks_inplace`."""
+Besides, on a CPU, experts' `moe_kernel`."""
 
 MIN_ROWS = 4
 """From so many rows on, a row of a float32 product has the same bits beside any other rows.
@@ -483,31 +483,6 @@ def padded_linear(
     if rows < MIN_ROWS and x.dim() == 2:
         x = functional.pad(x, (0, 0, 0, MIN_ROWS - rows))
     return functional.linear(x, weight, bias)[:rows]
-
-
-def copy_blocks_singly() -> None:
-    """Let blocks of the KV cache be copied one by one. vLLM gathers all of them in a new tensor
-    first, which suits a GPU: of a burst of 100 groups of 8, their 700 blocks of 128 KiB took 34 of
-    the 338 ms of processor time that the engine computed, and 4 of 280 ms in this way."""
-    import torch
-    from vllm.v1.worker import gpu_model_runner
-
-    copy_all = gpu_model_runner.copy_kv_cache_blocks_inplace
-    copy_all = getattr(copy_all, "__wrapped__", copy_all)
-
-    @wraps(copy_all)
-    def copy(
-        caches: Sequence[torch.Tensor], blocks: int, copies: Sequence[tuple[int, int]]
-    ) -> None:
-        for cache in caches:
-            if not cache.is_contiguous():
-                copy_all([cache], blocks, copies)
-                continue
-            rows = cache.view(torch.uint8).reshape(blocks, -1).numpy()
-            for source, target in copies:  # no target is a source: they are new blocks
-                rows[target] = rows[source]
-
-    gpu_model_runner.copy_kv_cache_blocks_inplace = copy
 
 
 def forget_packed_experts(runner: GPUModelRunner) -> None:

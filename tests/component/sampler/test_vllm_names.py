@@ -17,8 +17,7 @@ from types import ModuleType
 import pytest
 
 import sampler_service.vllm
-from sampler_service.vllm.environment import is_cpu_build
-from sampler_service.vllm.internals import NAMES, check_version, copy_blocks_singly, meet_in_a_file
+from sampler_service.vllm.internals import NAMES, check_version, meet_in_a_file
 
 OF_OTHERS = {"_C", "_host_emptyCache"}  # of torch
 
@@ -113,28 +112,6 @@ def test_the_version_is_checked_before_anything_slow_is_imported():
     code = "import sys, sampler_service.vllm.internals; print({'torch', 'vllm'} & {*sys.modules})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout.strip() == "set()", answer.stderr
-
-
-@pytest.mark.skipif(not is_cpu_build(), reason="on a CPU only")
-def test_blocks_are_copied_one_by_one_as_vllm_copies_them_at_once(monkeypatch):
-    import torch
-    from vllm.v1.worker import gpu_model_runner
-
-    name, at_once = "copy_kv_cache_blocks_inplace", gpu_model_runner.copy_kv_cache_blocks_inplace
-    at_once = getattr(at_once, "__wrapped__", at_once)
-    monkeypatch.setattr(gpu_model_runner, name, at_once)
-    copy_blocks_singly()
-    copy_blocks_singly()  # each engine of a process does so
-    copies = [(0, 3), (0, 4), (2, 5)]
-    for dtype in (torch.float32, torch.bfloat16):
-        stored = torch.randn(2, 6, 4, 32, 8).to(dtype)  # of two layers, one after the other
-        apart = torch.randn(6, 2, 4, 32, 8).to(dtype).unbind(1)  # of two, block by block
-        for caches in (list(stored), list(apart)):
-            wanted = [cache.clone() for cache in caches]
-            at_once(wanted, 6, copies)
-            getattr(gpu_model_runner, name)(caches, 6, copies)
-            assert all(map(torch.equal, caches, wanted))
-            assert torch.equal(caches[1][5], caches[1][2])
 
 
 def test_engines_that_start_at_once_meet_in_files_of_their_own_and_take_no_port():
