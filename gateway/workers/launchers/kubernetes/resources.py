@@ -8,8 +8,8 @@ files tell, by what the trainer and the engine do with them:
               trainer's own formula (`tandem/trainer_memory.py`): on a CPU all parts, on a GPU the
               snapshot, the offloaded parts, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
-              while the engine samples; on a CPU the weights, their packed copies, in whose place
-              the next version is read, and a KV cache for each of its ranks
+              while the engine samples; on a CPU the weights, those of the next version, and a KV
+              cache for each of its ranks
 
 to which the processes themselves are added, one for each rank, and a tenth, which a trainer's plan
 leaves free. What a run, its session or its model's defaults say (`tandem.host_memory`,
