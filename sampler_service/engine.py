@@ -9,7 +9,7 @@ An engine may compute ahead: more than what `step` has returned. `settle` ends t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -21,7 +21,6 @@ import numpy.typing as npt
 from sampler_service.structured_output import CompiledGrammar
 from tandem.errors import IllegalTransition, LoadFailed, TandemError
 from tandem.v1 import common_pb2
-from tandem.weights.delta import Bytes
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -84,7 +83,7 @@ class EngineFacts:
     `max_length` counts prompt and sampled tokens together; where it is less than `model_length`,
     the KV cache holds no longer sequence, or a setting says so. `end_tokens` are the model's
     end-of-sequence tokens. `max_lora_rank` 0 means no adapters; otherwise the engine holds up to
-    `max_adapters` of them. `takes_made_files`: it reads what is in this process's memory.
+    `max_adapters` of them.
     """
 
     vocabulary: int
@@ -96,7 +95,6 @@ class EngineFacts:
     end_tokens: tuple[int, ...]
     max_lora_rank: int = 0
     max_adapters: int = 0
-    takes_made_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,10 +264,9 @@ class Engine(Protocol):
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result; ignore unknown ids."""
 
-    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
+    def load(self, directory: Path) -> frozenset[str]:
         """Replace the weights in place by a directory of safetensors, and drop all adapters. Return
-        the names of the parameters that got no value. `made` are files that were made of its
-        patches already, by name; none if the engine does not take them.
+        the names of the parameters that got no value.
 
         The engine must be idle or paused; its KV cache may be asleep. Raises `WeightsTouched`; only
         another load is allowed then.

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -50,7 +50,6 @@ from sampler_service.service.engine_server import (
 )
 from sampler_service.vllm.memory import resident_bytes
 from tandem.v1 import common_pb2
-from tandem.weights.delta import Bytes
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -100,8 +99,7 @@ class EngineProcess:
     def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
         """Wait until the engine is there, and return it. `on_lost` is called, in another thread,
         when the process ends after that. Raises what `start` does, and `EngineProcessEnded`."""
-        facts = cast("EngineFacts", self._answer("its start"))
-        self.facts = replace(facts, takes_made_files=False)
+        self.facts = cast("EngineFacts", self._answer("its start"))
         self._on_end = on_lost
         if self._status is not None:
             on_lost()
@@ -161,9 +159,8 @@ class EngineProcess:
     def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
         self._call(Engine.carry_over, ids, adapter=adapter)
 
-    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
-        assert not made, "they are not in the memory of the engine's process"
-        return self._call(Engine.load, directory, {})
+    def load(self, directory: Path) -> frozenset[str]:
+        return self._call(Engine.load, directory)
 
     def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
         return self._call(Engine.load_handoff, handoff)

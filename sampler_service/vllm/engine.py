@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -67,7 +67,6 @@ from sampler_service.vllm.prefix_cache import PrefixCache
 from sampler_service.vllm.sampled_logprobs import SampledLogprobsProcessor
 from sampler_service.vllm.sampling_parameters import parameters_of
 from sampler_service.vllm.worker_extension import WeightsExtension
-from sampler_service.weights.files import NOTHING_MADE
 from tandem.errors import (
     InternalError,
     InvalidRequest,
@@ -78,7 +77,6 @@ from tandem.errors import (
 )
 from tandem.model_config import end_tokens, model_length
 from tandem.v1 import common_pb2
-from tandem.weights.delta import Bytes
 from tandem.weights.sums import sums_of_workers
 from tandem.worker_settings import SamplerSettings
 
@@ -136,7 +134,6 @@ class VllmEngine:
             end_tokens=end_tokens(model),
             max_lora_rank=settings.max_lora_rank,
             max_adapters=(args.max_cpu_loras or 0) if settings.max_lora_rank else 0,
-            takes_made_files=settings.ranks == 1,
         )
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = itertools.count(1)
@@ -348,8 +345,8 @@ class VllmEngine:
             use_adapter(self._engine, begun, self._adapters[adapter])
             self._on_workers(WeightsExtension.tandem_use_adapter, begun, self._adapters[adapter])
 
-    def load(self, directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE) -> frozenset[str]:
-        return self._load(directory.name, WeightsExtension.tandem_load, str(directory), dict(made))
+    def load(self, directory: Path) -> frozenset[str]:
+        return self._load(directory.name, WeightsExtension.tandem_load, str(directory))
 
     def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
         return self._load(handoff.name, WeightsExtension.tandem_load_handoff, handoff)

@@ -6,7 +6,7 @@ vLLM's. `internals` changes vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,6 @@ from sampler_service.weights.handoff import open_handoff
 from sampler_service.weights.staging import staged, staging_threads
 from tandem.telemetry import configure_logging
 from tandem.v1 import common_pb2
-from tandem.weights.delta import Bytes
 from tandem.weights.sums import sum_of
 
 if TYPE_CHECKING:
@@ -71,10 +70,9 @@ class WeightsExtension:
     def tandem_discard_scores(self, key: str) -> None:
         self._tandem_scorer.discard(key)
 
-    def tandem_load(self, directory: str, made: Mapping[str, Bytes]) -> set[str]:
-        """Load a directory of safetensors in place, of which some files may be `made` already.
-        Return the parameters that got no value."""
-        sources = read_sources(Path(directory), made)
+    def tandem_load(self, directory: str) -> set[str]:
+        """Load a directory of safetensors in place. Return the parameters that got no value."""
+        sources = read_sources(Path(directory))
         threads = staging_threads(self.model_runner.device.type, workers=self._tandem_workers)
         with staged(sources, threads=threads) as tensors:
             return self.tandem_put(tensors)

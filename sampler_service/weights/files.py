@@ -2,23 +2,20 @@
 
 A delta is read from two directories: its own, and that of the whole version that it was compared
 with (`tandem.weights.delta`). A tensor that has changed is copied from the file of the latter, and
-its changes are put in; no more than one tensor is copied at a time. What was made while a version
-was verified is kept, where there is room (`made_files`), and loaded as it is.
+its changes are put in; no more than one tensor is copied at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import safe_open
 
-from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed, describe
 from tandem.model_config import model_files
 from tandem.weights import Checksum, Manifest, open_base
@@ -28,8 +25,6 @@ from tandem.weights.store import check_own_file, read_record
 
 if TYPE_CHECKING:
     import torch
-
-NOTHING_MADE: Mapping[str, Bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +42,11 @@ class TensorSource:
         """Return its value, copied if the patch changes it. Raises `LoadFailed`."""
         if self.patch is None or not self.patch.within(self.place, self.stored.nbytes):
             return self.stored
-        return self.made_in(np.empty(self.stored.nbytes, np.uint8))
+        import torch
 
-    def made_in(self, room: Bytes) -> torch.Tensor:
-        """Return its value, made in memory of its size. Raises `LoadFailed`."""
-        self.write(room)
-        return self.of(room)
+        content = np.empty(self.stored.nbytes, np.uint8)
+        self.write(content)
+        return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
 
     def write(self, target: Bytes, start: int = 0) -> None:
         """Write the bytes of its value from `start` on, a multiple of `PIECE_BYTES`. Raises
@@ -67,21 +61,13 @@ class TensorSource:
             for change in self.patch.within(begin, target.size):
                 change.apply(target, start=begin)
 
-    def of(self, content: Bytes) -> torch.Tensor:
-        """Return a tensor of its type and shape, in the memory of its bytes."""
-        import torch
-
-        return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
-
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """`path` is a file of safetensors. A `patch` changes it into a file of a newer version, which
-    is `made` if somebody kept it."""
+    """`path` is a file of safetensors. A `patch` changes it into a file of a newer version."""
 
     path: Path
     patch: Path | None = None
-    made: Bytes | None = None
 
     def sources(self) -> Iterator[TensorSource]:
         """Yield its tensors in the order of the file. Raises `OSError`, or `LoadFailed` for a
@@ -89,17 +75,13 @@ class WeightsFile:
         patch, place = None, 0
         if self.patch is not None:
             place = len(header_of(self.path))
-            if self.made is None:
-                with damage_named(self.patch):
-                    patch = Patch.open(self.patch)
+            with damage_named(self.patch):
+                patch = Patch.open(self.patch)
         with safe_open(self.path, framework="pt", device="cpu") as file:
             for name in file.offset_keys():
                 source = TensorSource(name, file.get_tensor(name), place, patch, self.patch)
-                size = source.stored.nbytes
-                if self.made is not None:  # what is stored is not read from the disk
-                    source = replace(source, stored=source.of(self.made[place : place + size]))
                 yield source
-                place += size
+                place += source.stored.nbytes
 
 
 @contextmanager
@@ -146,31 +128,23 @@ def weights_files(directory: Path) -> list[WeightsFile]:
     ]
 
 
-def read_sources(
-    directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE
-) -> Iterator[TensorSource]:
-    """Yield every tensor of a directory's files, of which some may have been `made` of their
-    patches already. Raises `OSError`, `LoadFailed`."""
+def read_sources(directory: Path) -> Iterator[TensorSource]:
+    """Yield every tensor of a directory's files. Raises `OSError`, `LoadFailed`."""
     for file in weights_files(directory):
-        yield from replace(file, made=made.get(file.path.name)).sources()
+        yield from file.sources()
 
 
-def read_tensors(
-    directory: Path, made: Mapping[str, Bytes] = NOTHING_MADE
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_sources`: the names and values."""
-    return ((source.name, source.tensor()) for source in read_sources(directory, made))
+    return ((source.name, source.tensor()) for source in read_sources(directory))
 
 
 def verified_tensors(
-    file: WeightsFile,
-    manifest: Manifest,
-    go_on: Callable[[], None],
-    made: MadeFiles | None = None,
+    file: WeightsFile, manifest: Manifest, go_on: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of the tensors of one file of a version whose own files are
-    verified: what a patch makes is compared with the checksum, and kept in `made`. Whoever takes
-    all of all files has read what was published.
+    verified. The file that a patch makes is compared with its checksum. Whoever takes all tensors
+    of all files has read the published version.
 
     Raises `LoadFailed` that names the file which is damaged, `OSError`, and what `go_on` does.
     """
@@ -180,11 +154,9 @@ def verified_tensors(
     (entry,) = (entry for entry in manifest.files if entry.name == file.path.name)
     checksum = Checksum()
     checksum.update(header_of(file.path))
-    room = made.make(entry.name, entry.bytes) if made is not None else None
     for source in file.sources():
         go_on()
-        part = slice(source.place, source.place + source.stored.nbytes)
-        tensor = source.tensor() if room is None else source.made_in(room[part])
+        tensor = source.tensor()
         checksum.update(memoryview(bytes_of(tensor).numpy()))
         yield source.name, tensor
     if checksum.entry(entry.name) != entry:

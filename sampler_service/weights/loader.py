@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,14 +28,12 @@ from sampler_service.weights.files import (
     verified_tensors,
     weights_files,
 )
-from sampler_service.weights.made_files import MadeFiles
 from sampler_service.weights.staging import staging_threads
 from tandem.errors import LoadFailed, describe, without_paths
 from tandem.model_config import model_files, text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
-from tandem.weights.delta import Bytes
 from tandem.weights.store import in_threads, read_again
 from tandem.weights.sums import WeightSums, added_up, differing, file_sums, sums_of
 
@@ -86,8 +84,7 @@ class LoadOutcome:
 @dataclass(frozen=True)
 class Verified:
     """A version whose files are whole and fit the engine. `sums` are those of its numbers, if the
-    engine can be compared with them; `made` are the files that patches made meanwhile; `seconds` is
-    how long it was read.
+    engine can be compared with them; `seconds` is how long it was read.
 
     If the version has a `handoff`, this is what is loaded, and no file was read. If that cannot be,
     it has none any more, and `handoff_failure` says why."""
@@ -95,7 +92,6 @@ class Verified:
     version: WeightVersion
     canary: Canary | None = None
     sums: WeightSums | None = None
-    made: dict[str, Bytes] = field(default_factory=dict, compare=False)
     bytes: int = 0
     seconds: float = 0.0
     handoff_failure: str = ""
@@ -153,26 +149,22 @@ class Loader:
         started = time.monotonic()
         try:
             manifest = self._check(version, go_on)
-            made = MadeFiles(room=None if self._facts.takes_made_files else 0)
-            sums = None if manifest is None else self._read(version.path, manifest, go_on, made)
+            sums = None if manifest is None else self._read(version.path, manifest, go_on)
             size = sum(file.path.stat().st_size for file in weights_files(version.path))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         canary = None if manifest is None else manifest.canary
         seconds = time.monotonic() - started
-        return Verified(version, canary, sums, made.contents, bytes=size, seconds=seconds)
+        return Verified(version, canary, sums, bytes=size, seconds=seconds)
 
     def place(self, verified: Verified) -> None:
         """Put a version's weights into the engine, which must be idle. Raises `WeightsTouched`: the
         engine must not be used before another load."""
         version = verified.version
-        try:
-            if version.handoff is not None:
-                missing = self._engine.load_handoff(version.handoff)
-            else:
-                missing = self._engine.load(version.path, verified.made)
-        finally:
-            verified.made.clear()
+        if version.handoff is not None:
+            missing = self._engine.load_handoff(version.handoff)
+        else:
+            missing = self._engine.load(version.path)
         if missing:
             name = version.name
             raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
@@ -194,7 +186,7 @@ class Loader:
             raise WeightsTouched(error.message) from error
 
     def _read(
-        self, directory: Path, manifest: Manifest, go_on: Callable[[], None], made: MadeFiles
+        self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
     ) -> WeightSums | None:
         """Read the tensors of a version whose own files are verified. The patches of a delta make
         its tensors. Return their sums, None if the engine cannot be compared with them."""
@@ -207,7 +199,7 @@ class Loader:
                 import torch
 
                 torch.set_num_threads(1)  # of this thread, which has others beside it
-            return self._sums_of(verified_tensors(file, manifest, go_on, made), go_on)
+            return self._sums_of(verified_tensors(file, manifest, go_on), go_on)
 
         sums = added_up(in_threads(read, weights_files(directory), threads=self._threads))
         return sums if adds_up else None

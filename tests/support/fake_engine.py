@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from sampler_service.weights.loader import Verified, WeightVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import SequenceTooLong
 from tandem.v1 import common_pb2
-from tandem.weights.delta import Bytes
 
 BASE, NEW, OTHER = (
     WeightVersion(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2")
@@ -139,7 +138,7 @@ class FakeEngine:
         assert name not in {self.requests[id_].adapter for id_ in self.left}
         del self.adapters[name]
 
-    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
+    def load(self, directory: Path) -> frozenset[str]:
         assert not self.left, "weights were changed under running requests"
         assert not self.weights_asleep
         self.weights = directory.name
@@ -218,7 +217,7 @@ class FakeLoader:
     def place(self, verified: Verified) -> None:
         version = verified.version
         self.loads.append(version.name)
-        self.engine.load(version.path, {})
+        self.engine.load(version.path)
         errors = self.errors.get(version.name, [])
         if errors and isinstance(errors[0], WeightsTouched):
             self.engine.weights = ""

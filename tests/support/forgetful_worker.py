@@ -4,7 +4,6 @@ stages what it loads, as on a GPU, in memory that is not pinned."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from sampler_service.vllm import worker_extension
 from sampler_service.vllm.adapter_internals import adapters_in
 from sampler_service.vllm.adapter_sums import AdapterSums
 from sampler_service.vllm.worker_extension import WeightsExtension
-from tandem.weights.delta import Bytes
 
 worker_extension.staging_threads = lambda device, workers: workers
 worker_extension.staged = partial(
@@ -31,8 +29,8 @@ class ForgetfulExtension(WeightsExtension):
     def tandem_forgets(self) -> bool:
         return self.rank == 1 and Path(os.environ["FORGETFUL"]).exists()
 
-    def tandem_load(self, directory: str, made: Mapping[str, Bytes]) -> set[str]:
-        return set() if self.tandem_forgets else super().tandem_load(directory, made)
+    def tandem_load(self, directory: str) -> set[str]:
+        return set() if self.tandem_forgets else super().tandem_load(directory)
 
     def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
         manager = adapters_in(self.model_runner)

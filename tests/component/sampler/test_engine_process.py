@@ -91,7 +91,7 @@ class Stuck(FakeEngine):
     def abort(self, ids):
         super().abort([id_ for id_ in ids if id_ in self.left])
 
-    def load(self, directory, made):
+    def load(self, directory):
         time.sleep(60)
 
 def stuck(on_lost):
@@ -125,7 +125,7 @@ assert engine.settle() == StepOutput(), "of what was dropped nothing is left"
 assert len(sampled(4).samples[0].tokens) == 4
 assert sampled(101).failure.type == "sequence_too_long"
 engine._patience = 0.5
-print(raised(lambda: engine.load(Path("m"), {})))
+print(raised(lambda: engine.load(Path("m"))))
 engine.end()
 process = forked(stuck, 0.5)
 print(raised(lambda: process.connect(lambda: None)))

@@ -57,16 +57,16 @@ def start(on_lost):
         before = {each.name: each for each in read(old)}
         return lambda *where: (before[t.name] if stale in t.name else t for t in read(*where))
 
-    def tandem_load(worker, directory, made):
+    def tandem_load(worker, directory):
         worker_extension.read_sources = read
         sabotage = order.read_text()
         if sabotage == "ignored":
             return set()
         if sabotage == "version before":
-            return load(worker, str(old), {})
+            return load(worker, str(old))
         if sabotage:
             worker_extension.read_sources = mixed(sabotage)
-        return load(worker, directory, made)
+        return load(worker, directory)
 
     extension.tandem_load = tandem_load
     return engine

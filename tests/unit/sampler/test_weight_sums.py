@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from sampler_service.weights.loader import Loader, WeightVersion
 from tandem.errors import LoadFailed
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, checksum_file
-from tandem.weights.delta import Bytes
 from tandem.weights.sums import (
     block_of,
     differing,
@@ -119,7 +117,7 @@ class HoldingEngine:
         )
     )
 
-    def load(self, directory: Path, made: Mapping[str, Bytes]) -> frozenset[str]:
+    def load(self, directory: Path) -> frozenset[str]:
         if not self.ignores:
             self.tensors = load_file(directory / "model.safetensors")
         return frozenset()
@@ -164,7 +162,7 @@ def loaded(engine: HoldingEngine, base: Path, version: WeightVersion) -> float:
 
 def engine_with(base: Path, **arguments: bool) -> HoldingEngine:
     engine = HoldingEngine({}, **arguments)
-    engine.load(base, {})
+    engine.load(base)
     return engine
 
 
@@ -206,7 +204,7 @@ def test_an_engine_that_ignores_a_load_is_noticed(tmp_path: Path, wanted: str):
     engine = engine_with(base)
     loader = Loader(engine, base=base, tolerance=0.5)
     if wanted == "the base model":
-        engine.load(version.path, {})
+        engine.load(version.path)
         version = WeightVersion(name="base/tiny", path=base)
     engine.ignores = True
     loader.place(verified := loader.verify(version, lambda: None))

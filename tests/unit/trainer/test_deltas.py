@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
-from sampler_service.weights.made_files import MadeFiles
 from tandem.errors import LoadFailed
 from tandem.v1 import trainer_pb2
 from tandem.weights import Manifest, checksum_file, open_version
@@ -21,13 +20,13 @@ from trainer_service.service.operations import Operations
 pytestmark = pytest.mark.usefixtures("group")
 
 
-def read(path: Path, made: MadeFiles | None = None) -> dict[str, torch.Tensor]:
+def read(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a version, after the checks of an engine."""
     manifest = open_version(path)
     return {
         name: tensor.clone()
         for file in weights_files(path)
-        for name, tensor in verified_tensors(file, manifest, lambda: None, made)
+        for name, tensor in verified_tensors(file, manifest, lambda: None)
     }
 
 
@@ -69,6 +68,7 @@ def test_a_delta_is_small_and_read_as_the_whole_version_that_it_stands_for(delta
     )
     before, after = dict(read_tensors(delta.parent / "v1")), read(delta)
     assert equal(after, dict(read_tensors(delta.parent / "whole")))
+    assert equal(after, dict(read_tensors(delta)))
     assert not equal(before, after)
 
 
@@ -140,22 +140,6 @@ def test_a_delta_that_was_published_before_its_trainer_died_is_told_again(traine
     first, again = trainer.publish(request), trainer.publish(request)
     assert first.delta_of == again.delta_of == f"{RUN}/v1"
     assert first.written_bytes == again.written_bytes < first.bytes
-
-
-def test_what_was_made_to_be_verified_is_loaded_without_the_patches(delta: Path):
-    made, whole = MadeFiles(), delta.parent / "whole"
-    verified = read(delta, made)
-    assert [*made.contents] == ["model.safetensors"]
-    (delta / "model.safetensors.patch").write_bytes(b"")
-    assert equal(dict(read_tensors(delta, made.contents)), verified)
-    assert equal(verified, dict(read_tensors(whole)))
-
-
-def test_without_room_the_patches_are_applied_again(delta: Path):
-    made = MadeFiles(room=1000)
-    read(delta, made)
-    assert not made.contents
-    assert equal(dict(read_tensors(delta)), dict(read_tensors(delta.parent / "whole")))
 
 
 # --- What an engine refuses -------------------------------------------------------------------
