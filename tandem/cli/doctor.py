@@ -1,4 +1,4 @@
-"""`tandem doctor`: what this machine, a cluster or a volume can do, and what is missing."""
+"""`tandem doctor`: checks this machine, a cluster or a shared volume."""
 
 from __future__ import annotations
 
@@ -9,56 +9,53 @@ import typer
 
 from tandem.cli.context import DataDir, JsonFlag, print_json, resolve_data_dir, run_offline
 from tandem.cli.tables import Column, show_table
-from tandem.errors import UserError
 
 _COLUMNS = (Column("level"), Column("name"), Column("value", wrap=24), Column("about", wrap=30))
-_LONGEST_ANSWER = 600.0
-"""Of a cluster that is asked many questions, or of peers that are waited for."""
+_TIMEOUT = 600.0
+"""A cluster gets many questions. A volume waits for its peers."""
 
 
 def doctor(
     cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="Examine the Kubernetes cluster of the kubeconfig instead."),
+        bool, typer.Option("--cluster", help="Check the Kubernetes cluster of the kubeconfig.")
     ] = False,
     namespace: Annotated[
-        str, typer.Option(help="Of the cluster, where Tandem is.", show_default="tandem")
+        str, typer.Option(help="Tandem's namespace in the cluster.", show_default="tandem")
     ] = "",
     settings: Annotated[
         Path | None,
-        typer.Option(help="Of the cluster: an overlay's settings.env, before it is applied."),
+        typer.Option(help="For the cluster: an overlay's settings.env, before it is applied."),
     ] = None,
     volume: Annotated[
-        Path | None,
-        typer.Option(help="Examine a folder instead that several hosts mount, from one of them."),
+        Path | None, typer.Option(help="Check a folder that several hosts mount, on one of them.")
     ] = None,
     peers: Annotated[
-        int, typer.Option(min=1, help="How many hosts examine the volume at once, this included.")
+        int, typer.Option(min=1, help="How many hosts check the volume at once, with this one.")
     ] = 1,
     meeting: Annotated[
-        str, typer.Option(help="A name by which the peers know each other, new each time.")
+        str, typer.Option(help="A name by which the peers find each other, new each time.")
     ] = "alone",
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Examine this machine: devices, memory, libraries, and the device groups there would be. Exits
-    with status 1 if something that is needed does not work."""
-    if cluster and volume is not None:
-        raise UserError("--cluster and --volume are two questions: ask one")
-    module, asked, request = "gateway.doctor", "this machine", dict[str, object]()
-    if cluster:
-        module, asked = "gateway.cluster_doctor", "the cluster"
-        request = {"namespace": namespace, "settings": str(settings) if settings else ""}
-    elif volume is not None:
-        module, asked = "gateway.volume_doctor", f"the volume {volume}"
-        request = {"volume": str(volume), "peers": peers, "meeting": meeting}
+    """Check this machine, or with --cluster or --volume those instead. Exits with status 1 if
+    something that Tandem needs does not work."""
+    request = {
+        "cluster": cluster,
+        "namespace": namespace,
+        "settings": str(settings) if settings else None,
+        "volume": str(volume) if volume else None,
+        "peers": peers,
+        "meeting": meeting,
+    }
+    asked = "the cluster" if cluster else f"the volume {volume}" if volume else "this machine"
     answer = run_offline(
-        module, resolve_data_dir(data_dir), request, asked=asked, timeout=_LONGEST_ANSWER
+        "gateway.doctor", resolve_data_dir(data_dir), request, asked=asked, timeout=_TIMEOUT
     )
-    findings = cast(list[dict[str, str]], answer["findings"])
+    checks = cast(list[dict[str, str]], answer["checks"])
     if as_json:
         print_json(answer)
     else:
-        show_table(_COLUMNS, [[row[column.heading] for column in _COLUMNS] for row in findings])
-    if any(row["level"] == "problem" for row in findings):
+        show_table(_COLUMNS, [[row[column.heading] for column in _COLUMNS] for row in checks])
+    if any(row["level"] == "problem" for row in checks):
         raise typer.Exit(1)

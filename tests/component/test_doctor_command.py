@@ -27,8 +27,8 @@ def run(tmp_path, monkeypatch):
 
 def test_it_says_what_is_here_and_what_is_not(run):
     done = run("--json")
-    names = [each["name"] for each in orjson.loads(done.stdout)["findings"]]
-    assert {"cores", "memory", "torch", "vllm", "gloo", "criu", "host memory budget"} <= {*names}
+    names = [each["name"] for each in orjson.loads(done.stdout)["checks"]]
+    assert {"cores", "memory", "torch", "vllm", "cuda-checkpoint", "host memory budget"} <= {*names}
     assert "group cpu" in run().stdout
 
 
@@ -36,3 +36,10 @@ def test_groups_that_this_machine_cannot_have_are_a_problem(run):
     done = run(groups=[GROUP])
     assert done.exit_code == 1
     assert "TANDEM_GROUPS: group 'g': cpu:9999 is not there" in done.stdout
+
+
+def test_a_volume_is_checked_by_the_same_command(run, tmp_path):
+    done = run("--volume", str(tmp_path), "--json")
+    found = {each["name"]: each["level"] for each in orjson.loads(done.stdout)["checks"]}
+    assert (found, done.exit_code) == ({"volume": "ok", "locks": "ok", "rename": "ok"}, 0)
+    assert run("--volume", str(tmp_path / "none")).exit_code == 1

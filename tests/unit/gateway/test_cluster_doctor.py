@@ -1,20 +1,20 @@
-"""What `tandem doctor --cluster` says of clusters, and `--volume` of volumes."""
+"""`tandem doctor --cluster` on clusters, and `--volume` on volumes."""
 
 from __future__ import annotations
 
 import copy
 import json
 import threading
+from collections.abc import Iterable
 
 import kubernetes.config
 import pytest
 import yaml
 
-from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable, _asker, read_settings
-from gateway.doctor import Finding
-from gateway.volume_doctor import VolumeDoctor
+from gateway.doctor.check import Check
+from gateway.doctor.cluster import RIGHTS, ClusterChecks, Unreadable, api_server, read_settings
+from gateway.doctor.volume import check_volume
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
 from tests.support.kubernetes.manifests import K8S
 
 IN = "/namespaces/rl"
@@ -84,7 +84,7 @@ HEALTHY = {
 }
 
 
-def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dict[str, Finding]:
+def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dict[str, Check]:
     """What is found on a healthy cluster after changes: of answers, by their paths; one that is
     not there; rights that the gateway lacks."""
     answers = copy.deepcopy(HEALTHY) | changes
@@ -101,11 +101,11 @@ def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dic
             raise answer
         return answer
 
-    doctor = ClusterDoctor(ask, namespace="rl", own=GatewaySettings())
-    return {each.name: each for each in doctor.examine()}
+    cluster = ClusterChecks(ask, namespace="rl", instance="tandem")
+    return {each.name: each for each in cluster.run()}
 
 
-def problems(found: dict[str, Finding]) -> list[str]:
+def problems(found: dict[str, Check]) -> list[str]:
     return [name for name, each in found.items() if each.level == "problem"]
 
 
@@ -118,7 +118,7 @@ def test_a_cluster_with_all_that_is_needed_has_no_problem():
     assert problems(found) == []
     assert found["driver gpu.test"].value == "a: 4, b: 4"
     assert "80Gi" in found["driver gpu.test"].about
-    assert found["pool train"].value == "2 claims of 4 devices"
+    assert found["pool train"].value == "2 × 4 devices"
     assert found["gateway"].value == "2 of 2 ready, 1 serving"
 
 
@@ -126,7 +126,7 @@ CASES = {
     "an old version": (
         {"/version": {"major": "1", "minor": "33"}},
         "Kubernetes",
-        "1.34 has them; upgrade",
+        "upgrade to 1.34 or later",
     ),
     "no class": (
         {CLASSES: {"items": [named("mig")]}},
@@ -137,7 +137,7 @@ CASES = {
     "small nodes": (
         {SLICES: {"items": [a_slice("a", 2)]}},
         "pool train",
-        "no node has 4 devices: 2 at most",
+        "no node has 4 devices, at most 2",
     ),
     "no label": (
         {NODES: {"items": [named("a")]}},
@@ -237,15 +237,15 @@ def test_before_the_first_apply_nothing_that_it_makes_is_missed(tmp_path):
     lines = [f"{name}={value}" for name, value in HEALTHY[CONFIG]["data"].items()]
     file.write_text("\n".join(["# of an overlay", *lines, ""]))
     only = ("/version", "/apis/resource.k8s.io/v1", CLASSES, SLICES, NODES)
-    doctor = ClusterDoctor(
+    cluster = ClusterChecks(
         {path: HEALTHY[path] for path in only}.get,
         namespace="rl",
-        own=GatewaySettings(),
+        instance="tandem",
         file=read_settings(file),
     )
-    found = {each.name: each for each in doctor.examine()}
+    found = {each.name: each for each in cluster.run()}
     assert problems(found) == []
-    assert found["pool train"].value == "2 claims of 4 devices"
+    assert found["pool train"].value == "2 × 4 devices"
     assert found["namespace rl"].level == found["gateway"].level == "absent"
 
 
@@ -253,7 +253,7 @@ def test_without_a_way_to_a_cluster_nothing_else_is_answered(tmp_path, monkeypat
     monkeypatch.setattr(kubernetes.config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(InvalidRequest, match="there is no way to a cluster"):
-        _asker()
+        api_server()
     assert capsys.readouterr().out == ""  # where the answer goes
 
 
@@ -278,12 +278,12 @@ def test_the_rights_that_are_asked_for_are_those_of_the_role():
 # --- Volumes ------------------------------------------------------------------------------------
 
 
-def levels(found: list[Finding]) -> dict[str, str]:
+def levels(found: Iterable[Check]) -> dict[str, str]:
     return {each.name: each.level for each in found}
 
 
 def test_a_volume_that_can_be_written_and_renamed_on_is_fine_and_nothing_is_left_on_it(tmp_path):
-    found = levels(VolumeDoctor(folder=tmp_path, name="one").examine())
+    found = levels(check_volume(tmp_path, name="one"))
     assert found == {"volume": "ok", "locks": "ok", "rename": "ok"}
     assert list(tmp_path.iterdir()) == []
 
@@ -292,8 +292,7 @@ def test_peers_see_each_others_files_and_leave_nothing(tmp_path):
     found: dict[str, dict[str, str]] = {}
 
     def examine(name: str) -> None:
-        doctor = VolumeDoctor(folder=tmp_path, name=name, peers=2, patience=60)
-        found[name] = levels(doctor.examine())
+        found[name] = levels(check_volume(tmp_path, name=name, peers=2, patience=60))
 
     threads = [threading.Thread(target=examine, args=(name,)) for name in ("one", "two")]
     for thread in threads:
@@ -306,11 +305,11 @@ def test_peers_see_each_others_files_and_leave_nothing(tmp_path):
 
 
 def test_a_peer_that_is_never_seen_is_a_problem(tmp_path):
-    found = levels(VolumeDoctor(folder=tmp_path, name="one", peers=2, patience=0).examine())
+    found = levels(check_volume(tmp_path, name="one", peers=2, patience=0))
     assert found["peers"] == "problem"
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path):
-    (found,) = VolumeDoctor(folder=tmp_path / "none", name="one").examine()
+    (found,) = check_volume(tmp_path / "none", name="one")
     assert found.level == "problem"
     assert "No such file" in found.about

@@ -1,0 +1,50 @@
+"""`python -m gateway.doctor`: reads a request from standard input and prints the checks as JSON."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gateway.doctor.check import Check
+from gateway.doctor.cluster import ClusterChecks, api_server, read_settings
+from gateway.doctor.host import check_host
+from gateway.doctor.volume import check_volume
+from tandem.errors import TandemError
+from tandem.host import this_host
+from tandem.settings import GatewaySettings
+
+
+def run_checks(request: Mapping[str, Any]) -> Iterator[Check]:
+    """Raises `TandemError`."""
+    settings = GatewaySettings()
+    if request["cluster"]:
+        file = read_settings(Path(request["settings"])) if request["settings"] else None
+        namespace = request["namespace"] or settings.kubernetes.namespace or "tandem"
+        instance = settings.kubernetes.instance
+        cluster = ClusterChecks(api_server(), namespace=namespace, instance=instance, file=file)
+        yield from cluster.run()
+    if request["volume"]:
+        name, peers = socket.gethostname(), request["peers"]
+        folder = Path(request["volume"])
+        yield from check_volume(folder, name=name, peers=peers, meeting=request["meeting"])
+    if not request["cluster"] and not request["volume"]:
+        yield from check_host(settings, this_host())
+
+
+def main() -> int:
+    answer: dict[str, object]
+    try:
+        answer = {"checks": list(run_checks(orjson.loads(sys.stdin.buffer.read())))}
+    except TandemError as error:
+        answer = {"error": error.message}
+    sys.stdout.buffer.write(orjson.dumps(answer))
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
