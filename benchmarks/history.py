@@ -26,7 +26,7 @@ from rich.console import Console
 from benchmarks import record
 from benchmarks.overhead import empty_operation_seconds
 from tandem.demo.tiny_model import write_tiny_model
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Stack
 
 MODEL = "bench/model"

@@ -121,7 +121,7 @@ def measure_training(
     import numpy as np
     import torch
 
-    from tandem.worker import LoraSpec, TrainingSpec
+    from tandem.protocol.worker import LoraSpec, TrainingSpec
     from tandem.worker_settings import TrainerSettings
     from tests.support.trainer_worker import datum, request
     from trainer_service.backends import World, backend_named

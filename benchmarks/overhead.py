@@ -11,7 +11,7 @@ import time
 
 import httpx
 
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Stack
 
 

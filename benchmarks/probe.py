@@ -18,7 +18,7 @@ from pathlib import Path
 import tinker
 from tinker import types
 
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Stack
 from tandem.wire.v1 import tinker_pb2
 

@@ -16,7 +16,7 @@ from benchmarks.bursts import cpu_seconds
 from benchmarks.in_turn import asked, floor_environment
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Stack
 
 FLOOR, COMPILED_FLOOR = "one process", "one process, compiled"

@@ -17,10 +17,10 @@ from pydantic_settings import SettingsError
 
 from gateway.app import run
 from tandem.errors import UnknownSetting
+from tandem.protocol.worker import end_with_supervisor
 from tandem.setting_names import check_environment
 from tandem.settings import GatewaySettings, settings_fault
 from tandem.stack import SENTENCE
-from tandem.worker import end_with_supervisor
 
 if __name__ == "__main__":
     end_with_supervisor()

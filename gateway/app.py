@@ -57,12 +57,12 @@ from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError, UserError, describe
-from tandem.heartbeat import send_heartbeats
 from tandem.process_birth import born
+from tandem.protocol.heartbeat import send_heartbeats
+from tandem.protocol.worker import set_process_limits
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME, SENTENCE, Endpoint
 from tandem.telemetry import configure_logging, get_log
-from tandem.worker import set_process_limits
 
 _SUPERSEDED = (
     "another gateway has taken over from this one; if there is no other, start the agent again, too"

@@ -58,9 +58,9 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
+from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import WORKER_STOP_TIMEOUT
 
 _BEYOND_STOP = 30.0
 """Seconds that a worker which did not end when it was asked to may take to be killed."""

@@ -1,4 +1,4 @@
-"""`python -m sampler_service --report-fd N` runs a sampler (see `tandem/worker.py`)."""
+"""`python -m sampler_service --report-fd N` runs a sampler (see `tandem/protocol/worker.py`)."""
 
 from __future__ import annotations
 

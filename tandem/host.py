@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from tandem.devices import NO_MIG
 from tandem.errors import InvalidRequest
+from tandem.protocol.devices import NO_MIG
 from tandem.settings import GatewaySettings
 from tandem.trainer_backends import known_backends
 

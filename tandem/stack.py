@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.environment import inherited
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
-from tandem.own_machine import http_client
 from tandem.process_birth import born
+from tandem.protocol.own_machine import http_client
 from tandem.settings import GatewaySettings
 from tandem.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from tandem.errors import unusable_directory
-from tandem.heartbeat import HEARTBEAT_FD, Heartbeats
-from tandem.worker import SUPERVISOR_PID
+from tandem.protocol.heartbeat import HEARTBEAT_FD, Heartbeats
+from tandem.protocol.worker import SUPERVISOR_PID
 
 MOST_ENDS_WITHIN = 60.0
 """Seconds for which an end counts."""

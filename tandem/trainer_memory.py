@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem.errors import WorkerStartFailed
 from tandem.model_config import Json, experts_of
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 
 SPARE = 0.1

@@ -24,7 +24,7 @@ import structlog
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
-from tandem.own_machine import without_proxies
+from tandem.protocol.own_machine import without_proxies
 from tests.support.distribution import ByModule, begin_with_longest, end_with
 from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 

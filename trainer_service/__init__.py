@@ -1,7 +1,7 @@
 """The trainer: a process group that trains one model for one training run.
 
-`python -m trainer_service` starts rank 0, as `tandem/worker.py` describes; rank 0 starts the
-others. Folders, from top to bottom; each imports only those below it:
+`python -m trainer_service` starts rank 0, as `tandem/protocol/worker.py` describes; rank 0 starts
+the others. Folders, from top to bottom; each imports only those below it:
 
 - `service`: gRPC, the order of operations, the processes of the other ranks;
 - `checkpoints`: publishing weight versions, saving and loading training state;

@@ -1,6 +1,7 @@
-"""`python -m trainer_service`: rank 0 of a trainer, as a launcher starts it (`tandem.worker`).
+"""`python -m trainer_service`: rank 0 of a trainer.
 
-Of a trainer of several nodes it is started on node 0; `node.py` is what the others run.
+A launcher starts it (`tandem.protocol.worker`). Of a trainer of several nodes it is started on node
+0; `node.py` is what the others run.
 
 torch and transformers are imported late, in the engine thread, so that the address is reported
 at once; where there are other ranks here, before all else, since these are forked then.
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from prometheus_client import CollectorRegistry
 
-from tandem.devices import confine
 from tandem.errors import TandemError, WorkerStartFailed, describe
-from tandem.fencing import Fence
+from tandem.protocol.devices import confine
+from tandem.protocol.fencing import Fence
+from tandem.protocol.worker import WorkerReport, WorkerSpec
+from tandem.protocol.worker_link import LauncherLink, launcher_link
+from tandem.protocol.worker_server import WorkerServer
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
-from tandem.worker import WorkerReport, WorkerSpec
-from tandem.worker_link import LauncherLink, launcher_link
-from tandem.worker_server import WorkerServer
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.engine_thread import EngineThread

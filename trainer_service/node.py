@@ -22,9 +22,9 @@ import sys
 from types import FrameType
 
 from tandem.errors import TandemError
+from tandem.protocol.worker import WorkerReport, WorkerSpec
+from tandem.protocol.worker_link import launcher_link
 from tandem.telemetry import configure_logging, get_log
-from tandem.worker import WorkerReport, WorkerSpec
-from tandem.worker_link import launcher_link
 from trainer_service.compute.topology import Topology, node_number, topology_of
 from trainer_service.service.libraries import set_environment
 from trainer_service.service.nodes import Member

@@ -21,8 +21,8 @@ from benchmarks.gpu.workers import (
     trains_adapters,
     worker,
 )
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import LoraSpec, TrainingSpec
 
 _ALL = {
     "kept": (TrainingSpec(), "off"),

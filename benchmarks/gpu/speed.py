@@ -47,9 +47,9 @@ from benchmarks.gpu.workers import (
     trains_adapters,
     worker,
 )
+from tandem.protocol.worker import LoraSpec, WorkerSpec
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import LoraSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings
 
 _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}

@@ -18,21 +18,21 @@ import psutil
 from numpy.typing import NDArray
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.channels import plain_channel
 from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
-from tandem.devices import confine, parse_device
-from tandem.fencing import LEASE_METADATA_KEY
 from tandem.host import Accelerator
-from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tandem.weights import new_version_name, version_path
-from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import (
+from tandem.protocol.channels import plain_channel
+from tandem.protocol.devices import confine, parse_device
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import (
     GRPC_OPTIONS,
     SECRET_METADATA_KEY,
     LoraSpec,
     TrainingSpec,
     WorkerSpec,
 )
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.weights import new_version_name, version_path
+from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker_settings import TrainerSettings
 
 SIZES = {

@@ -1,7 +1,8 @@
-"""Refuses requests that reached the gateway by a name that is not its own (`tandem.http_host`).
+"""Refuses requests that reached the gateway by a name that is not its own.
 
-A name that no site can have is always good, and so is that of the gateway's public URL. Any other
-one is refused on loopback, and beyond it where there is a public URL.
+`tandem.protocol.http_host` reads the name. A name that no site can have is always good, and so is
+that of the gateway's public URL. Any other one is refused on loopback, and beyond it where there is
+a public URL.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.errors import ErrorResponses
 from gateway.metrics import Metrics
 from tandem.errors import InvalidRequest
-from tandem.http_host import hosts_of, is_loopback, may_be_site
+from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 from tandem.settings import GatewaySettings
 
 

@@ -51,7 +51,7 @@ from tandem.errors import (
     TokenRefused,
     Unauthenticated,
 )
-from tandem.http_host import hosts_of, is_loopback, may_be_site
+from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
 Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
 """What a request needs: no key; no key from this machine, any key from elsewhere; a signed

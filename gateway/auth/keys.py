@@ -24,8 +24,8 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
-from tandem.http_host import is_loopback
 from tandem.names import OWNER_PATTERN, Label
+from tandem.protocol.http_host import is_loopback
 from tandem.settings import GatewaySettings
 
 Role = Literal["admin", "member", "reader", "metrics"]

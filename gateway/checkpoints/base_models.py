@@ -17,7 +17,7 @@ from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
 from tandem.model_config import model_length, text_config
 from tandem.model_store import RECORD_NAME, models_in
-from tandem.sample_limits import SampleLimits
+from tandem.protocol.sample_limits import SampleLimits
 from tandem.telemetry import get_log
 from tandem.weights.model_files import check_weights
 

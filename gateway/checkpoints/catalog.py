@@ -40,7 +40,7 @@ from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, released_folders, runs
 from tandem.errors import UnknownWeights
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 
 
 @dataclass(frozen=True)

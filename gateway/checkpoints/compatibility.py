@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tandem.errors import CheckpointMismatch
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 Optimizer = Literal["adamw", "dimuon"]
 

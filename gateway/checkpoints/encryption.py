@@ -17,8 +17,8 @@ from pathlib import Path
 import pyrage
 
 from tandem.errors import InvalidRequest, PublishFailed, without_paths
+from tandem.protocol.worker import die_with_parent
 from tandem.weights import PartialVersion, checksum_file, open_version
-from tandem.worker import die_with_parent
 
 _MIN_BYTES_PER_SECOND = 4 * 2**20
 """Encryption that is slower than this is given up."""

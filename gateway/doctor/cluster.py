@@ -23,8 +23,8 @@ from gateway.doctor.check import Check, Level, judge
 from gateway.workers.launchers.kubernetes.objects import service_account
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest, describe
+from tandem.protocol.worker import WorkerKind
 from tandem.setting_names import check_environment
-from tandem.worker import WorkerKind
 
 Object: TypeAlias = dict[str, Any]
 """An object of Kubernetes, as JSON."""

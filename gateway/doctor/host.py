@@ -15,9 +15,9 @@ from gateway.doctor.check import Check, Level, gib, judge
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
-from tandem.devices import Device
 from tandem.errors import InvalidRequest
 from tandem.host import Host, driver_version
+from tandem.protocol.devices import Device
 from tandem.settings import GatewaySettings
 
 FindPackage = Callable[[str], str | None]

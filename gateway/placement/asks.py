@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from gateway.placement.groups import DeviceGroup, Role
 from gateway.workers.launchers.kubernetes.resources import most_memory
 from tandem.errors import InvalidRequest, PermissionDenied
+from tandem.protocol.worker import Layout, TrainingSpec, WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import Share
-from tandem.worker import Layout, TrainingSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _PREFIX = "tandem."

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.cluster_settings import ClaimPoolSettings
-from tandem.devices import Device, parse_device
 from tandem.errors import InvalidRequest
 from tandem.host import Accelerator, Host, accelerator_named
+from tandem.protocol.devices import Device, parse_device
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import GroupSettings
 from tandem.trainer_backends import known_backends

@@ -16,7 +16,7 @@ from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs
 from tandem.errors import SessionFinished, UnknownRun
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ from tandem.errors import (
     UnsuitableLora,
 )
 from tandem.model_config import head_alone, read_json, why_undivided, why_unsharded, why_untrained
+from tandem.protocol.worker import LORA_FLAGS, TrainingSpec
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import LORA_FLAGS, TrainingSpec
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -27,10 +27,10 @@ from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
 from gateway.workers.worker import Worker
 from tandem.errors import CannotSleep, TandemError, WorkerDied, describe, from_failure
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import WorkerSpec
 
 if TYPE_CHECKING:
     from gateway.runs.training_run import TrainingRun

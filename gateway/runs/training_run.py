@@ -16,8 +16,8 @@ from gateway.runs.operations import Operation
 from gateway.runs.replay import Recovery
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 
 if TYPE_CHECKING:
     from gateway.runs.trainer import RunTrainer

@@ -37,10 +37,10 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
+from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tandem.sharing_settings import SharingSettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker import WorkerHandle, WorkerSpec
 from tandem.worker_settings import SamplerSettings
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]

@@ -93,7 +93,7 @@ runs = Table(
     Column("id", String(100), primary_key=True),
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
-    Column("training", JSON, nullable=False),  # a tandem.worker.TrainingSpec
+    Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
     Column("asks", JSON),  # a gateway.placement.asks.Asks; None for a copy
     # Whose trainer's place it has: its own, or that of the run whose trainer it shares.
     Column("host", String(100), nullable=False, default=""),

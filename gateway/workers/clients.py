@@ -21,8 +21,8 @@ from tandem.errors import (
     describe,
     without_paths,
 )
+from tandem.protocol.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 
 DESCRIBE_TIMEOUT = 30.0
 _REMOVAL_TIMEOUT = 60.0

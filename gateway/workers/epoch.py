@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from tandem.epoch import EPOCH_METADATA_KEY, NEWEST_EPOCH_METADATA_KEY
 from tandem.errors import GatewaySuperseded
+from tandem.protocol.epoch import EPOCH_METADATA_KEY, NEWEST_EPOCH_METADATA_KEY
 from tandem.telemetry import get_log
 
 

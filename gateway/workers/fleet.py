@@ -29,9 +29,7 @@ from tandem.errors import (
     WorkerStartFailed,
     describe,
 )
-from tandem.settings import GatewaySettings
-from tandem.telemetry import get_log
-from tandem.worker import (
+from tandem.protocol.worker import (
     WORKER_STOP_TIMEOUT,
     WorkerExit,
     WorkerHandle,
@@ -39,6 +37,8 @@ from tandem.worker import (
     WorkerSpec,
     own_version,
 )
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
 
 _ASK_AGAIN = 5.0
 """Seconds until a launcher that could not say that a worker is gone is asked again."""

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 import grpc.aio
 
 from gateway.workers.worker import Worker, WorkerRecord
+from tandem.protocol.worker import (
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
+    VERSION_METADATA_KEY,
+    own_version,
+)
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import PROTOCOL, PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY, own_version
 
 MOST_SECONDS = 5.0
 _ASKED_BEFORE = 5

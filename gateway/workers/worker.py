@@ -10,9 +10,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.workers.epoch import Epoch
-from tandem.channels import worker_channel
-from tandem.fencing import LEASE_METADATA_KEY
-from tandem.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHandle, WorkerKind
+from tandem.protocol.channels import worker_channel
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHandle, WorkerKind
 
 
 @dataclass(eq=False)

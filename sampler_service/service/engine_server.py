@@ -20,8 +20,8 @@ from typing import NoReturn, cast
 from sampler_service.engine import Engine, EngineRequest, EngineResult, StepOutput
 from sampler_service.structured_output import Grammar, GrammarCache
 from tandem.errors import TandemError, describe
+from tandem.protocol.worker import die_with_parent
 from tandem.telemetry import get_log
-from tandem.worker import die_with_parent
 
 Start = Callable[[Callable[[], None]], Engine]
 """Makes an engine; its argument is to be called when a process of the engine has died."""

@@ -33,14 +33,14 @@ from sampler_service.vllm.libraries import import_libraries
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
-from tandem.devices import confine, parse_device, together
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
-from tandem.fencing import Fence
+from tandem.protocol.devices import confine, parse_device, together
+from tandem.protocol.fencing import Fence
+from tandem.protocol.worker import WorkerReport, WorkerSpec
+from tandem.protocol.worker_link import LauncherLink, launcher_link
+from tandem.protocol.worker_server import WorkerServer
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
-from tandem.worker import WorkerReport, WorkerSpec
-from tandem.worker_link import LauncherLink, launcher_link
-from tandem.worker_server import WorkerServer
 from tandem.worker_settings import SamplerSettings
 
 _STOP_GRACE_SECONDS = 1.0

@@ -27,7 +27,7 @@ from sampler_service.engine import (
 )
 from sampler_service.structured_output import Grammar, parse_structured_output
 from tandem.errors import InvalidRequest, MalformedPayload, TokenOutOfVocabulary
-from tandem.sample_limits import MAX_TOPK, SampleLimits, check_cells
+from tandem.protocol.sample_limits import MAX_TOPK, SampleLimits, check_cells
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 

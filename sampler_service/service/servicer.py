@@ -25,7 +25,7 @@ from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
 from sampler_service.weights.loader import WeightVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import InternalError, InvalidRequest, TandemError
-from tandem.fencing import Fence
+from tandem.protocol.fencing import Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from socket import gethostname
 
 from tandem.agent.service import Listening, run
-from tandem.worker import end_with_supervisor
+from tandem.protocol.worker import end_with_supervisor
 
 if __name__ == "__main__":
     end_with_supervisor()

@@ -1,5 +1,5 @@
 """`ProcessLauncher` starts workers as processes on this machine, each the leader of its own session
-and process group, and speaks the handshake of `tandem.worker` with them over pipes."""
+and process group, and speaks the handshake of `tandem.protocol.worker` with them over pipes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from tandem.errors import (
     describe,
     without_paths,
 )
-from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host, this_host
 from tandem.names import is_name
-from tandem.telemetry import append_line, get_log
-from tandem.worker import (
+from tandem.protocol.exit_watchers import ExitWatchers
+from tandem.protocol.worker import (
     LOOPBACK,
     MAX_SPEC_BYTES,
     WorkerDetails,
@@ -39,6 +38,7 @@ from tandem.worker import (
     WorkerKind,
     WorkerSpec,
 )
+from tandem.telemetry import append_line, get_log
 from tandem.worker_settings import TrainerSettings
 
 _LOOK_SECONDS = 1.0

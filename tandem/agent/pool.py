@@ -1,8 +1,9 @@
 """Processes that are started ahead of the workers that they become.
 
 Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it
-when a worker is asked for, and then gets its specification (`tandem.worker.PooledLink`). Until then
-it has no worker's name, secret, log or devices; what it says goes where the agent's output goes.
+when a worker is asked for, and then gets its specification (`tandem.protocol.worker.PooledLink`).
+Until then it has no worker's name, secret, log or devices; what it says goes where the agent's
+output goes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import psutil
 
 from tandem.agent.scratch import ScratchFolders
 from tandem.agent.worker_process import kill_group
-from tandem.background import make_nicer
 from tandem.environment import inherited
 from tandem.errors import describe
+from tandem.protocol.background import make_nicer
+from tandem.protocol.worker import WorkerKind
 from tandem.telemetry import get_log
-from tandem.worker import WorkerKind
 from tandem.worker_settings import PoolSettings
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}

@@ -23,17 +23,13 @@ from tandem.agent import SENTENCE
 from tandem.agent.address import agent_address, socket_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes
-from tandem.certificate import Certificate, read_certificate
-from tandem.channels import server_credentials
-from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, UnknownSetting, WorkerStartFailed, describe
-from tandem.heartbeat import send_heartbeats
 from tandem.host import this_host
-from tandem.setting_names import check_environment
-from tandem.settings import settings_fault
-from tandem.telemetry import configure_logging, get_log
-from tandem.v1 import agent_pb2, agent_pb2_grpc
-from tandem.worker import (
+from tandem.protocol.certificate import Certificate, read_certificate
+from tandem.protocol.channels import server_credentials
+from tandem.protocol.epoch import EpochInterceptor
+from tandem.protocol.heartbeat import send_heartbeats
+from tandem.protocol.worker import (
     SERVER_OPTIONS,
     WorkerHandle,
     WorkerKind,
@@ -41,6 +37,10 @@ from tandem.worker import (
     compile_caches,
     set_process_limits,
 )
+from tandem.setting_names import check_environment
+from tandem.settings import settings_fault
+from tandem.telemetry import configure_logging, get_log
+from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tandem.worker_settings import PoolSettings
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
-from tandem.channels import worker_channel
 from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, describe, without_paths
-from tandem.telemetry import get_log
-from tandem.worker import (
+from tandem.protocol.channels import worker_channel
+from tandem.protocol.worker import (
     SECRET_METADATA_KEY,
     WorkerHandle,
     WorkerReport,
     WorkerSpec,
 )
+from tandem.telemetry import get_log
 
 _MAX_REPORT_BYTES = 2**20
 _LAST_REPORT_SECONDS = 1.0

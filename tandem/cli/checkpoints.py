@@ -24,7 +24,7 @@ from tandem.cli.context import (
 )
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.weights.model_files import ties_head
 
 app = new_commands("Checkpoints: list, delete and export.")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.errors import ServerError, UserError, describe
-from tandem.own_machine import http_client
+from tandem.protocol.own_machine import http_client
 from tandem.setting_names import check_environment
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tandem.certificate import AGENT_NAME
 from tandem.cli.context import JsonFlag, new_commands, print_json, say
+from tandem.protocol.certificate import AGENT_NAME
 
 app = new_commands("Make certificates for agents of other hosts.")
 
@@ -20,7 +20,7 @@ def create(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a certificate authority: tls.crt, and tls.key, which is a secret."""
-    from tandem.authority import Authority
+    from tandem.protocol.authority import Authority
 
     Authority.create(folder)
     if as_json:
@@ -37,7 +37,7 @@ def issue(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a certificate for agents: tls.crt, tls.key, ca.crt. Several may use the same one."""
-    from tandem.authority import Authority, write_certificate
+    from tandem.protocol.authority import Authority, write_certificate
 
     write_certificate(folder, Authority.read(authority).issue(AGENT_NAME))
     if as_json:

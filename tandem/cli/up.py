@@ -28,7 +28,7 @@ from tandem.cli.context import (
 )
 from tandem.environment import inherited
 from tandem.host import describe_found, this_host
-from tandem.own_machine import follows_proxy
+from tandem.protocol.own_machine import follows_proxy
 from tandem.settings import GatewaySettings
 from tandem.stack import Stack
 

@@ -25,7 +25,7 @@ from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_mode
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
 from tandem.host import describe_found, this_host
-from tandem.own_machine import is_own_machine, without_proxies
+from tandem.protocol.own_machine import is_own_machine, without_proxies
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, Stack
 

@@ -184,7 +184,7 @@ class StartWorkerRequest(google.protobuf.message.Message):
 
     SPEC_FIELD_NUMBER: builtins.int
     spec: builtins.str
-    """A `WorkerSpec` of tandem/worker.py, as JSON."""
+    """A `WorkerSpec` of tandem/protocol/worker.py, as JSON."""
     def __init__(
         self,
         *,

@@ -248,7 +248,7 @@ Global___Handoff: typing_extensions.TypeAlias = Handoff
 class SleepRequest(google.protobuf.message.Message):
     """Takes a worker's state off its devices, in which it has nothing to do. Answered at once if it is
     asleep already. Like every call that needs the devices, it carries the worker's lease as metadata
-    (tandem/fencing.py), here a newer one than any before.
+    (tandem/protocol/fencing.py), here a newer one than any before.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

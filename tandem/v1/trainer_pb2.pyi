@@ -29,7 +29,7 @@ class AddRunRequest(google.protobuf.message.Message):
     TRAINING_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     training: builtins.str
-    """JSON of a `TrainingSpec` (tandem/worker.py)."""
+    """JSON of a `TrainingSpec` (tandem/protocol/worker.py)."""
     def __init__(
         self,
         *,

@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 
 _UP = """
 import sys
-from tandem.worker import die_with_parent
+from tandem.protocol.worker import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 from tandem.cli import main
 main()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.worker import WorkerHandle
+from tandem.protocol.worker import WorkerHandle
 from tests.cluster.settings import DEVICE_CLASS, IMAGE, KUBECONFIG
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.gateway import Gateway

@@ -21,7 +21,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tandem.authority import Authority
+from tandem.protocol.authority import Authority
 from tests.support.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[2]

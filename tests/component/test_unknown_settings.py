@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.worker import WorkerReport
+from tandem.protocol.worker import WorkerReport
 
 ROOT = Path(__file__).parents[2]
 TANDEM = ["-c", "from tandem.cli import main; main()"]

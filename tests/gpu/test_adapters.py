@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.devices import DEVICES, settings_on
 from tests.support.losses.batches import mixed_data
 from tests.support.sampler_worker import PROMPT, sampler_process

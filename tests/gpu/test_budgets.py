@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tests.support.devices import operations_on_gpu
 from trainer_service.checkpoints.staging import staging_of
 from trainer_service.checkpoints.training_state import state_of

@@ -19,7 +19,7 @@ pytestmark = [
 # CUDA reads the list of devices once, when it is first asked for them.
 SCRIPT = """
 import os, socket
-from tandem.worker_link import PooledLink
+from tandem.protocol.worker_link import PooledLink
 from {module} import import_libraries
 ours, theirs = socket.socketpair()
 PooledLink(report_fd=2, spec=theirs).preload(import_libraries)

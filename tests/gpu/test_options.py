@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tests.support.devices import GPU, operations_on_gpu, settings_on
 from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data

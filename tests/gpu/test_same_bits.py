@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tests.support.devices import operations_on_gpu
 from tests.support.local_trainer import batch_of, gradients
 from tests.support.tiny_model import VOCABULARY

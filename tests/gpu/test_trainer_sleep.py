@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.v1 import common_pb2
-from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.devices import operations_on_gpu
 from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.losses.batches import REQUESTS, mixed_request
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process

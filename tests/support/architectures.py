@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 from tests.support.tiny_model import VOCABULARY, write_tokenizer
 
 _COMMON: dict[str, Any] = {

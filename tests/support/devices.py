@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.protocol.worker import TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.process_group import bring_up
 from trainer_service.compute.topology import Topology

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 
-from tandem.worker import WorkerReport, WorkerSpec
-from tandem.worker_link import LauncherLink, launcher_link
+from tandem.protocol.worker import WorkerReport, WorkerSpec
+from tandem.protocol.worker_link import LauncherLink, launcher_link
 
 ADDRESS = WorkerReport(address="127.0.0.1:1", metrics_port=2)
 ERROR = WorkerReport(error_type="worker_died", error="rank 1 was killed by SIGKILL")
@@ -23,7 +23,7 @@ ERROR = WorkerReport(error_type="worker_died", error="rank 1 was killed by SIGKI
 async def serve(spec: WorkerSpec, link: LauncherLink, *, ready: bool) -> None:
     from prometheus_client import CollectorRegistry
 
-    from tandem.worker_server import WorkerServer
+    from tandem.protocol.worker_server import WorkerServer
 
     server = WorkerServer(spec)
     link.report(await server.listen(CollectorRegistry()))

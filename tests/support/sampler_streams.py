@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from tandem.protocol.worker import GRPC_OPTIONS
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import GRPC_OPTIONS
 from tests.support.sampler_worker import Sampled, SamplerClient, decoded
 from tests.support.worker_process import CALL_SECONDS
 

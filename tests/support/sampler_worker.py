@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from tandem.fencing import LEASE_METADATA_KEY
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 from tandem.weights import (
     Canary,
@@ -26,7 +27,6 @@ from tandem.weights import (
     version_path,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import WorkerSpec
 from tandem.worker_settings import SamplerEnvironment, SamplerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,

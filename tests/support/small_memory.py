@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.other_packages import register
 from trainer_service.backends import World

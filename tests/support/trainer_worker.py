@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tandem.protocol.worker import TrainingSpec, WorkerSpec
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,

@@ -14,8 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.agent.worker_process import kill_group
-from tandem.fencing import LEASE_METADATA_KEY
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
 
 SECRET = "a secret of this test"
 SESSION = "s-0123456789ab"

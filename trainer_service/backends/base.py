@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.protocol.worker import TrainingSpec
 from tandem.trainer_backends import known_backends, registered
 from tandem.trainer_memory import MemoryPlan
-from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES, MemoryPlan
-from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,

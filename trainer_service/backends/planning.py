@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tandem.host import free_memory_bytes
+from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose
-from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import Capability, TrainerBackend, World
 from trainer_service.lora.adapters import chosen_layers

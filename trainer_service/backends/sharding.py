@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from tandem.worker import Layout
+from tandem.protocol.worker import Layout
 from trainer_service.backends.base import World
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tandem.errors import CheckpointDamaged, CheckpointMismatch, NameTaken, ServerError, describe
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
 from tandem.weights.store import (
@@ -35,7 +36,6 @@ from tandem.weights.store import (
     sync_name,
     write_synced,
 )
-from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.shards import Layout, ShardReader, ShardWriter, read_layout
 from trainer_service.checkpoints.storage import (

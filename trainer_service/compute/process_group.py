@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
-from tandem.devices import Device, parse_device
 from tandem.errors import WorkerStartFailed, describe
+from tandem.protocol.devices import Device, parse_device
+from tandem.protocol.worker import LOOPBACK, TrainingSpec, WorkerSpec
 from tandem.telemetry import configure_logging
-from tandem.worker import LOOPBACK, TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.errors import WorkerStartFailed
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 
 _NODE_RANK = "TANDEM_NODE_RANK"

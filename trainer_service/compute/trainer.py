@@ -17,10 +17,10 @@ import numpy as np
 import torch.distributed as dist
 
 from tandem.errors import CustomLossFailed, OutOfMemory
+from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import wanted_tokens
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 from trainer_service.backends.base import Capability, TrainerBackend
 from trainer_service.backends.loop import ShareResult
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of

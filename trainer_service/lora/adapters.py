@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from tandem.errors import InvalidRequest, UnsuitableLora, describe, without_paths
-from tandem.worker import LORA_FLAGS, LoraSpec
+from tandem.protocol.worker import LORA_FLAGS, LoraSpec
 from trainer_service.models.huggingface import find_blocks
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 
 CARD_NAME = "README.md"
 

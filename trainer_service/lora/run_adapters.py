@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 from trainer_service.lora.adapters import Adapter, key_of, new_adapters, target_names
 
 if TYPE_CHECKING:

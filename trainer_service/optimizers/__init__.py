@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from trainer_service.optimizers.adamw import AdamW
 from trainer_service.optimizers.base import (
     AdamWSettings,

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from tandem.errors import InvalidRequest, OutOfMemory, UserError, describe
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.batches.memory import ran_out_of_memory
 from trainer_service.checkpoints.snapshots import snapshot_thread

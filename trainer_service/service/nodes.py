@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.devices import Device
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
+from tandem.protocol.devices import Device
+from tandem.protocol.worker import WorkerSpec
 from tandem.telemetry import get_log
-from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology
 from trainer_service.service.deaths import Death, Deaths, RankReport

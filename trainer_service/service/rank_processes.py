@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 
-from tandem.devices import Device, confine, parse_device
 from tandem.errors import InvalidRequest, WorkerStartFailed, describe
-from tandem.worker import die_with_parent
-from tandem.worker_link import hold_lifeline
+from tandem.protocol.devices import Device, confine, parse_device
+from tandem.protocol.worker import die_with_parent
+from tandem.protocol.worker_link import hold_lifeline
 from trainer_service.service.deaths import Death, RankReport
 from trainer_service.service.libraries import import_before_forks
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import grpc
 
 from tandem.errors import OutOfMemory, TandemError, WorkerDied
-from tandem.fencing import Fence
+from tandem.protocol.fencing import Fence
+from tandem.protocol.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from trainer_service.service.deaths import trace
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.metrics import TrainerMetrics
@@ -54,7 +54,7 @@ R = TypeVar(
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
     process group is then of no use; with RESOURCE_EXHAUSTED if it ran out of memory at an operation
-    of the call's run. Callers are authenticated before (`tandem/worker_server.py`)."""
+    of the call's run. Callers are authenticated before (`tandem/protocol/worker_server.py`)."""
 
     def __init__(
         self,

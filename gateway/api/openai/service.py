@@ -27,7 +27,7 @@ from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
-from tandem.sample_limits import SampleLimits
+from tandem.protocol.sample_limits import SampleLimits
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 

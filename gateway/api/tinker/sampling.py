@@ -1,7 +1,7 @@
 """Sampling sessions and samples.
 
 A request that cannot succeed is refused at once, as far as the gateway knows the model
-(`tandem/sample_limits.py`). The sampler checks it again and says the rest in its answer.
+(`tandem/protocol/sample_limits.py`). The sampler checks it again and says the rest in its answer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tandem.errors import (
     UnknownWeights,
     UnsupportedInput,
 )
-from tandem.sample_limits import SampleLimits, scores_prompt
+from tandem.protocol.sample_limits import SampleLimits, scores_prompt
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 

@@ -37,7 +37,7 @@ from tandem.errors import (
     UnknownSession,
     UnsuitableLora,
 )
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 TRAINING_KEY = "tandem_training"
 """The key of `user_metadata` that chooses the kind of training; its only value is `full`. An

@@ -14,10 +14,10 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from gateway.workers.launchers.base import Launcher
 from gateway.workers.launchers.by_kind import LauncherByKind
-from tandem.authority import Authority
 from tandem.errors import InvalidRequest
+from tandem.protocol.authority import Authority
+from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings import GatewaySettings
-from tandem.worker import WORKER_STOP_TIMEOUT
 
 __all__ = ["Launcher", "load_launcher", "make_launcher"]
 

@@ -16,15 +16,13 @@ import grpc.aio
 from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
 from tandem.agent.address import agent_address, socket_path
-from tandem.authority import Authority
-from tandem.certificate import AGENT_NAME, GATEWAY_NAME
-from tandem.channels import plain_channel, secure_channel
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
-from tandem.exit_watchers import ExitWatchers
 from tandem.host import Accelerator, Host
-from tandem.telemetry import get_log
-from tandem.v1 import agent_pb2, agent_pb2_grpc
-from tandem.worker import (
+from tandem.protocol.authority import Authority
+from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
+from tandem.protocol.channels import plain_channel, secure_channel
+from tandem.protocol.exit_watchers import ExitWatchers
+from tandem.protocol.worker import (
     GRPC_OPTIONS,
     WorkerDetails,
     WorkerExit,
@@ -32,6 +30,8 @@ from tandem.worker import (
     WorkerKind,
     WorkerSpec,
 )
+from tandem.telemetry import get_log
+from tandem.v1 import agent_pb2, agent_pb2_grpc
 
 _ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from tandem.host import Host
-from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 
 class Launcher(Protocol):

@@ -10,7 +10,7 @@ from typing import cast
 
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.host import Host
-from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
+from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
 
 @dataclass(eq=False)

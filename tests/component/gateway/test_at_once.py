@@ -18,7 +18,7 @@ from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
 from tandem.cli.main import app
 from tandem.errors import InternalError, SessionFinished, StorageFull
-from tandem.worker import TrainingSpec, WorkerExit
+from tandem.protocol.worker import TrainingSpec, WorkerExit
 from tests.support.files import entries
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer

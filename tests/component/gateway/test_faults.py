@@ -13,7 +13,7 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
-from tandem.worker import PROTOCOL, own_version
+from tandem.protocol.worker import PROTOCOL, own_version
 from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from tinker import types
 
 from gateway.storage.tables import runs
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.running import make_model, running_gateway
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

@@ -15,7 +15,7 @@ from gateway.checkpoints.compatibility import check_compatible, training_from
 from tandem.cli import checkpoints
 from tandem.cli.main import app
 from tandem.errors import CheckpointMismatch
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.checkpoints import error_of, step
 from tests.support.model_files import tensor_file
 

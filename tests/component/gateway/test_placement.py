@@ -13,7 +13,7 @@ from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
 from tandem.errors import InvalidRequest
-from tandem.worker import Layout
+from tandem.protocol.worker import Layout
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import running_gateway, settings_for
 from tests.support.model_files import write_weights

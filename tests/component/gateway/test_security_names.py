@@ -19,8 +19,8 @@ import pytest
 from gateway.identifiers import check_model_name, check_name, parse_checkpoint_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.errors import UserError
+from tandem.protocol.worker import WorkerSpec
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import WorkerSpec
 from tests.support.files import tree
 from tests.support.gateway.access_world import API, CALLS, OWN, Call, World, routes
 

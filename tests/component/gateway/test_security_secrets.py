@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
+from tandem.protocol.worker import WorkerSpec
 from tandem.stack import read_endpoint
 from tandem.supervised_process import _private
 from tandem.telemetry import configure_logging, get_log, without_credentials
-from tandem.worker import WorkerSpec
 from tests.support.gateway.access_world import World
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run

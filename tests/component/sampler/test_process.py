@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tandem.agent.worker_process import group_members
+from tandem.protocol.worker import SECRET_METADATA_KEY
 from tandem.v1 import sampler_pb2
-from tandem.worker import SECRET_METADATA_KEY
 from tests.support.architectures import write_model
 from tests.support.sampler_worker import (
     LENGTH,

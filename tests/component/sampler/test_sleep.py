@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tandem.agent.worker_process import group_members
-from tandem.fencing import FENCED_METADATA_KEY
+from tandem.protocol.fencing import FENCED_METADATA_KEY
 from tandem.v1 import sampler_pb2
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_worker import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 from tests.support.local_trainer import logprobs, make, publish, train
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by, plain_logprobs
 from tests.support.trainer_worker import datum

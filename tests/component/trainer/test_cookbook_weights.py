@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 from tests.support.cookbook import ROOT
 from tests.support.local_trainer import (
     data_of,

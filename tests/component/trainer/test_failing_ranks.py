@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem.agent.worker_process import group_members
-from tandem.worker import DEFECT_METADATA_KEY, Layout, TrainingSpec
+from tandem.protocol.worker import DEFECT_METADATA_KEY, Layout, TrainingSpec
 from tests.support import failing_ranks
 from tests.support.architectures import write_model
 from tests.support.custom_losses import request_body, traced

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.losses.batches import mixed_data, mixed_request
 from tests.support.other_packages import PLAIN_BACKEND, install
 from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.weights import open_version
-from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.architectures import write_model
 from tests.support.losses.batches import mixed_data
 from tests.support.tiny_model import VOCABULARY

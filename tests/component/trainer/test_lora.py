@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.local_trainer import (
     SPEC,
     data_of,

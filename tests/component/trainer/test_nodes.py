@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.agent.worker_process import group_members, kill_group
-from tandem.authority import Authority
-from tandem.certificate import Certificate
+from tandem.protocol.authority import Authority
+from tandem.protocol.certificate import Certificate
+from tandem.protocol.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
 from tandem.weights import open_version
-from tandem.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support import failing_ranks
 from tests.support.hosts import Host, two_hosts

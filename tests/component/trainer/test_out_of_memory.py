@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tandem.agent.worker_process import group_members
+from tandem.protocol.worker import OUT_OF_MEMORY_METADATA_KEY, Layout, LoraSpec, TrainingSpec
 from tandem.wire.v1.tinker_pb2 import ForwardBackwardRequest
-from tandem.worker import OUT_OF_MEMORY_METADATA_KEY, Layout, LoraSpec, TrainingSpec
 from tests.support import small_memory
 from tests.support.architectures import write_model
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from tandem.errors import WorkerStartFailed
-from tandem.worker import LOOPBACK
+from tandem.protocol.worker import LOOPBACK
 from trainer_service.compute.process_group import reach_store, serve_store
 
 SHORT = timedelta(seconds=2)

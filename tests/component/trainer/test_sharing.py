@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tandem.agent.worker_process import group_members
-from tandem.worker import Layout, LoraSpec, TrainingSpec
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tests.support.architectures import write_model
 from tests.support.local_trainer import data_of
 from tests.support.trainer_worker import TrainerClient, request, trainer_process

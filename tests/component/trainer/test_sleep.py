@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from tandem.agent.worker_process import group_members
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.fencing import FENCED_METADATA_KEY
+from tandem.protocol.fencing import FENCED_METADATA_KEY
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import TrainerClient, request, trainer_process
 from tests.support.waiting import wait_until

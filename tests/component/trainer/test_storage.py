@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from tandem.protocol.worker import TrainingSpec
 from tandem.weights import open_version
-from tandem.worker import TrainingSpec
 from tests.support.local_trainer import forward_backward, load, make, save, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import datum, request, trainer_process

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.errors import WorkerStartFailed
-from tandem.worker import Layout, LoraSpec, TrainingSpec
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.architectures import write_model
 from tests.support.ranks import end_together

@@ -24,8 +24,8 @@ from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.service import AgentServicer, serving
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerMayRun, WorkerStartFailed
+from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import agent_pb2
-from tandem.worker import WorkerSpec
 from tests.support.waiting import until, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

@@ -11,7 +11,7 @@ def confined(device: str, then: str) -> str:
     """What a process prints that is confined to a device while it has a second thread."""
     script = f"""
 import os, threading
-from tandem.devices import confine, parse_device
+from tandem.protocol.devices import confine, parse_device
 stop = threading.Event()
 thread = threading.Thread(target=stop.wait, daemon=True)
 thread.start()

@@ -19,11 +19,11 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers import make_launcher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import Listening, serving
-from tandem.authority import Authority, write_certificate
-from tandem.certificate import AGENT_NAME
 from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.protocol.authority import Authority, write_certificate
+from tandem.protocol.certificate import AGENT_NAME
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.ports import known_port
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

@@ -17,8 +17,8 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 

@@ -11,9 +11,9 @@ import pytest
 import tandem.agent.launcher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.errors import WorkerStartFailed
-from tandem.fencing import LEASE_METADATA_KEY
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.other_packages import register
 from tests.support.tiny_model import write_tiny_model

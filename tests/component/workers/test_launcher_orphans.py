@@ -18,7 +18,7 @@ GATEWAY = """
 import asyncio, sys, uvloop
 from pathlib import Path
 from tandem.agent.launcher import ProcessLauncher
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 
 async def main():
     launcher = ProcessLauncher(

@@ -22,8 +22,8 @@ from tandem.agent.pool import default_command
 from tandem.agent.service import serving
 from tandem.agent.worker_process import WorkerProcess, group_members, wait_until_serving
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
+from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import WorkerDetails, WorkerExit, WorkerSpec
 from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

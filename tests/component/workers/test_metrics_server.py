@@ -11,7 +11,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from tandem.metrics_server import MetricsServer
+from tandem.protocol.metrics_server import MetricsServer
 from tests.support.waiting import wait_until
 
 

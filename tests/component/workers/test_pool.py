@@ -20,7 +20,7 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes, seconds_until_the_next
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerStartFailed
-from tandem.worker import WorkerKind, WorkerSpec
+from tandem.protocol.worker import WorkerKind, WorkerSpec
 from tandem.worker_settings import PoolSettings, TrainerSettings
 from tests.support.waiting import PATIENCE, until, wait_until
 

@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from tandem.channels import worker_channel
-from tandem.own_machine import http_client
-from tandem.worker import WorkerHandle
+from tandem.protocol.channels import worker_channel
+from tandem.protocol.own_machine import http_client
+from tandem.protocol.worker import WorkerHandle
 
 NOWHERE = "http://127.0.0.1:9"
 LOWER = ["http_proxy", "https_proxy", "all_proxy", "grpc_proxy"]

@@ -12,11 +12,11 @@ from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.epoch import Epoch
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
-from tandem.epoch import EpochInterceptor
 from tandem.errors import GatewaySuperseded
-from tandem.fencing import LEASE_METADATA_KEY
+from tandem.protocol.epoch import EpochInterceptor
+from tandem.protocol.fencing import LEASE_METADATA_KEY
+from tandem.protocol.worker import WorkerHandle
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
-from tandem.worker import WorkerHandle
 
 
 class Sampler(sampler_pb2_grpc.SamplerServicer):

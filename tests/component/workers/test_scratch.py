@@ -24,8 +24,8 @@ _WRITES = """
 import os, sys, tempfile, time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
-from tandem.worker import WorkerReport
-from tandem.worker_link import launcher_link
+from tandem.protocol.worker import WorkerReport
+from tandem.protocol.worker_link import launcher_link
 link = launcher_link(sys.argv[1:])
 link.preload(lambda: None)
 spec = link.read_spec()

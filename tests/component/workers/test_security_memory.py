@@ -16,10 +16,10 @@ import pytest
 
 import tests.support.dummy_worker
 from tandem.agent.launcher import ProcessLauncher
-from tandem.channels import worker_channel
+from tandem.protocol.channels import worker_channel
+from tandem.protocol.worker import MOST_REQUEST_BYTES, SECRET_METADATA_KEY, WorkerHandle, WorkerSpec
+from tandem.protocol.worker_server import server_options
 from tandem.v1 import trainer_pb2
-from tandem.worker import MOST_REQUEST_BYTES, SECRET_METADATA_KEY, WorkerHandle, WorkerSpec
-from tandem.worker_server import server_options
 from tests.support.waiting import until
 
 DUMMY = Path(tests.support.dummy_worker.__file__)

@@ -13,9 +13,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from sampler_service.vllm.environment import sampler_environment
+from tandem.protocol.worker import SECRET_METADATA_KEY
+from tandem.protocol.worker_server import SecretInterceptor
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import SECRET_METADATA_KEY
-from tandem.worker_server import SecretInterceptor
 
 SECRET = "the secret of this worker"
 METHODS = [

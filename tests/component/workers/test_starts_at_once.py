@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 MANY = 20
@@ -50,8 +50,8 @@ def test_a_worker_shares_its_port_with_no_other_program():
     script = (
         "import asyncio, socket\n"
         "from prometheus_client import CollectorRegistry\n"
-        "from tandem.worker_server import WorkerServer\n"
-        "from tandem.worker import WorkerSpec\n"
+        "from tandem.protocol.worker_server import WorkerServer\n"
+        "from tandem.protocol.worker import WorkerSpec\n"
         "async def main():\n"
         "    spec = WorkerSpec(worker_id='t', kind='trainer', secret='s', model_name='m',\n"
         "                      model_path='m', session_id='s')\n"

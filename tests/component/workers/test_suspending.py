@@ -16,7 +16,7 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.errors import IllegalTransition, SuspendFailed
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

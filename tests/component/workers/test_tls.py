@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.authority import Authority
-from tandem.certificate import AGENT_NAME, GATEWAY_NAME
-from tandem.channels import secure_channel, server_credentials
+from tandem.protocol.authority import Authority
+from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
+from tandem.protocol.channels import secure_channel, server_credentials
 
 WORKER = "trainer-s-0123456789ab-0"
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tandem import __version__
 from tandem.agent.worker_process import group_members
-from tandem.worker import (
+from tandem.protocol.worker import (
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
     SECRET_METADATA_KEY,
@@ -26,7 +26,7 @@ from tandem.worker import (
     WorkerReport,
     WorkerSpec,
 )
-from tandem.worker_link import FileLink, PipeLink
+from tandem.protocol.worker_link import FileLink, PipeLink
 from tandem.worker_settings import SamplerSettings
 from tests.support.ports import known_port
 from tests.support.waiting import wait_until
@@ -44,8 +44,8 @@ child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: sig
 
 
 def run(code: str, **options) -> subprocess.Popen[bytes]:
-    imports = "import ctypes, os, signal, subprocess, sys\nfrom tandem.worker import *\n"
-    code = imports + "from tandem.worker_link import *\n" + code
+    imports = "import ctypes, os, signal, subprocess, sys\nfrom tandem.protocol.worker import *\n"
+    code = imports + "from tandem.protocol.worker_link import *\n" + code
     options = {"start_new_session": True, "stdin": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
 
@@ -93,9 +93,8 @@ def test_a_lifeline_that_closed_before_it_was_held_kills_as_well():
 
 
 def test_a_process_that_does_not_lead_its_group_ends_alone():
-    inner = (
-        "from tandem.worker_link import *; hold_lifeline(); print('up', flush=True)\nimport time\n"
-    )
+    inner = "from tandem.protocol.worker_link import *; hold_lifeline(); print('up', flush=True)\n"
+    inner += "import time\n"
     inner += "while True: time.sleep(60)"
     outer = run(
         f"inner = subprocess.Popen([sys.executable, '-c', {inner!r}])\n"
@@ -187,7 +186,9 @@ def test_a_report_longer_than_a_pipe_arrives_whole():
 
 @linux
 def test_a_rank_dies_with_the_worker_that_started_it():
-    rank = "from tandem.worker import *; import os, signal; die_with_parent(os.getppid())\n"
+    rank = (
+        "from tandem.protocol.worker import *; import os, signal; die_with_parent(os.getppid())\n"
+    )
     rank += "print(os.getpid(), flush=True)\nwhile True: signal.pause()"
     worker = run(
         f"subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"

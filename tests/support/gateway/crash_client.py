@@ -28,7 +28,7 @@ from gateway.runs.operations import (
 from gateway.sessions.registry import NewSession
 from gateway.storage.tables import places
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tests.support.gateway.model_workers import EMPTY, ENDLESS, FORWARD, LONG, POISON, UNREADABLE
 
 _OWNER = "local"

@@ -41,8 +41,8 @@ from gateway.storage.tables import (
     workers,
 )
 from gateway.workers.epoch import Epoch
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop
 from tests.support.gateway.constants import changed
 from tests.support.gateway.crash_client import Client, Script

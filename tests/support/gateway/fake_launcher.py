@@ -10,11 +10,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.epoch import EpochInterceptor
 from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
 from tandem.host import Host
-from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
-from tandem.worker import (
+from tandem.protocol.epoch import EpochInterceptor
+from tandem.protocol.worker import (
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
     VERSION_METADATA_KEY,
@@ -24,6 +23,7 @@ from tandem.worker import (
     WorkerSpec,
     own_version,
 )
+from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
 

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 
 from tandem.errors import TandemError
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.gateway.fake_sleep import FakeSleep
 from tests.support.gateway.sample_streams import answered
 

@@ -13,10 +13,10 @@ import grpc
 import numpy as np
 
 from tandem.errors import CheckpointDamaged, OutOfMemory, TandemError
+from tandem.protocol.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
 from tests.support.gateway.fake_sleep import FakeSleep
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from tandem.errors import WorkerMayRun
 from tandem.host import Host
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_host import ModelHost, ModelLauncher
 from tests.support.gateway.sampler_world import AtOnce, NoDatabase

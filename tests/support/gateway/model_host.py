@@ -13,8 +13,8 @@ import grpc.aio
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import WorkerStartFailed
 from tandem.host import Host
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.gateway.model_workers import (
     Misfortune,
     ModelSampler,

@@ -32,9 +32,9 @@ from tandem.errors import (
     TandemError,
     WorkerDied,
 )
+from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, open_version
-from tandem.worker import WorkerSpec
 from tests.support.crashing_loop import as_process
 
 _BYTES = 100

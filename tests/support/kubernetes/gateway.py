@@ -24,7 +24,7 @@ from gateway.workers.launchers.kubernetes.names import (
 )
 from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from tandem.cluster_settings import KubernetesSettings
-from tandem.worker import WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerHandle, WorkerSpec
 
 SETTINGS = {
     "pending_timeout": 60,

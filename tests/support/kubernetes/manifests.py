@@ -14,8 +14,8 @@ from gateway.workers.launchers.kubernetes.objects import Home, WorkerObjects, re
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.protocol.worker import WorkerKind, WorkerSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import WorkerKind, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 
 K8S = Path(__file__).parents[3] / "k8s"

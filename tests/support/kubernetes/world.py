@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import ApiClient, Configuration
 
-from tandem.worker import WorkerHandle
+from tandem.protocol.worker import WorkerHandle
 from tests.support.kubernetes import gateway
 from tests.support.kubernetes.cluster import FakeCluster, Image
 from tests.support.kubernetes.gateway import spec, until

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tandem.errors import WorkerStartFailed
+from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
-from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends import TrainerBackend, World
 from trainer_service.backends.base import Export

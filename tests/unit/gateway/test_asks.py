@@ -8,10 +8,10 @@ import pytest
 
 from gateway.placement.asks import asks_of, check_defaults, settled_asks
 from gateway.placement.groups import DeviceGroup
-from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, PermissionDenied
+from tandem.protocol.devices import parse_device
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import Layout, LoraSpec, TrainingSpec
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (

@@ -9,8 +9,8 @@ import pytest
 from gateway.placement.asks import Asks
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.training_run import TrainingRun
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 
 WHOLE = 1000
 

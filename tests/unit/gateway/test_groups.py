@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gateway.placement.groups import groups_of
-from tandem.devices import Device, parse_device
 from tandem.errors import InvalidRequest
 from tandem.host import Accelerator, Host
+from tandem.protocol.devices import Device, parse_device
 from tandem.settings import GatewaySettings
 
 GIB = 2**30

@@ -12,7 +12,7 @@ import pytest
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, engine_settings, free_on_disk
-from tandem.devices import parse_device
+from tandem.protocol.devices import parse_device
 from tandem.worker_settings import SamplerSettings
 from tests.support.virtual_time import run_in_virtual_time
 

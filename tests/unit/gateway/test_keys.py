@@ -11,7 +11,7 @@ from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
 from tandem.cli.keys import parse_duration
 from tandem.errors import InvalidRequest, UnknownKey, UserError
-from tandem.http_host import is_loopback
+from tandem.protocol.http_host import is_loopback
 from tests.support.postgres import on_sqlite, url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

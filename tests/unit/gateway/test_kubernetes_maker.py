@@ -8,8 +8,8 @@ import pytest
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers import make_launcher
-from tandem.authority import Authority
 from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.protocol.authority import Authority
 from tandem.settings import GatewaySettings
 from tests.support.kubernetes.world import Gateway, on_cluster, spec
 

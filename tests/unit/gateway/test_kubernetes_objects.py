@@ -27,9 +27,9 @@ from gateway.workers.launchers.kubernetes.objects import (
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
-from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.worker import WorkerSpec
+from tandem.protocol.certificate import Certificate
+from tandem.protocol.worker import WorkerSpec
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 VERSIONS = ("1.34", "1.37")

@@ -14,9 +14,9 @@ from gateway.workers.launchers.kubernetes.model_size import known_size, read_ahe
 from gateway.workers.launchers.kubernetes.resources import resources_of, table
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.trainer_memory import ModelSize
-from tandem.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 from tests.support.model_files import write_weights
 

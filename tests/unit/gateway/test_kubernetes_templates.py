@@ -14,7 +14,7 @@ from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 
 POOLS = [
     ClaimPoolSettings(name="gpu", roles=["trainer", "sampler"], device_class="gpu.nvidia.com"),

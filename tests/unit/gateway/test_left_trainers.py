@@ -6,8 +6,8 @@ import asyncio
 
 from gateway.placement.lease_records import LeaseRecord
 from tandem.errors import CannotSleep
+from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import WorkerSpec
 from tests.support.gateway.freezing_agent import Trainer, World, with_freezing_agent
 from tests.support.gateway.model_workers import ModelTrainer
 

@@ -10,7 +10,7 @@ from gateway.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.occupancy import Occupant, occupants
 from gateway.placement.places import Place
-from tandem.devices import parse_device
+from tandem.protocol.devices import parse_device
 from tandem.sharing_settings import SharingSettings
 from tests.support.gateway.leased_workers import World, not_leased
 from tests.support.virtual_time import in_virtual_time

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.room import PlaceRequest
-from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
+from tandem.protocol.devices import parse_device
 from tests.support.gateway.placement import SAMPLE, TRAIN, WHOLE, Engine, Run, World, group, quiet
 
 GIB = 2**30

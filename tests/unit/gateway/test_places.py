@@ -6,8 +6,8 @@ import pytest
 
 from gateway.placement.groups import DeviceGroup, Role
 from gateway.placement.room import Place, PlaceRequest, engine_key
-from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, NoRoom, StorageFull
+from tandem.protocol.devices import parse_device
 from tests.support.gateway.placement import SAMPLE, TRAIN, WHOLE, Engine, Run, World, group, quiet
 from tests.support.work import calls_in
 

@@ -21,8 +21,8 @@ from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
 from tandem.errors import InvalidRequest
 from tandem.host import Host
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
-from tandem.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.gateway.placement import Rows
 from tests.support.waiting import PATIENCE

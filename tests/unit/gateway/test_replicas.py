@@ -12,8 +12,8 @@ import pytest
 from gateway.checkpoints.versions import WeightVersion
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease
-from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, NoRoom, SessionFinished, WorkerDied
+from tandem.protocol.devices import parse_device
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE

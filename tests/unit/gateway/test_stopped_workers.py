@@ -11,7 +11,7 @@ import pytest
 
 from gateway.runs.trainer_host import DevicesLost
 from tandem.errors import WorkerStartFailed
-from tandem.worker import TrainingSpec
+from tandem.protocol.worker import TrainingSpec
 from tests.support.gateway.freezing_agent import PATIENCE, with_freezing_agent
 from tests.support.virtual_time import now
 

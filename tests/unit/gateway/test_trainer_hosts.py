@@ -13,11 +13,11 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.runs.trainer_hosts import TrainerHosts
-from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
+from tandem.protocol.devices import parse_device
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings import GatewaySettings
 from tandem.v1 import trainer_pb2
-from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.placement import Rows, open_on, places_for
 
 MODEL = BaseModelEntry(name="tiny", path="/tiny", max_length=None)

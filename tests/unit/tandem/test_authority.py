@@ -6,10 +6,10 @@ import stat
 
 import pytest
 
-from tandem.authority import Authority, write_certificate
-from tandem.certificate import AGENT_NAME, read_certificate
 from tandem.errors import InvalidRequest
-from tandem.worker import WorkerSpec
+from tandem.protocol.authority import Authority, write_certificate
+from tandem.protocol.certificate import AGENT_NAME, read_certificate
+from tandem.protocol.worker import WorkerSpec
 
 WORKER = "trainer-s-0123456789ab-0"
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tandem.background import in_background
+from tandem.protocol.background import in_background
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own priorities")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.devices import Device, parse_device, together
 from tandem.errors import InvalidRequest
+from tandem.protocol.devices import Device, parse_device, together
 
 
 @pytest.mark.parametrize(

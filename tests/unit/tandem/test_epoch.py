@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from tandem.epoch import (
+from tandem.protocol.epoch import (
     EPOCH_METADATA_KEY,
     NEWEST_EPOCH_METADATA_KEY,
     EpochInterceptor,

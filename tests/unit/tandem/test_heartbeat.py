@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.heartbeat import Heartbeats
+from tandem.protocol.heartbeat import Heartbeats
 
 
 @pytest.fixture

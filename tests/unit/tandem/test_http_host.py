@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.http_host import hosts_of, may_be_site
+from tandem.protocol.http_host import hosts_of, may_be_site
 
 
 def named(host: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.own_machine import follows_proxy, http_client, is_own_machine, without_proxies
+from tandem.protocol.own_machine import follows_proxy, http_client, is_own_machine, without_proxies
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,14 +60,19 @@ def test_clients_are_made_in_one_place_each():
     """So none of them can forget that requests to this machine take no proxy."""
     makes = {
         r"httpx\.(Client|AsyncClient|get|post|put|delete|request|stream)\(|urlopen\(|"
-        r"HTTPS?Connection\(|(?<![\w.])requests\.(get|post|Session)\(": {"tandem/own_machine.py"},
+        r"HTTPS?Connection\(|(?<![\w.])requests\.(get|post|Session)\(": {
+            "tandem/protocol/own_machine.py"
+        },
         # The check of the agent imports little, and calls a Unix socket.
         r"\b(in)?secure_channel\(": {
-            "tandem/channels.py",
+            "tandem/protocol/channels.py",
             "tandem/agent/check.py",
             "gateway/workers/launchers/agent.py",
         },
-        r"grpc\.(aio\.)?(in)?secure_channel\(": {"tandem/channels.py", "tandem/agent/check.py"},
+        r"grpc\.(aio\.)?(in)?secure_channel\(": {
+            "tandem/protocol/channels.py",
+            "tandem/agent/check.py",
+        },
         # The client library of Kubernetes makes its session, for a cluster elsewhere.
         r"aiohttp\.ClientSession\(": set(),
     }

@@ -9,8 +9,8 @@ from io import StringIO
 import pytest
 
 from tandem import __version__
+from tandem.protocol.worker import own_version
 from tandem.telemetry import append_line, configure_logging, get_log, log_context
-from tandem.worker import own_version
 from tests.support.telemetry import logging_restored
 
 

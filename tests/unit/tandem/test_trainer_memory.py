@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.errors import WorkerStartFailed
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.trainer_memory import Available, MemoryPlan, ModelSize, TrainerMemory, choose
-from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tandem.worker_settings import TrainerSettings
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from grpc.aio import AioRpcError, Metadata
 from grpc_health.v1 import health_pb2
 
 from tandem.agent import worker_process
-from tandem.worker import WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tests.support.virtual_time import run_in_virtual_time
 
 HANDLE = WorkerHandle.of(

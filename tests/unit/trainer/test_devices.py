@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.devices import parse_device
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
-from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.protocol.devices import parse_device
+from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import compute, data_of
 from tests.support.trainer_worker import request

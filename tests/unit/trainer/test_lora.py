@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tandem.errors import UnsuitableLora
-from tandem.worker import LoraSpec
+from tandem.protocol.worker import LoraSpec
 from tests.support.architectures import write_model
 from tests.support.local_trainer import (
     SPEC,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.protocol.worker import LoraSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import LoraSpec
 from tests.support.local_trainer import (
     SPEC,
     data_of,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tandem.worker import Layout, TrainingSpec
+from tandem.protocol.worker import Layout, TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.allocations import allocations
 from tests.support.architectures import write_model

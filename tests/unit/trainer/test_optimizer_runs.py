@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.protocol.worker import LoraSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import LoraSpec
 from tests.support import local_trainer as lora
 from trainer_service.service.operations import Operations
 

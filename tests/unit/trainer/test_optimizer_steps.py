@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tandem.errors import GradientsNotFinite, OptimizerSetting
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 from trainer_service.optimizers import (
     AdamW,
     AdamWSettings,

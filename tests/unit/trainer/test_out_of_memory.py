@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tandem.errors import OutOfMemory
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import (
     compute,

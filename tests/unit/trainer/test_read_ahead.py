@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tandem.fencing import Fence
+from tandem.protocol.fencing import Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tests.support.local_trainer import make, make_rank

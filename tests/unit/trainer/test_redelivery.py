@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import CheckpointDamaged, NoGradients, OutOfMemory, TandemError, WorkerDied
-from tandem.fencing import Fence
+from tandem.protocol.fencing import Fence
+from tandem.protocol.worker import OUT_OF_MEMORY_METADATA_KEY
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 from tests.support.worker_process import RUN
 from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.sequence import KEPT_RESULTS

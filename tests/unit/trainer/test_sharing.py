@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker import Layout, LoraSpec, TrainingSpec
 from tandem.worker_settings import TrainerSettings
 from tests.support.fake_device import FakeDevice
 from tests.support.local_trainer import (

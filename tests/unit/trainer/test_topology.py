@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import WorkerStartFailed
-from tandem.worker import WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, node_number, topology_of
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tandem.errors import InvalidRequest
+from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from tandem.worker import TrainingSpec
 from tests.support.local_trainer import (
     SPEC,
     assert_same,

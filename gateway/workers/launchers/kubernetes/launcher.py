@@ -28,14 +28,20 @@ from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.worker_process import wait_until_serving
-from tandem.authority import Authority
 from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
-from tandem.exit_watchers import ExitWatchers
 from tandem.host import Host
+from tandem.protocol.authority import Authority
+from tandem.protocol.exit_watchers import ExitWatchers
+from tandem.protocol.worker import (
+    WORKER_STOP_TIMEOUT,
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    WorkerSpec,
+)
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import WORKER_STOP_TIMEOUT, WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 _BEYOND_STOP = 30.0
 """Seconds that a node may need beyond a worker's own, to end its pod and to say so."""

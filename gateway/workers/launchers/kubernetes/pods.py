@@ -19,7 +19,7 @@ from gateway.workers.launchers.kubernetes.observed import (
     Terminated,
 )
 from tandem.errors import without_paths
-from tandem.worker import WorkerKind, WorkerReport
+from tandem.protocol.worker import WorkerKind, WorkerReport
 
 Stage = Literal["unscheduled", "pulling", "preparing", "running", "ended"]
 

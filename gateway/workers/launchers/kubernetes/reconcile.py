@@ -36,8 +36,8 @@ from gateway.workers.launchers.kubernetes.turns import Turns
 from gateway.workers.launchers.kubernetes.view import View
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Failure, Worker
 from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
+from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tandem.telemetry import get_log
-from tandem.worker import WorkerHandle, WorkerSpec
 
 _TICK = 1.0
 _SWEEP = 5.0

@@ -17,7 +17,7 @@ import yaml
 
 from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, describe
-from tandem.worker import WorkerKind
+from tandem.protocol.worker import WorkerKind
 
 Object: TypeAlias = dict[str, Any]
 """An object of Kubernetes, or a part of one, as JSON."""

@@ -17,7 +17,7 @@ from gateway.workers.launchers.kubernetes.pods import (
     why_lost,
 )
 from tandem.errors import WorkerStartFailed
-from tandem.worker import WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerHandle, WorkerSpec
 
 Stage = Literal["making", "scheduling", "preparing", "running"]
 

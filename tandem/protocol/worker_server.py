@@ -16,11 +16,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from tandem.channels import server_credentials
-from tandem.epoch import EpochInterceptor
-from tandem.metrics_server import MetricsServer
-from tandem.telemetry import get_log
-from tandem.worker import (
+from tandem.protocol.channels import server_credentials
+from tandem.protocol.epoch import EpochInterceptor
+from tandem.protocol.metrics_server import MetricsServer
+from tandem.protocol.worker import (
     GRPC_OPTIONS,
     MOST_REQUEST_BYTES,
     PROTOCOL,
@@ -33,6 +32,7 @@ from tandem.worker import (
     WorkerSpec,
     own_version,
 )
+from tandem.telemetry import get_log
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
-from tandem.worker import WorkerExit
+from tandem.protocol.worker import WorkerExit
 
 
 class ExitWatchers:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from tandem.http_host import hosts_of, is_loopback, may_be_site
+from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
 _MOST_CONNECTIONS = 64
 _MOST_HEADER_BYTES = 16 * 2**10

@@ -1,7 +1,7 @@
-"""A certificate of a gateway, an agent or a worker, for TLS between them (`tandem.channels`).
+"""A certificate of a gateway, an agent or a worker, for TLS between them (`channels`).
 
 It names a worker by its id, or says `agent` or `gateway`; the addresses are no part of
-it, since a pod's is known only when it runs. One authority signs all (`tandem.authority`). What a
+it, since a pod's is known only when it runs. One authority signs all (`authority`). What a
 certificate may be used for is written in it: those of workers and agents for servers only, so that
 none of them can call an agent as if it were the gateway.
 """

@@ -24,10 +24,9 @@ from typing import BinaryIO, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from tandem.background import in_background
 from tandem.errors import UnknownSetting, WorkerStartFailed
-from tandem.setting_names import check_environment
-from tandem.worker import (
+from tandem.protocol.background import in_background
+from tandem.protocol.worker import (
     MAX_SPEC_BYTES,
     PROTOCOL,
     WorkerReport,
@@ -35,6 +34,7 @@ from tandem.worker import (
     own_version,
     set_process_limits,
 )
+from tandem.setting_names import check_environment
 
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""

@@ -3,7 +3,7 @@
 The environment may name a proxy for the rest of the world (`http_proxy`, `all_proxy`, …). A proxy
 cannot reach this machine's loopback, and NO_PROXY is easily forgotten. So requests to this machine
 never follow the environment's proxy. Requests to other machines do. All HTTP clients of Tandem are
-made here, and all gRPC channels in `tandem.channels`.
+made here, and all gRPC channels in `tandem.protocol.channels`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tandem.certificate import GATEWAY_NAME, Certificate
 from tandem.errors import InvalidRequest, describe
+from tandem.protocol.certificate import GATEWAY_NAME, Certificate
 
 _CLOCKS_DIFFER = timedelta(days=1)
 _LIFETIME = timedelta(days=3650)

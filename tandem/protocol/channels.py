@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from tandem.certificate import Certificate
-from tandem.worker import GRPC_OPTIONS, WorkerHandle
+from tandem.protocol.certificate import Certificate
+from tandem.protocol.worker import GRPC_OPTIONS, WorkerHandle
 
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
 

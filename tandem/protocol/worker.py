@@ -12,7 +12,7 @@
    connection has a `lifeline` of seconds, within which some gateway must have called it.
 5. To end a worker, the launcher sends SIGTERM; what has not ended after the stop timeout is killed.
 
-`WorkerSpec` and `WorkerReport` are what is said; how it travels is in `tandem.worker_link`.
+`WorkerSpec` and `WorkerReport` are what is said; how it travels is in `worker_link`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem import __version__
-from tandem.certificate import Certificate
+from tandem.protocol.certificate import Certificate
 from tandem.request_settings import MOST_PAYLOAD_BYTES
 from tandem.worker_settings import SamplerSettings, TrainerSettings
 
