@@ -56,8 +56,8 @@ from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
+from tandem.agent.process_birth import born
 from tandem.errors import StorageFailed, TandemError, UserError, describe
-from tandem.process_birth import born
 from tandem.protocol.heartbeat import send_heartbeats
 from tandem.protocol.worker import set_process_limits
 from tandem.settings import GatewaySettings

@@ -20,12 +20,12 @@ from types import TracebackType
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tandem.environment import inherited
+from tandem.agent.environment import inherited
+from tandem.agent.process_birth import born
+from tandem.agent.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
-from tandem.process_birth import born
 from tandem.protocol.own_machine import http_client
 from tandem.settings import GatewaySettings
-from tandem.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "

@@ -32,7 +32,7 @@ from benchmarks.gpu.workers import (
     trains_adapters,
     write_model,
 )
-from tandem.host import Accelerator, accelerators, driver_version, this_host
+from tandem.agent.host import Accelerator, accelerators, driver_version, this_host
 from tandem.protocol.devices import Device
 
 Part = Callable[[Bench, str, Path], dict[str, object]]

@@ -17,9 +17,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from tandem.agent.host import Accelerator
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
-from tandem.host import Accelerator
 from tandem.protocol.channels import plain_channel
 from tandem.protocol.devices import confine, parse_device
 from tandem.protocol.fencing import LEASE_METADATA_KEY

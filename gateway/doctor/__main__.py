@@ -14,8 +14,8 @@ from gateway.doctor.check import Check
 from gateway.doctor.cluster import ClusterChecks, api_server, read_settings
 from gateway.doctor.host import check_host
 from gateway.doctor.volume import check_volume
+from tandem.agent.host import this_host
 from tandem.errors import TandemError
-from tandem.host import this_host
 from tandem.settings import GatewaySettings
 
 

@@ -14,9 +14,9 @@ from importlib import metadata
 from gateway.doctor.check import Check, Level, gib, judge
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
+from tandem.agent.host import Host, driver_version
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.errors import InvalidRequest
-from tandem.host import Host, driver_version
 from tandem.protocol.devices import Device
 from tandem.settings import GatewaySettings
 

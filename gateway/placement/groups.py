@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tandem.agent.host import Accelerator, Host, accelerator_named
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
-from tandem.host import Accelerator, Host, accelerator_named
 from tandem.protocol.devices import Device, parse_device
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import GroupSettings

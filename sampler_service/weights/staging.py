@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sampler_service.weights.files import TensorSource
+from tandem.agent.host import free_memory_bytes
 from tandem.errors import describe, without_paths
-from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 
 if TYPE_CHECKING:

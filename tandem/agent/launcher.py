@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 
+from tandem.agent.host import Host, this_host
 from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.scratch import ScratchFolders
@@ -26,7 +27,6 @@ from tandem.errors import (
     describe,
     without_paths,
 )
-from tandem.host import Host, this_host
 from tandem.names import is_name
 from tandem.protocol.exit_watchers import ExitWatchers
 from tandem.protocol.worker import (

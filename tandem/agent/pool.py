@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from tandem.agent.environment import inherited
 from tandem.agent.scratch import ScratchFolders
 from tandem.agent.worker_process import kill_group
-from tandem.environment import inherited
 from tandem.errors import describe
 from tandem.protocol.background import make_nicer
 from tandem.protocol.worker import WorkerKind

@@ -14,9 +14,9 @@ import re
 import time
 from pathlib import Path
 
+from tandem.agent.process_birth import born, namespace
 from tandem.agent.worker_process import group_members, kill_group
 from tandem.errors import WorkerStartFailed
-from tandem.process_birth import born, namespace
 from tandem.telemetry import get_log
 
 FILE_NAME = "agent.groups"

@@ -21,10 +21,10 @@ from pydantic_settings import SettingsError
 
 from tandem.agent import SENTENCE
 from tandem.agent.address import agent_address, socket_path
+from tandem.agent.host import this_host
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes
 from tandem.errors import InvalidRequest, TandemError, UnknownSetting, WorkerStartFailed, describe
-from tandem.host import this_host
 from tandem.protocol.certificate import Certificate, read_certificate
 from tandem.protocol.channels import server_credentials
 from tandem.protocol.epoch import EpochInterceptor

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tandem.agent.host import driver_version
 from tandem.errors import SuspendFailed
-from tandem.host import driver_version
 
 PROGRAM = "cuda-checkpoint"
 _OLDEST_DRIVER = 570

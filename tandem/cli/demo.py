@@ -9,10 +9,10 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from tandem.agent.host import this_host, usual_ranks
 from tandem.cli.context import err, out, read_settings
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
-from tandem.host import this_host, usual_ranks
 from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}

@@ -16,6 +16,8 @@ from typing import Annotated, cast
 import httpx
 import typer
 
+from tandem.agent.environment import inherited
+from tandem.agent.host import describe_found, this_host
 from tandem.cli.context import (
     DataDir,
     JsonFlag,
@@ -26,8 +28,6 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
-from tandem.environment import inherited
-from tandem.host import describe_found, this_host
 from tandem.protocol.own_machine import follows_proxy
 from tandem.settings import GatewaySettings
 from tandem.stack import Stack

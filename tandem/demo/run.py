@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import __version__
+from tandem.agent.host import describe_found, this_host
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.reinforcement import Loop, StepResult
 from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
-from tandem.host import describe_found, this_host
 from tandem.protocol.own_machine import is_own_machine, without_proxies
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, Stack

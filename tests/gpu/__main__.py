@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.host import accelerators
+from tandem.agent.host import accelerators
 
 ALSO = ("tests/component/trainer/test_devices.py",)
 """What real trainers say of the devices of the machine."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tandem.host import accelerators
+from tandem.agent.host import accelerators
 from tests.chaos.experiments import TIMEOUT, Experiment
 from tests.support.stacks import TIED, running, write_qwen
 

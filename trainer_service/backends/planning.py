@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tandem.host import free_memory_bytes
+from tandem.agent.host import free_memory_bytes
 from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose

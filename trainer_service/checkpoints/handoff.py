@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandem.agent.host import free_memory_bytes
 from tandem.errors import describe
-from tandem.host import free_memory_bytes
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tandem.host import free_memory_bytes
+from tandem.agent.host import free_memory_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

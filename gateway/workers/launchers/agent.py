@@ -16,8 +16,8 @@ import grpc.aio
 from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
 from tandem.agent.address import agent_address, socket_path
+from tandem.agent.host import Accelerator, Host
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
-from tandem.host import Accelerator, Host
 from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
 from tandem.protocol.channels import plain_channel, secure_channel

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from tandem.host import Host
+from tandem.agent.host import Host
 from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 

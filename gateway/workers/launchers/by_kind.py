@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from gateway.workers.launchers.agent import AgentLauncher
-from tandem.host import Host
+from tandem.agent.host import Host
 from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
 

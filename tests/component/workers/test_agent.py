@@ -17,7 +17,7 @@ import pytest
 import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
-from tandem import process_birth
+from tandem.agent import process_birth
 from tandem.agent.address import socket_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups

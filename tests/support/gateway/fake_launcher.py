@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.agent.host import Host
 from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
-from tandem.host import Host
 from tandem.protocol.epoch import EpochInterceptor
 from tandem.protocol.worker import (
     PROTOCOL,

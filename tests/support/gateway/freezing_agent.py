@@ -23,8 +23,8 @@ from gateway.runs.restoration import Restoration
 from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
+from tandem.agent.host import Host
 from tandem.errors import WorkerMayRun
-from tandem.host import Host
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.v1 import common_pb2, trainer_pb2

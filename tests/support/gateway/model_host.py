@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from tandem.agent.host import Host
 from tandem.errors import WorkerStartFailed
-from tandem.host import Host
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import trainer_pb2
 from tests.support.gateway.model_workers import (

@@ -14,8 +14,8 @@ from gateway.placement.groups import DeviceGroup, groups_of
 from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING, Places
 from gateway.placement.room import PlaceRequest
 from gateway.storage.tables import drained_groups, scaled_samplers
+from tandem.agent.host import Host
 from tandem.errors import StorageFull
-from tandem.host import Host
 from tandem.protocol.devices import parse_device
 from tandem.settings import GatewaySettings
 from tests.support.waiting import PATIENCE

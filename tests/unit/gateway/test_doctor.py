@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gateway.doctor.check import Check
 from gateway.doctor.host import check_host
-from tandem.host import Accelerator, Host
+from tandem.agent.host import Accelerator, Host
 from tandem.settings import GatewaySettings
 
 GIB = 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.placement.groups import groups_of
+from tandem.agent.host import Accelerator, Host
 from tandem.errors import InvalidRequest
-from tandem.host import Accelerator, Host
 from tandem.protocol.devices import Device, parse_device
 from tandem.settings import GatewaySettings
 

@@ -15,8 +15,8 @@ from gateway.workers.launchers.kubernetes.names import INSTANCE, METRICS_PORT, P
 from gateway.workers.launchers.kubernetes.objects import _USER_OF_IMAGES
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
+from tandem.agent.host import Host
 from tandem.cluster_settings import KubernetesSettings
-from tandem.host import Host
 from tandem.settings import GatewaySettings
 from tests.support.kubernetes.manifests import (
     K8S,

@@ -19,8 +19,8 @@ from gateway.placement.room import Place, PlaceRequest, Room
 from gateway.workers.launchers.kubernetes.objects import Home, render_worker
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from tandem.agent.host import Host
 from tandem.errors import InvalidRequest
-from tandem.host import Host
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings import GatewaySettings
 from tandem.worker_settings import TrainerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.environment import inherited
+from tandem.agent.environment import inherited
 
 SECRETS = """
 DATABASE_URL TANDEM_DATABASE_URL TANDEM_DATABASE_URL_FILE PGPASSWORD REDIS_URL AMQP_URL MONGO_URI

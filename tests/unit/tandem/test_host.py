@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem import host
+from tandem.agent import host
+from tandem.agent.host import Accelerator, Host, describe_found, usual_ranks
 from tandem.errors import InvalidRequest
-from tandem.host import Accelerator, Host, describe_found, usual_ranks
 from tandem.settings import GatewaySettings
 from tests.support.fake_nvml import pynvml
 

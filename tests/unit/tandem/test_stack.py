@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem import process_birth
-from tandem.process_birth import born
+from tandem.agent import process_birth
+from tandem.agent.process_birth import born
+from tandem.agent.supervised_process import SupervisedProcess
 from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, read_endpoint
-from tandem.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
 
 

@@ -27,10 +27,10 @@ from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
+from tandem.agent.host import Host
 from tandem.agent.worker_process import wait_until_serving
 from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
-from tandem.host import Host
 from tandem.protocol.authority import Authority
 from tandem.protocol.exit_watchers import ExitWatchers
 from tandem.protocol.worker import (
