@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.errors import WorkerStartFailed
-from tandem.model_config import Json, experts_of
 from tandem.protocol.worker import TrainingSpec
+from tandem.weights.model_config import Json, experts_of
 from tandem.worker_settings import TrainerSettings
 
 SPARE = 0.1

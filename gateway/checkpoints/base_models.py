@@ -15,11 +15,11 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
-from tandem.model_config import model_length, text_config
-from tandem.model_store import RECORD_NAME, models_in
 from tandem.protocol.sample_limits import SampleLimits
 from tandem.telemetry import get_log
+from tandem.weights.model_config import model_length, text_config
 from tandem.weights.model_files import check_weights
+from tandem.weights.model_store import RECORD_NAME, models_in
 
 _MAX_LENGTH = 2**31 - 1
 """Tokens. Configs use larger numbers for "no limit"."""
@@ -62,7 +62,7 @@ class BaseModelEntry:
 class BaseModels:
     """The base models that there are. One that was registered has a row, with its path, which is
     relative if it lies in the data directory. One of the models directory has none: its record
-    says that it is there (`tandem/model_store.py`)."""
+    says that it is there (`tandem/weights/model_store.py`)."""
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
         self._database = database

@@ -48,10 +48,16 @@ from tandem.errors import (
     TandemError,
     UnsuitableLora,
 )
-from tandem.model_config import head_alone, read_json, why_undivided, why_unsharded, why_untrained
 from tandem.protocol.worker import LORA_FLAGS, TrainingSpec
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
+from tandem.weights.model_config import (
+    head_alone,
+    read_json,
+    why_undivided,
+    why_unsharded,
+    why_untrained,
+)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

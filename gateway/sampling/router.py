@@ -27,10 +27,10 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
-from tandem.model_config import head_size, read_json, why_unserved_by_cpu
 from tandem.protocol.worker import WorkerHandle
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
+from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 from tandem.worker_settings import SamplerSettings
 
 MAX_WAITING_SAMPLES = 8192

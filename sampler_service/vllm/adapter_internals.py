@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampler_service.vllm.internals import padded_linear
-from tandem.model_config import model_files
+from tandem.weights.model_config import model_files
 from tandem.weights.tensors import read_header
 
 if TYPE_CHECKING:  # the version is checked before anything of this is imported

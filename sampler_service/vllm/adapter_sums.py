@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from tandem.model_config import read_json
+from tandem.weights.model_config import read_json
 from tandem.weights.sums import sum_of, sums_of_workers
 
 if TYPE_CHECKING:

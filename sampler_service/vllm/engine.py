@@ -75,8 +75,8 @@ from tandem.errors import (
     describe,
     without_paths,
 )
-from tandem.model_config import end_tokens, model_length
 from tandem.v1 import common_pb2
+from tandem.weights.model_config import end_tokens, model_length
 from tandem.weights.sums import sums_of_workers
 from tandem.worker_settings import SamplerSettings
 

@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from sampler_service.vllm.adapter_internals import adapt_heads
 from sampler_service.vllm.internals import skip_router_kernels
 from sampler_service.vllm.memory import OUTSIDE_TORCH, cache_bytes
-from tandem.model_config import has_experts
 from tandem.telemetry import get_log
+from tandem.weights.model_config import has_experts
 
 _NEXT_TO_NOTHING = 1e-6
 """Of the device. vLLM wants its share to be free when it starts."""

@@ -29,8 +29,8 @@ from sampler_service.weights.loader import (
     verified_manifest,
 )
 from tandem.errors import LoadFailed, describe
-from tandem.model_config import read_json
 from tandem.weights import Canary
+from tandem.weights.model_config import read_json
 from tandem.weights.store import read_again
 
 CONFIG_NAME = "adapter_config.json"

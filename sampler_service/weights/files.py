@@ -17,10 +17,10 @@ import numpy as np
 from safetensors import safe_open
 
 from tandem.errors import LoadFailed, describe
-from tandem.model_config import model_files
 from tandem.weights import Checksum, Manifest, open_base
 from tandem.weights.delta import Bytes, Patch
 from tandem.weights.manifest import MANIFEST_NAME, PATCH_SUFFIX
+from tandem.weights.model_config import model_files
 from tandem.weights.store import check_own_file, read_record
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from sampler_service.weights.files import (
 )
 from sampler_service.weights.staging import staging_threads
 from tandem.errors import LoadFailed, describe, without_paths
-from tandem.model_config import model_files, text_config
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
+from tandem.weights.model_config import model_files, text_config
 from tandem.weights.store import in_threads, read_again
 from tandem.weights.sums import WeightSums, added_up, differing, file_sums, sums_of
 

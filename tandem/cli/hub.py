@@ -26,10 +26,10 @@ from typing import cast
 
 from tandem.cli.tables import byte_size
 from tandem.errors import InvalidRequest, ServerError, StorageFull, UserError, describe
-from tandem.model_config import INDEX_NAME
-from tandem.model_store import RECORD_NAME, ModelRecord, read_record
 from tandem.names import model_name_fault
+from tandem.weights.model_config import INDEX_NAME
 from tandem.weights.model_files import PICKLES, SINGLE_NAME, check_weights
+from tandem.weights.model_store import RECORD_NAME, ModelRecord, read_record
 from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]

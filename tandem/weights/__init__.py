@@ -5,7 +5,8 @@ gives the version its name. A reader verifies a version before use (`open_versio
 removes those that nothing references. The module is torch-free: only the services handle tensors.
 
 A version of a run may be a delta: patches of files of another one, which is whole (`delta`).
-`model_files` checks the files of a base model before anything loads them.
+`model_files` checks the files of a base model before anything loads them. `model_config` reads a
+model's configuration, and `model_store` is the folder of the downloaded base models.
 """
 
 from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, checksum_file

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, describe
-from tandem.model_config import INDEX_NAME, model_files, read_json, text_config
+from tandem.weights.model_config import INDEX_NAME, model_files, read_json, text_config
 from tandem.weights.tensors import check_content, read_header
 
 SINGLE_NAME = "model.safetensors"

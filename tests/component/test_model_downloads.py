@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tandem.cli import hub as downloads
 from tandem.cli.main import app
 from tandem.errors import TandemError
-from tandem.model_store import RECORD_NAME, models_in, read_record
+from tandem.weights.model_store import RECORD_NAME, models_in, read_record
 from tests.support.fake_hub import CONFIG, running_hub, shards
 from tests.support.gateway.running import running_gateway
 from tests.support.model_files import tensor_file

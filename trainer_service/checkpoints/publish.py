@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from tandem.errors import LoadFailed, PublishFailed, ServerError
-from tandem.model_store import read_record
 from tandem.v1 import trainer_pb2
 from tandem.weights import (
     Canary,
@@ -33,6 +32,7 @@ from tandem.weights import (
     open_version,
 )
 from tandem.weights.model_files import ties_head
+from tandem.weights.model_store import read_record
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend

@@ -22,9 +22,9 @@ from safetensors import safe_open
 from torch import nn
 
 from tandem.errors import InvalidRequest, NameTaken, TandemError
-from tandem.model_config import model_files
 from tandem.weights import open_version
 from tandem.weights.manifest import MANIFEST_NAME
+from tandem.weights.model_config import model_files
 from tandem.weights.store import fsync_path
 from tandem.weights.tensors import StoredTensor, read_header
 from trainer_service.lora.adapters import (

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from tandem.model_config import INDEX_NAME
 from tandem.protocol.worker import TrainingSpec
 from tandem.weights.manifest import MANIFEST_NAME
+from tandem.weights.model_config import INDEX_NAME
 from tandem.weights.tensors import METADATA, StoredTensor
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

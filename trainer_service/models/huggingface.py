@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import InvalidRequest, WorkerStartFailed, describe
-from tandem.model_config import why_untrained
 from tandem.telemetry import get_log
+from tandem.weights.model_config import why_untrained
 
 if TYPE_CHECKING:
     from torch import Tensor

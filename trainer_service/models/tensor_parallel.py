@@ -33,7 +33,7 @@ from torch.distributed.tensor import (
 )
 
 from tandem.errors import WorkerStartFailed
-from tandem.model_config import undivided_heads
+from tandem.weights.model_config import undivided_heads
 from trainer_service.models.huggingface import find_blocks
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from jinja2.parser import Parser
 from gateway.api.errors import InvalidField
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
 from tandem.errors import InvalidRequest, UnsupportedInput, describe
-from tandem.model_config import read_json
+from tandem.weights.model_config import read_json
 
 _OWN_FIELDS = frozenset(
     {

@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import Json
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput, describe, without_paths
-from tandem.model_config import end_tokens, read_json
+from tandem.weights.model_config import end_tokens, read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _MAX_CHARACTERS_PER_TOKEN = 256

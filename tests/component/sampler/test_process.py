@@ -173,7 +173,7 @@ def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):
 def test_the_sizes_of_heads_are_those_of_the_cpu_build():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from tandem.model_config import CPU_HEADS
+    from tandem.weights.model_config import CPU_HEADS
 
     assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
 

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from gateway.checkpoints.base_models import BaseModels
 from gateway.storage.database import Database
 from tandem.errors import InvalidRequest, UnknownModel
-from tandem.model_store import RECORD_NAME, ModelRecord
+from tandem.weights.model_store import RECORD_NAME, ModelRecord
 from tests.support.gateway.running import make_model
 from tests.support.postgres import url_for
 

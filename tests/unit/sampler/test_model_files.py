@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from sampler_service.vllm.environment import sampler_environment
 from sampler_service.weights.loader import check_inventory, is_tied, loadable, read_inventory
 from tandem.errors import LoadFailed
-from tandem.model_config import model_length
+from tandem.weights.model_config import model_length
 
 
 def write_json(path: Path, value: object) -> None:

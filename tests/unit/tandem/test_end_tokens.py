@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.model_config import end_tokens
+from tandem.weights.model_config import end_tokens
 
 ADDED = {"added_tokens": [{"id": 8, "content": "<end>"}], "model": {"vocab": {"a": 0}}}
 LISTED = {"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["</s>", 0.0], ["a", -1.5]]}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.model_config import head_size, why_unserved_by_cpu, why_unsharded, why_untrained
+from tandem.weights.model_config import head_size, why_unserved_by_cpu, why_unsharded, why_untrained
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 

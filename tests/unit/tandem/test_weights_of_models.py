@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import InvalidRequest
-from tandem.model_config import INDEX_NAME
+from tandem.weights.model_config import INDEX_NAME
 from tandem.weights.model_files import check_weights
 from tests.support.model_files import tensor_file
 

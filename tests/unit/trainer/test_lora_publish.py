@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sampler_service.weights.files import read_sources
 from tandem.errors import InvalidRequest, LoadFailed, NameTaken
-from tandem.model_store import RECORD_NAME, ModelRecord
 from tandem.protocol.worker import LoraSpec
 from tandem.weights import open_version
+from tandem.weights.model_store import RECORD_NAME, ModelRecord
 from tests.support.local_trainer import (
     data_of,
     logprobs,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from tandem import model_config
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
-from tandem.model_config import why_undivided
 from tandem.protocol.worker import Layout, TrainingSpec, WorkerSpec
+from tandem.weights import model_config
+from tandem.weights.model_config import why_undivided
 from tandem.worker_settings import TrainerSettings
 from tests.support.architectures import CONFIGURATIONS
 from trainer_service.backends.fsdp2 import Fsdp2Backend

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, describe, without_paths
-from tandem.model_config import model_files, text_config
 from tandem.settings import GatewaySettings
 from tandem.trainer_memory import ModelSize
+from tandem.weights.model_config import model_files, text_config
 
 _LARGEST_HEADER = 100 * 2**20
 """Of a safetensors file, in bytes."""
