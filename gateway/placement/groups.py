@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem.agent.host import Accelerator, Host, accelerator_named
+from tandem.backends.registry import known_backends
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device, parse_device
 from tandem.settings import GatewaySettings
 from tandem.sharing_settings import GroupSettings
-from tandem.trainer_backends import known_backends
 from tandem.worker_settings import TrainerSettings
 
 Role = Literal["trainer", "sampler"]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from tandem.backends.registry import known_backends
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import NO_MIG
 from tandem.settings import GatewaySettings
-from tandem.trainer_backends import known_backends
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tandem.trainer_backends import ENTRY_POINT_GROUP
+from tandem.backends.registry import ENTRY_POINT_GROUP
 
 PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
 

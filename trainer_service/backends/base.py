@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tandem.backends.registry import known_backends, registered
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
-from tandem.trainer_backends import known_backends, registered
 from tandem.trainer_memory import MemoryPlan
 from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
