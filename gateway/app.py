@@ -44,12 +44,12 @@ from gateway.api.tinker import (
     training,
     training_runs,
 )
-from gateway.auth.bootstrap import read_bootstrap_key
 from gateway.core import Gateway
-from gateway.counted_lines import CountedLines
 from gateway.housekeeping import Housekeeping
 from gateway.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.metrics import Metrics
+from gateway.owners.auth.bootstrap import read_bootstrap_key
+from gateway.owners.counted_lines import CountedLines
 from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.drivers import is_postgresql

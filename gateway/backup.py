@@ -31,15 +31,15 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import delete, make_url, select, update
 
-from gateway.auth.audit import AuditLog, Entry
-from gateway.auth.identity import urn_of
-from gateway.auth.keys import LOCAL_OWNER
 from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import FILE_LISTS, files_of
-from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.owners.auth.audit import AuditLog, Entry
+from gateway.owners.auth.identity import urn_of
+from gateway.owners.auth.keys import LOCAL_OWNER
+from gateway.owners.limits import Quotas
 from gateway.storage.data_directory import locked_data_directory, write_private
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql

@@ -7,10 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from gateway.auth.audit import AuditLog, RefusedKeys
-from gateway.auth.bootstrap import take_bootstrap_key
-from gateway.auth.identity import Identity
-from gateway.auth.keys import KeyStore, check_listening
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
@@ -21,8 +17,17 @@ from gateway.checkpoints.versions import VersionStore
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
-from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.owners.auth.audit import AuditLog, RefusedKeys
+from gateway.owners.auth.bootstrap import take_bootstrap_key
+from gateway.owners.auth.identity import Identity
+from gateway.owners.auth.keys import KeyStore, check_listening
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.queries import SessionQueries
+from gateway.owners.sessions.registry import SessionRegistry, why_ended
+from gateway.owners.usage.meter import SampleMeter, UsageMeter
+from gateway.owners.usage.reports import BillingReports
+from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from gateway.placement.leases import Leases
@@ -41,8 +46,6 @@ from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
-from gateway.sessions.queries import SessionQueries
-from gateway.sessions.registry import SessionRegistry, why_ended
 from gateway.stopping import Stop, save_runs
 from gateway.storage.data_directory import (
     keep_api_key,
@@ -51,9 +54,6 @@ from gateway.storage.data_directory import (
     private_directory,
 )
 from gateway.storage.database import Database
-from gateway.usage.meter import SampleMeter, UsageMeter
-from gateway.usage.reports import BillingReports
-from gateway.usage.trace_exports import TraceExporter
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher

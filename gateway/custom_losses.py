@@ -22,7 +22,7 @@ from gateway.api.routing import Router
 from gateway.core import Gateway
 from gateway.futures.table import Result
 from gateway.identifiers import request_id_of
-from gateway.limits import Quotas
+from gateway.owners.limits import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import custom_losses as losses
 from gateway.storage.tables import sessions

@@ -25,8 +25,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.counted_lines import CountedLines
 from gateway.metrics import Metrics
+from gateway.owners.counted_lines import CountedLines
 
 MAX_CONNECTIONS = 8192
 """Open connections. Further ones get a 429."""

@@ -18,9 +18,9 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
-from gateway.auth.audit import AuditLog, Entry
-from gateway.auth.identity import urn_of
-from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
+from gateway.owners.auth.audit import AuditLog, Entry
+from gateway.owners.auth.identity import urn_of
+from gateway.owners.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql

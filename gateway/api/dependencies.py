@@ -16,13 +16,13 @@ from starlette.requests import Request
 
 from gateway.api.fields import PathText
 from gateway.api.routing import Refuses
-from gateway.auth.identity import Caller, Readers
 from gateway.checkpoints.catalog import Checkpoint, unknown_checkpoint
 from gateway.core import Gateway
 from gateway.identifiers import CheckpointPath, make_checkpoint_path
+from gateway.owners.auth.identity import Caller, Readers
+from gateway.owners.sessions.queries import SessionRecord
+from gateway.owners.sessions.registry import Session, why_ended
 from gateway.sampling.sessions import SamplingSession
-from gateway.sessions.queries import SessionRecord
-from gateway.sessions.registry import Session, why_ended
 from tandem.errors import (
     PermissionDenied,
     SessionFinished,

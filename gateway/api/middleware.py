@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api.dependencies import AuditNote
 from gateway.api.errors import ErrorResponses
 from gateway.api.routing import KEY_REFUSED, PathOperation
-from gateway.auth.audit import UNKNOWN, Entry
-from gateway.auth.identity import Caller
 from gateway.core import Gateway
 from gateway.metrics import Metrics
+from gateway.owners.auth.audit import UNKNOWN, Entry
+from gateway.owners.auth.identity import Caller
 from tandem.errors import InternalError
 from tandem.telemetry import get_log
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from gateway.core import Gateway
-from gateway.limits import Reservation
+from gateway.owners.limits import Reservation
 from tandem.errors import InvalidRequest, MalformedPayload, PayloadTooLarge, RequestTimedOut
 
 JSON = "application/json"

@@ -34,11 +34,11 @@ from gateway.api.request_body import (
     BoundedRequest,
     check_content_type,
 )
-from gateway.auth.identity import Caller
-from gateway.auth.keys import Role as KeyRole
 from gateway.core import Gateway
 from gateway.http_connection import VITAL, BoundedProtocol
-from gateway.limits import Reservation
+from gateway.owners.auth.identity import Caller
+from gateway.owners.auth.keys import Role as KeyRole
+from gateway.owners.limits import Reservation
 from tandem.errors import (
     InvalidRequest,
     LimitExceeded,

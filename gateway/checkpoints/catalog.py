@@ -29,14 +29,14 @@ from sqlalchemy import (
     update,
 )
 
-from gateway.auth.identity import Caller, Readers, visible
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import (
     CheckpointPath,
     parse_checkpoint_path,
     relative_version_folder,
 )
-from gateway.limits import Quotas
+from gateway.owners.auth.identity import Caller, Readers, visible
+from gateway.owners.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, released_folders, runs
 from tandem.errors import UnknownWeights

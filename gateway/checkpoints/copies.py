@@ -18,10 +18,10 @@ from pathlib import Path
 
 from sqlalchemy import insert, select
 
-from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
 from gateway.checkpoints.versions import VersionStore, files_of, insert_version
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
+from gateway.owners.auth.identity import Readers
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from tandem.errors import (

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from gateway.auth.signing import check_address, sign_address
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import CheckpointPath, make_checkpoint_path
+from gateway.owners.auth.signing import check_address, sign_address
 from tandem.errors import UnknownWeights
 
 PREFIX = "/api/v1/downloads/"

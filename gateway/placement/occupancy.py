@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.auth.identity import Caller
+from gateway.owners.auth.identity import Caller
 from gateway.placement.lease import Lease
 from gateway.placement.leases import GroupLeases
 from gateway.placement.places import Places

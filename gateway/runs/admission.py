@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.futures.table import digest_of
 from gateway.identifiers import request_id_of
-from gateway.limits import Quotas, overloaded
+from gateway.owners.limits import Quotas, overloaded
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Kind, Operation
 from gateway.runs.registry import RunRegistry

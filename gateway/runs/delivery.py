@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gateway.owners.usage.meter import Subject, UsageMeter
 from gateway.runs.operations import Call, Progress, RunBroken
 from gateway.runs.restoration import Reply, Request
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
-from gateway.usage.meter import Subject, UsageMeter
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
     Method,

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, Protocol, cast
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from gateway.auth.identity import Caller, Readers
 from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import (
     check_name,
@@ -20,8 +19,9 @@ from gateway.identifiers import (
     parse_checkpoint_path,
     relative_version_folder,
 )
-from gateway.sessions.registry import TextMetadata
-from gateway.usage.meter import UsageKind
+from gateway.owners.auth.identity import Caller, Readers
+from gateway.owners.sessions.registry import TextMetadata
+from gateway.owners.usage.meter import UsageKind
 from tandem.errors import InvalidRequest, TandemError
 from tandem.weights import new_version_name
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import RowMapping, func, or_, select
 
-from gateway.auth.identity import Caller, Scope, visible
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
+from gateway.owners.auth.identity import Caller, Scope, visible
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs
 from tandem.errors import SessionFinished, UnknownRun

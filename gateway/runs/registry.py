@@ -22,7 +22,8 @@ from gateway.identifiers import (
     request_id_of,
     run_id_of,
 )
-from gateway.limits import Quotas
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.registry import SessionRegistry
 from gateway.placement.asks import Asks, settled_asks
 from gateway.placement.places import Places
 from gateway.runs import dispatcher
@@ -34,7 +35,6 @@ from gateway.runs.resumption import RunResumption
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.runs.training_run import TrainingRun
-from gateway.sessions.registry import SessionRegistry
 from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from gateway.owners.usage.meter import TrainerReply
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body
 from gateway.runs.replay import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
-from gateway.usage.meter import TrainerReply
 from gateway.workers.clients import Method, TrainerClient
 from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log

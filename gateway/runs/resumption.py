@@ -16,7 +16,7 @@ from sqlalchemy import RowMapping, func, select
 
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import operation_blob, relative_version_folder
-from gateway.limits import Quotas
+from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation, body_from_json

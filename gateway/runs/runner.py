@@ -24,6 +24,7 @@ from gateway.identifiers import (
     relative_version_folder,
 )
 from gateway.metrics import Metrics
+from gateway.owners.usage.meter import UsageMeter
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
@@ -47,7 +48,6 @@ from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.usage.meter import UsageMeter
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
 from tandem.settings import GatewaySettings

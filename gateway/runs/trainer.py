@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from gateway.metrics import Metrics
+from gateway.owners.usage.meter import TrainerReply
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, Operation, RunBroken
 from gateway.runs.replay import SentCall, Snapshot
@@ -30,7 +31,6 @@ from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
-from gateway.usage.meter import TrainerReply
 from gateway.workers.backoff import Backoff
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import relative_version_folder
+from gateway.owners.usage.meter import TimeShares
 from gateway.placement.asks import Asks
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
@@ -26,7 +27,6 @@ from gateway.placement.memory import SleepPlan, engine_settings
 from gateway.placement.places import Places
 from gateway.placement.queue import EngineSlot
 from gateway.placement.room import Place
-from gateway.usage.meter import TimeShares
 from gateway.workers.backoff import Backoff
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,

@@ -13,16 +13,16 @@ from pathlib import Path
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future
-from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
+from gateway.owners.limits import Quotas, overloaded
+from gateway.owners.sessions.registry import SessionRegistry
+from gateway.owners.usage.meter import SampleMeter
 from gateway.placement.asks import Asks, asks_of, sampled_on_cpu, settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
-from gateway.sessions.registry import SessionRegistry
-from gateway.usage.meter import SampleMeter
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell

@@ -26,12 +26,12 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
-from gateway.limits import Rate
 from gateway.metrics import Metrics
+from gateway.owners.limits import Rate
+from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
-from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker

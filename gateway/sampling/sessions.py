@@ -22,14 +22,14 @@ from typing import Literal
 from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from gateway.auth.identity import Readers
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
-from gateway.limits import Quotas
+from gateway.owners.auth.identity import Readers
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.registry import NewSession, SessionRegistry
 from gateway.sampling.router import SamplerRouter
-from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights, describe

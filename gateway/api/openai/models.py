@@ -11,12 +11,12 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.api.openai.schemas import Model
-from gateway.auth.identity import Caller, Readers
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.versions import WeightVersion
 from gateway.core import Gateway
 from gateway.identifiers import relative_version_folder
+from gateway.owners.auth.identity import Caller, Readers
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
 from tandem.names import is_run_id

@@ -31,7 +31,7 @@ from gateway.api.openai.schemas import (
 from gateway.api.openai.service import Generation, InferenceService
 from gateway.api.request_body import MOST_TOKENS, TOKENS_BODY
 from gateway.api.routing import Responses, Router, binary
-from gateway.auth.identity import Caller
+from gateway.owners.auth.identity import Caller
 from tandem.errors import (
     GatewayRestarted,
     InternalError,

@@ -18,11 +18,11 @@ from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling
 from gateway.api.openai.responses import ResponseBuilder
 from gateway.api.openai.schemas import InferenceRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
-from gateway.auth.identity import Caller
 from gateway.core import Gateway
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
+from gateway.owners.auth.identity import Caller
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from gateway.workers.launchers.kubernetes.model_size import read_ahead

@@ -10,8 +10,8 @@ import asyncio
 from gateway.api.dependencies import CallerDep, GatewayDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
-from gateway.auth.identity import Caller
 from gateway.core import Gateway
+from gateway.owners.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.occupancy import applicants, occupants
 from tandem.errors import UnknownGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gateway.api.fields import Answer, Time
-from gateway.auth.keys import Key, KeyStore, Role
+from gateway.owners.auth.keys import Key, KeyStore, Role
 
 
 class KeyInfo(Answer):

@@ -8,7 +8,7 @@ from gateway.api.dependencies import AuditDep, GatewayDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
-from gateway.auth.keys import NewKey
+from gateway.owners.auth.keys import NewKey
 from tandem.errors import UnknownKey
 
 router = Router("/api/tandem/v1", tag="Tandem")

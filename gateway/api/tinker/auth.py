@@ -11,8 +11,8 @@ from pydantic import JsonValue
 from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
 from gateway.api.fields import Answer, AuthRefusal, Day, Omitted, Time
 from gateway.api.routing import Router
-from gateway.auth.audit import Entry
-from gateway.auth.identity import ORGANIZATION
+from gateway.owners.auth.audit import Entry
+from gateway.owners.auth.identity import ORGANIZATION
 from tandem.errors import PermissionDenied, Unauthenticated
 
 router = Router("/api/v1/auth", tag="SDK", refusal=AuthRefusal)

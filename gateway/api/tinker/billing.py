@@ -10,9 +10,9 @@ from fastapi import Query
 from gateway.api.dependencies import CallerDep, GatewayDep
 from gateway.api.fields import Answer, Moment, ProjectFilter, Time, UserMetadata
 from gateway.api.routing import Router
-from gateway.auth.identity import urn_of
-from gateway.usage.meter import HOUR
-from gateway.usage.reports import UsageEvent
+from gateway.owners.auth.identity import urn_of
+from gateway.owners.usage.meter import HOUR
+from gateway.owners.usage.reports import UsageEvent
 from tandem.errors import InvalidRequest
 
 _LONGEST = dt.timedelta(days=14)

@@ -21,12 +21,12 @@ from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, Us
 from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router, file_response
 from gateway.api.tinker.service import ASKS, SDK_VERSION, check_sdk_version
-from gateway.auth.identity import Scope, urn_of
+from gateway.owners.auth.identity import Scope, urn_of
+from gateway.owners.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
+from gateway.owners.sessions.registry import Metadata, NewSession
+from gateway.owners.usage.trace_exports import PREFIX
 from gateway.placement.asks import asks_of
 from gateway.runs.queries import Storage
-from gateway.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
-from gateway.sessions.registry import Metadata, NewSession
-from gateway.usage.trace_exports import PREFIX
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 from tandem.names import Label
 

@@ -39,6 +39,7 @@ from gateway.api.tinker.training_runs import (
 )
 from gateway.checkpoints.compatibility import training_from
 from gateway.identifiers import run_id_of
+from gateway.owners.sessions.registry import Metadata
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -52,7 +53,6 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     check_body,
 )
-from gateway.sessions.registry import Metadata
 from tandem.errors import (
     MalformedPayload,
     OptimizerSetting,

@@ -21,12 +21,12 @@ from gateway.api.tinker.checkpoints import (
     optimizer_name,
 )
 from gateway.api.tinker.service import ASKS
-from gateway.auth.identity import Caller, Scope
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of, split_model_name
+from gateway.owners.auth.identity import Caller, Scope
+from gateway.owners.sessions.registry import Metadata
 from gateway.runs.queries import RunRecord
-from gateway.sessions.registry import Metadata
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,

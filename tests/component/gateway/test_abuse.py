@@ -17,7 +17,7 @@ from gateway.api.tinker.service import TelemetryBatch
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
 from gateway.futures.table import FutureTable
 from gateway.metrics import Metrics
-from gateway.sessions.registry import NewSession
+from gateway.owners.sessions.registry import NewSession
 from gateway.storage.tables import metadata, operations
 from tandem.errors import LimitExceeded, PayloadTooLarge
 from tests.support.files import tree

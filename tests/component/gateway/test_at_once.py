@@ -13,7 +13,7 @@ from sqlalchemy import insert, select
 from tinker import types
 from typer.testing import CliRunner
 
-from gateway.auth.identity import Readers
+from gateway.owners.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
 from tandem.cli.main import app

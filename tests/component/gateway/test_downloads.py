@@ -11,7 +11,7 @@ import pyrage
 import pytest
 import tinker
 
-from gateway.auth.signing import sign
+from gateway.owners.auth.signing import sign
 from tandem.settings import GatewaySettings
 from tandem.weights import Manifest
 from tests.support.gateway.checkpoints import error_of, expire, listed, place, step

@@ -9,8 +9,8 @@ import asyncio
 
 from sqlalchemy import insert, select
 
-from gateway.auth.keys import NewKey
 from gateway.fair_queue import FairQueue, FairSemaphore
+from gateway.owners.auth.keys import NewKey
 from gateway.runs.dispatcher import DISPATCH_WINDOW
 from gateway.runs.operations import AdamParams, OptimStep
 from gateway.storage.database import _MAX_BATCH, Database

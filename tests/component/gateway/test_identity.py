@@ -5,7 +5,7 @@ from __future__ import annotations
 import jwt
 import tinker
 
-from gateway.auth.keys import digest_of, id_of
+from gateway.owners.auth.keys import digest_of, id_of
 from tests.support.gateway.running import KEY
 
 KEY_ID = id_of(digest_of(KEY.encode()))

@@ -11,9 +11,9 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from gateway.auth.keys import NewKey
 from gateway.core import Gateway
 from gateway.metrics import Metrics
+from gateway.owners.auth.keys import NewKey
 from gateway.storage.tables import keys as table
 from gateway.workers.epoch import Epoch
 from tandem.cli.main import app

@@ -8,8 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
-from gateway.auth.keys import NewKey
-from gateway.limits import BOUNDS, Ledger, Rate, retry_after
+from gateway.owners.auth.keys import NewKey
+from gateway.owners.limits import BOUNDS, Ledger, Rate, retry_after
 from tandem.errors import Overloaded
 from tests.support.custom_losses import request_body, traced
 from tests.support.files import tree

@@ -12,7 +12,7 @@ from sqlalchemy import select
 from gateway.api.errors import InvalidField
 from gateway.api.openai.schemas import CompletionRequest
 from gateway.api.openai.service import InferenceService
-from gateway.auth.identity import Caller
+from gateway.owners.auth.identity import Caller
 from gateway.storage.tables import usage
 from tests.support.gateway.access_world import Call, World
 from tests.support.gateway.speaking_models import (

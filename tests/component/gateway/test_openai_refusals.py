@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.auth.keys import NewKey
+from gateway.owners.auth.keys import NewKey
 from tandem.errors import Overloaded, SequenceTooLong, TokenOutOfVocabulary
 from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.auth.keys import NewKey
+from gateway.owners.auth.keys import NewKey
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 

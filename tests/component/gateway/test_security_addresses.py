@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 import httpx
 import pytest
 
-from gateway.auth.signing import sign
+from gateway.owners.auth.signing import sign
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gateway.auth.audit import UNKNOWN, UNKNOWN_ROWS, AuditLog, Entry
+from gateway.owners.auth.audit import UNKNOWN, UNKNOWN_ROWS, AuditLog, Entry
 from tests.support.audit_log import audit_log
 from tests.support.gateway.access_world import CALLS, OPERATIONS, World, routes
 from tests.support.gateway.running import KEY

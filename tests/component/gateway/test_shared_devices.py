@@ -9,7 +9,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from gateway.auth.keys import NewKey
+from gateway.owners.auth.keys import NewKey
 from tandem.cli.main import app
 from tandem.errors import ServerError
 from tests.support.audit_log import audit_log

@@ -39,7 +39,7 @@ async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
     def fail(self):
         raise OSError("the disk is away")
 
-    monkeypatch.setattr("gateway.sessions.registry.SessionRegistry.open", fail)
+    monkeypatch.setattr("gateway.owners.sessions.registry.SessionRegistry.open", fail)
     launcher = Noting()
     app = create_app(settings_for(tmp_path), launcher=launcher)
     with pytest.raises(OSError, match="the disk is away"):

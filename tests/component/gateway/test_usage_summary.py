@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinker import ModelInput, SamplingParams
 
-from gateway.auth.keys import NewKey
+from gateway.owners.auth.keys import NewKey
 from tests.support.sdk import supervised
 
 

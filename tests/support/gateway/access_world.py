@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from gateway.app import create_app, path_operations
-from gateway.auth.keys import NewKey, Role
+from gateway.owners.auth.keys import NewKey, Role
 from tests.support.custom_losses import request_body, traced
 from tests.support.gateway.running import (
     KEY,

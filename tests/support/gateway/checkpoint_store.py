@@ -11,8 +11,8 @@ from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import parse_checkpoint_path
-from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.owners.limits import Quotas
 from gateway.storage.database import Database
 from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for

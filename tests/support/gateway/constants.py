@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gateway.limits import BOUNDS
+from gateway.owners.limits import BOUNDS
 
 _PLACES = {
     "dispatch_window": "gateway.runs.dispatcher.DISPATCH_WINDOW",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyrage
 import pytest
 
-from gateway.auth.identity import Readers
 from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
 from gateway.checkpoints.encryption import seal_version
+from gateway.owners.auth.identity import Readers
 from gateway.runs.replay import Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.storage.data_directory import keep_signing_key

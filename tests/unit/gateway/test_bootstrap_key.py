@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from gateway.auth.audit import AuditLog
-from gateway.auth.bootstrap import read_bootstrap_key, take_bootstrap_key
-from gateway.auth.keys import BOOTSTRAP_NAME, KeyStore, NewKey
+from gateway.owners.auth.audit import AuditLog
+from gateway.owners.auth.bootstrap import read_bootstrap_key, take_bootstrap_key
+from gateway.owners.auth.keys import BOOTSTRAP_NAME, KeyStore, NewKey
 from gateway.storage.database import Database
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings

@@ -9,8 +9,8 @@ from pathlib import Path
 import jwt
 import pytest
 
-from gateway.auth.identity import Caller, Identity, Readers
-from gateway.auth.keys import KeyStore, digest_of, id_of
+from gateway.owners.auth.identity import Caller, Identity, Readers
+from gateway.owners.auth.keys import KeyStore, digest_of, id_of
 from gateway.storage.database import Database
 from tandem.errors import TokenRefused, Unauthenticated
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
+from gateway.owners.auth.keys import KeyStore, NewKey, digest_of, id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
 from tandem.cli.keys import parse_duration

@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import generate_latest
 
-from gateway.auth.identity import Caller
+from gateway.owners.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.occupancy import Occupant, occupants
 from gateway.placement.places import Place

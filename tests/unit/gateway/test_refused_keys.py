@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from gateway.auth.audit import RefusedKeys
 from gateway.metrics import Metrics
+from gateway.owners.auth.audit import RefusedKeys
 
 
 class World:

@@ -7,13 +7,13 @@ import time
 import pytest
 from sqlalchemy import func, insert, select, update
 
-from gateway.auth.identity import Caller
+from gateway.owners.auth.identity import Caller
+from gateway.owners.usage.meter import Subject, UsageMeter
+from gateway.owners.usage.reports import BillingReports
 from gateway.retention import Retention
 from gateway.storage import tables
 from gateway.storage.database import Database
 from gateway.storage.tables import metadata
-from gateway.usage.meter import Subject, UsageMeter
-from gateway.usage.reports import BillingReports
 from tests.support.postgres import url_for
 from tests.support.work import database_work
 

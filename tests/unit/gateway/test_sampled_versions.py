@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.usage.sampled_versions import RememberedVersions, VersionRun
+from gateway.owners.usage.sampled_versions import RememberedVersions, VersionRun
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.limits import Quotas
 from gateway.metrics import Metrics
-from gateway.sessions.registry import NewSession, SessionRegistry
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
 from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from gateway.api.tandem.status import status
-from gateway.auth.identity import Caller
 from gateway.core import Gateway
+from gateway.owners.auth.identity import Caller
+from gateway.owners.sessions.registry import NewSession
 from gateway.runs.resumption import RunResumption
-from gateway.sessions.registry import NewSession
 from tandem.errors import StorageFailed
 from tests.support.gateway.crash_client import Client, batch, publish, step
 from tests.support.gateway.crash_scenarios import Life, Scenario

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.auth.signing import is_signed, sign
+from gateway.owners.auth.signing import is_signed, sign
 from gateway.storage.data_directory import keep_api_key, keep_signing_key
 
 KEY = bytes(32)

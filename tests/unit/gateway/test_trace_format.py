@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gateway.usage.trace_exports import EventEncoder, Slice
+from gateway.owners.usage.trace_exports import EventEncoder, Slice
 
 
 def encoded(*batches: list[Slice]) -> list[dict]:

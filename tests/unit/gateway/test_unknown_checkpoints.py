@@ -10,10 +10,10 @@ import pytest
 from sqlalchemy import event, insert
 from structlog.testing import capture_logs
 
-from gateway.auth.keys import KeyStore, NewKey
 from gateway.checkpoints.versions import files_of
 from gateway.futures.table import FutureTable
 from gateway.metrics import Metrics
+from gateway.owners.auth.keys import KeyStore, NewKey
 from gateway.runs.journal import Journal
 from gateway.runs.snapshots import SnapshotStore
 from gateway.storage.tables import audit, runs

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import insert
 
-from gateway.auth.identity import Caller
-from gateway.limits import Quotas
 from gateway.metrics import Metrics
-from gateway.sessions.registry import NewSession, SessionRegistry
+from gateway.owners.auth.identity import Caller
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.registry import NewSession, SessionRegistry
+from gateway.owners.usage.meter import Subject, TimeShares, UsageMeter
+from gateway.owners.usage.reports import BillingReports, Used
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints
-from gateway.usage.meter import Subject, TimeShares, UsageMeter
-from gateway.usage.reports import BillingReports, Used
 from tandem.request_settings import LimitSettings
 from tests.support.postgres import url_for
 

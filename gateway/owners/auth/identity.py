@@ -16,7 +16,7 @@ from typing import Literal
 import jwt
 from sqlalchemy import ColumnElement, true
 
-from gateway.auth.keys import KeyStore, Role
+from gateway.owners.auth.keys import KeyStore, Role
 from tandem.errors import TokenRefused, Unauthenticated
 
 ORGANIZATION = "tandem"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from gateway.auth.audit import AuditLog, Entry
-from gateway.auth.identity import urn_of
-from gateway.auth.keys import BOOTSTRAP_NAME, LOCAL_OWNER, Key, KeyStore
+from gateway.owners.auth.audit import AuditLog, Entry
+from gateway.owners.auth.identity import urn_of
+from gateway.owners.auth.keys import BOOTSTRAP_NAME, LOCAL_OWNER, Key, KeyStore
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log

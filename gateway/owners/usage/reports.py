@@ -24,10 +24,10 @@ from sqlalchemy import (
     union_all,
 )
 
-from gateway.auth.identity import Caller, visible
+from gateway.owners.auth.identity import Caller, visible
+from gateway.owners.usage.meter import HOUR, UsageMeter
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, sessions, usage
-from gateway.usage.meter import HOUR, UsageMeter
 
 EventType = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"

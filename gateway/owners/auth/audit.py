@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import orjson
 from sqlalchemy import ColumnElement, insert, or_, select
 
-from gateway.counted_lines import CountedLines
 from gateway.metrics import Metrics
+from gateway.owners.counted_lines import CountedLines
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import audit
 from tandem.telemetry import without_credentials

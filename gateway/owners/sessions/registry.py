@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from sqlalchemy import insert, select, update
 
 from gateway.identifiers import new_session_id
-from gateway.limits import Quotas
+from gateway.owners.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished

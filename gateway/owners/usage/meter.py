@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
+from gateway.owners.usage.sampled_versions import RememberedVersions
 from gateway.storage.database import Database
 from gateway.storage.tables import usage
-from gateway.usage.sampled_versions import RememberedVersions
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 
 UsageKind = Literal[

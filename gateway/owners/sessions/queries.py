@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import ColumnElement, Select, select, tuple_
 
-from gateway.auth.identity import USER_URN, Caller, Scope, visible
-from gateway.auth.signing import is_signed, sign
+from gateway.owners.auth.identity import USER_URN, Caller, Scope, visible
+from gateway.owners.auth.signing import is_signed, sign
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sampling_sessions, sessions
 from tandem.errors import InvalidRequest, UnknownSession

@@ -21,10 +21,10 @@ from urllib.parse import urlencode
 import orjson
 from sqlalchemy import RowMapping, select
 
-from gateway.auth.signing import check_address, sign_address
+from gateway.owners.auth.signing import check_address, sign_address
+from gateway.owners.usage.meter import SampleMeter, SampleSpan
 from gateway.storage.database import Database
 from gateway.storage.tables import operations, runs, sessions, workers
-from gateway.usage.meter import SampleMeter, SampleSpan
 
 PREFIX = "/api/v1/trace_files/"
 
