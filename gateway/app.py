@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import custom_losses, http_connection
+from gateway import http_connection
 from gateway.api.errors import ErrorResponses
 from gateway.api.hosts import HostBoundary
 from gateway.api.middleware import RequestBoundary
@@ -37,6 +37,7 @@ from gateway.api.tinker import (
     auth,
     billing,
     checkpoints,
+    custom_losses,
     futures,
     sampling,
     service,
@@ -50,7 +51,7 @@ from gateway.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connectio
 from gateway.metrics import Metrics
 from gateway.owners.auth.bootstrap import read_bootstrap_key
 from gateway.owners.counted_lines import CountedLines
-from gateway.stopping import Stop
+from gateway.runs.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease

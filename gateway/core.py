@@ -15,8 +15,6 @@ from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.fair_queue import FairSemaphore
-from gateway.futures.completion_feed import CompletionFeed
-from gateway.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.metrics import Metrics
 from gateway.owners.auth.audit import AuditLog, RefusedKeys
 from gateway.owners.auth.bootstrap import take_bootstrap_key
@@ -33,7 +31,6 @@ from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from gateway.placement.leases import Leases
 from gateway.placement.memory import HostMemory
 from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING, Places
-from gateway.retention import Retention
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
@@ -43,10 +40,10 @@ from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
 from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.stopping import Stop, save_runs
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
-from gateway.stopping import Stop, save_runs
 from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,
@@ -54,6 +51,9 @@ from gateway.storage.data_directory import (
     private_directory,
 )
 from gateway.storage.database import Database
+from gateway.storage.futures.completion_feed import CompletionFeed
+from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
+from gateway.storage.retention import Retention
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher

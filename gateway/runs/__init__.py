@@ -10,7 +10,8 @@ weight version.
 
 When the trainer dies, another one is brought to where it was (`restoration`) from the newest of the
 `snapshots` that the `snapshot_taker` asked for, and the calls after it (`replay`). The next gateway
-takes all of it up from its rows (`resumption`).
+takes all of it up from its rows (`resumption`). A gateway that ends saves its runs or leaves them
+to the next one (`stopping`).
 
 To add a kind of operation:
 

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
-from gateway.futures.table import digest_of
 from gateway.identifiers import request_id_of
 from gateway.owners.limits import Quotas, overloaded
 from gateway.runs.journal import Journal
@@ -21,6 +20,7 @@ from gateway.runs.operations import Body, Kind, Operation
 from gateway.runs.registry import RunRegistry
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.database import Database
+from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, SessionFinished, TandemError, UnknownRun
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
-from gateway.futures.table import Outcome, Waiting
 from gateway.owners.limits import Rate
 from gateway.runs.operations import TRAINER_AT_WORK, Call, Operation, RunBroken
+from gateway.storage.futures.table import Outcome, Waiting
 from tandem.errors import InternalError, SequenceGap, TandemError
 from tandem.telemetry import get_log, log_context
 

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, Protocol, cast
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import (
     check_name,
     check_ttl,
@@ -22,6 +21,7 @@ from gateway.identifiers import (
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.owners.sessions.registry import TextMetadata
 from gateway.owners.usage.meter import UsageKind
+from gateway.storage.futures.table import Future, Outcome, Result
 from tandem.errors import InvalidRequest, TandemError
 from tandem.weights import new_version_name
 

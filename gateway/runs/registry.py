@@ -16,7 +16,6 @@ from sqlalchemy import RowMapping, insert, select
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
-from gateway.futures.table import digest_of
 from gateway.identifiers import (
     relative_version_folder,
     request_id_of,
@@ -37,6 +36,7 @@ from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
+from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs, sessions
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead

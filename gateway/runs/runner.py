@@ -17,7 +17,6 @@ from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.encryption import check_recipients, encrypt_version
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.futures.table import Outcome, Result
 from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
@@ -48,6 +47,7 @@ from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
+from gateway.storage.futures.table import Outcome, Result
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
 from tandem.settings import GatewaySettings

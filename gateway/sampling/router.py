@@ -12,7 +12,6 @@ from pathlib import Path
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
-from gateway.futures.table import Future
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas, overloaded
 from gateway.owners.sessions.registry import SessionRegistry
@@ -23,6 +22,7 @@ from gateway.placement.places import Places
 from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
+from gateway.storage.futures.table import Future
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell

@@ -24,7 +24,6 @@ from typing import TypeVar
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
-from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
 from gateway.metrics import Metrics
 from gateway.owners.limits import Rate
@@ -32,6 +31,7 @@ from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
+from gateway.storage.futures.table import Future, Outcome, Result, Waiting
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker

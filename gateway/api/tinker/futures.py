@@ -12,9 +12,9 @@ from gateway.api.dependencies import AccessDep, GatewayDep, access_of
 from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, BoundedRequest, parse
 from gateway.api.routing import Router, binary, json_content, model_response
-from gateway.futures.completion_feed import Target
-from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import split_request_id
+from gateway.storage.futures.completion_feed import Target
+from gateway.storage.futures.table import Future, Outcome, Result
 from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSampler
 
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"

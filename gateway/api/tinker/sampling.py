@@ -33,10 +33,10 @@ from gateway.api.request_body import (
 )
 from gateway.api.routing import Router, json_content, model_response
 from gateway.core import Gateway
-from gateway.futures.table import Future, digest_of
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
+from gateway.storage.futures.table import Future, digest_of
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import (
     EmptyBatch,

@@ -14,10 +14,10 @@ from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse, parse_json
 from gateway.api.tinker.sampling import Sample
 from gateway.api.tinker.service import TelemetryBatch
-from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
-from gateway.futures.table import FutureTable
 from gateway.metrics import Metrics
 from gateway.owners.sessions.registry import NewSession
+from gateway.storage.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
+from gateway.storage.futures.table import FutureTable
 from gateway.storage.tables import metadata, operations
 from tandem.errors import LimitExceeded, PayloadTooLarge
 from tests.support.files import tree

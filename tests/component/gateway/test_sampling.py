@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
-from gateway.futures.completion_feed import CLIENT_BLOCK
+from gateway.storage.futures.completion_feed import CLIENT_BLOCK
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import asample, new_sampler
 from tests.support.gateway.running import KEY, make_model, running_gateway

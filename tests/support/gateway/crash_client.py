@@ -12,7 +12,6 @@ from sqlalchemy import select
 
 from gateway.api.tinker.futures import LONG_POLL
 from gateway.core import Gateway
-from gateway.futures.table import Outcome, Result
 from gateway.identifiers import request_id_of, run_id_of
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.owners.sessions.registry import NewSession
@@ -26,6 +25,7 @@ from gateway.runs.operations import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
+from gateway.storage.futures.table import Outcome, Result
 from gateway.storage.tables import places
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.protocol.worker import TrainingSpec

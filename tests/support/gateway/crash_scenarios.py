@@ -26,10 +26,10 @@ from sqlalchemy import Engine, create_engine, event, select
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
 from gateway.core import Gateway
-from gateway.futures.table import write_file
 from gateway.metrics import Metrics
-from gateway.stopping import Stop
+from gateway.runs.stopping import Stop
 from gateway.storage.database import Database
+from gateway.storage.futures.table import write_file
 from gateway.storage.tables import (
     checkpoints,
     operations,

@@ -16,7 +16,6 @@ import grpc.aio
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
-from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import Session
@@ -26,6 +25,7 @@ from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING
 from gateway.placement.room import engine_key
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler, SamplerKey
+from gateway.storage.futures.table import Future, Result
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from tandem.errors import SessionFinished

@@ -10,7 +10,6 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from gateway.futures.table import Future, Result
 from gateway.placement.asks import Asks
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
@@ -19,6 +18,7 @@ from gateway.runs.replay import Recovery
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
+from gateway.storage.futures.table import Future, Result
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut

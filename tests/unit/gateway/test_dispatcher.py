@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import LoadWeights, Operation, Progress, RunBroken, SaveWeights
+from gateway.storage.futures.table import Future, Result
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
 from tests.support.virtual_time import run_in_virtual_time
 from tests.support.work import calls_in

@@ -7,10 +7,10 @@ import gc
 
 import pytest
 
-from gateway.futures import table
-from gateway.futures.completion_feed import CompletionFeed, Target
-from gateway.futures.table import Future, FutureTable, Result
 from gateway.metrics import Metrics
+from gateway.storage.futures import table
+from gateway.storage.futures.completion_feed import CompletionFeed, Target
+from gateway.storage.futures.table import Future, FutureTable, Result
 from tests.support.work import calls_in
 
 DONE = Result(media="json", body=b"{}")

@@ -11,11 +11,11 @@ import pytest
 from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 
-from gateway.futures.table import Future, FutureTable, Result
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation
 from gateway.storage.database import Database
+from gateway.storage.futures.table import Future, FutureTable, Result
 from gateway.storage.tables import audit, operations
 from tandem.errors import GatewayRestarted, InvalidRequest, StorageFailed, UnknownRequest
 from tests.support.postgres import locked_database, on_sqlite, url_for, wait_for_no_lock

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete
 
-from gateway.futures.table import Future, FutureTable, Result, write_file
 from gateway.identifiers import operation_blob, result_blob
 from gateway.metrics import Metrics
 from gateway.runs.journal import INLINE_PAYLOAD_BYTES, Journal
 from gateway.runs.operations import Operation
 from gateway.storage.database import Database
+from gateway.storage.futures.table import Future, FutureTable, Result, write_file
 from gateway.storage.tables import operations
 from tandem.errors import StorageFailed
 from tests.support.unreliable_disk import Fault, UnreliableDisk

@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect
 
 from gateway.api.openai.service import EngineStarting, Generation
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
+from gateway.storage.futures.table import Result, Waiting
 from tandem.errors import GatewayRestarted, OperationTimedOut
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 from sqlalchemy import func, insert, select
 
-from gateway.futures.table import FutureTable, Result
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
 from gateway.storage.database import Database
+from gateway.storage.futures.table import FutureTable, Result
 from gateway.storage.tables import operations
 from tandem.errors import GatewayRestarted, UnknownRequest
 from tests.support.postgres import on_sqlite, url_for

@@ -10,9 +10,9 @@ from sqlalchemy import func, insert, select, update
 from gateway.owners.auth.identity import Caller
 from gateway.owners.usage.meter import Subject, UsageMeter
 from gateway.owners.usage.reports import BillingReports
-from gateway.retention import Retention
 from gateway.storage import tables
 from gateway.storage.database import Database
+from gateway.storage.retention import Retention
 from gateway.storage.tables import metadata
 from tests.support.postgres import url_for
 from tests.support.work import database_work

@@ -10,12 +10,12 @@ import pytest
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
-from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
 from gateway.placement.places import Places
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
+from gateway.storage.futures.table import Future, Result
 from gateway.workers.worker import Worker
 from tandem.errors import SessionFinished
 from tandem.sharing_settings import SharingSettings

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from types import SimpleNamespace
 
-from gateway.stopping import Stop, save_runs
+from gateway.runs.stopping import Stop, save_runs
 from tests.support.virtual_time import run_in_virtual_time
 
 

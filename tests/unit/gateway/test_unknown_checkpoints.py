@@ -11,11 +11,11 @@ from sqlalchemy import event, insert
 from structlog.testing import capture_logs
 
 from gateway.checkpoints.versions import files_of
-from gateway.futures.table import FutureTable
 from gateway.metrics import Metrics
 from gateway.owners.auth.keys import KeyStore, NewKey
 from gateway.runs.journal import Journal
 from gateway.runs.snapshots import SnapshotStore
+from gateway.storage.futures.table import FutureTable
 from gateway.storage.tables import audit, runs
 from tandem.errors import CheckpointDamaged
 from tests.support.gateway.checkpoint_store import (

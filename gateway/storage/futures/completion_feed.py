@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.futures.table import Future, FutureTable, Outcome
 from gateway.identifiers import split_request_id
+from gateway.storage.futures.table import Future, FutureTable, Outcome
 from tandem.errors import TandemError
 
 CLIENT_BLOCK = 1_000_000_000

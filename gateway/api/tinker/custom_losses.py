@@ -20,10 +20,10 @@ from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 from gateway.core import Gateway
-from gateway.futures.table import Result
 from gateway.identifiers import request_id_of
 from gateway.owners.limits import Quotas
 from gateway.storage.database import Database
+from gateway.storage.futures.table import Result
 from gateway.storage.tables import custom_losses as losses
 from gateway.storage.tables import sessions
 from tandem.custom_losses import read_custom_loss
