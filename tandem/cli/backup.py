@@ -17,7 +17,7 @@ from tandem.cli.context import (
     say,
 )
 
-_MODULE = "gateway.backup"
+_MODULE = "gateway.admin.backup"
 _TIMEOUT = 6 * 3600.0
 """Seconds: both read the whole database."""
 

@@ -50,7 +50,7 @@ def doctor(
     }
     asked = "the cluster" if cluster else f"the volume {volume}" if volume else "this machine"
     answer = run_offline(
-        "gateway.doctor", resolve_data_dir(data_dir), request, asked=asked, timeout=_TIMEOUT
+        "gateway.admin.doctor", resolve_data_dir(data_dir), request, asked=asked, timeout=_TIMEOUT
     )
     checks = cast(list[dict[str, str]], answer["checks"])
     if as_json:

@@ -128,7 +128,7 @@ def _ask(
     directory = resolve_data_dir(data_dir)
     if read_endpoint(directory) is None:
         request = {"action": action, "create": body, "key_id": key_id}
-        return run_offline("gateway.offline_keys", directory, request)
+        return run_offline("gateway.admin.offline_keys", directory, request)
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", key_id):
         raise UserError(f"{key_id[:80]!r} is not the id of a key; `tandem keys list` shows them")
     method, path = {

@@ -1,4 +1,4 @@
-"""What is told of a key: by the routes, and by `gateway/offline_keys.py`, without FastAPI."""
+"""What is told of a key: by the routes, and by `gateway/admin/offline_keys.py`, without FastAPI."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
 
 
 async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of, tmp_path):
-    from gateway.offline_keys import Request, answer
+    from gateway.admin.offline_keys import Request, answer
 
     holder = await lease_of(ttl=SOON)
     assert await holder.take()
@@ -249,7 +249,7 @@ async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of
 async def test_keys_are_changed_where_a_dump_has_the_lease_of_a_gateway_elsewhere(
     lease_of, tmp_path
 ):
-    from gateway.offline_keys import Request, answer
+    from gateway.admin.offline_keys import Request, answer
 
     holder = await lease_of()
     assert await holder.take()

@@ -11,9 +11,15 @@ import kubernetes.config
 import pytest
 import yaml
 
-from gateway.doctor.check import Check
-from gateway.doctor.cluster import RIGHTS, ClusterChecks, Unreadable, api_server, read_settings
-from gateway.doctor.volume import check_volume
+from gateway.admin.doctor.check import Check
+from gateway.admin.doctor.cluster import (
+    RIGHTS,
+    ClusterChecks,
+    Unreadable,
+    api_server,
+    read_settings,
+)
+from gateway.admin.doctor.volume import check_volume
 from tandem.errors import InvalidRequest
 from tests.support.kubernetes.manifests import K8S
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.doctor.check import Check
-from gateway.doctor.host import check_host
+from gateway.admin.doctor.check import Check
+from gateway.admin.doctor.host import check_host
 from tandem.agent.host import Accelerator, Host
 from tandem.settings import GatewaySettings
 

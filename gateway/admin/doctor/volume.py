@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from gateway.doctor.check import Check, gib
+from gateway.admin.doctor.check import Check, gib
 from tandem.weights.store import fsync_path
 
 _PAUSE = 0.5

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.doctor.check import Check, Level, judge
+from gateway.admin.doctor.check import Check, Level, judge
 from gateway.workers.launchers.kubernetes.objects import service_account
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest, describe

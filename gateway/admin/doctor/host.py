@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
-from gateway.doctor.check import Check, Level, gib, judge
+from gateway.admin.doctor.check import Check, Level, gib, judge
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from tandem.agent.host import Host, driver_version

@@ -1,4 +1,4 @@
-"""Backs up and restores the database of a data directory: `python -m gateway.backup`.
+"""Backs up and restores the database of a data directory: `python -m gateway.admin.backup`.
 
 `tandem backup` and `tandem restore` start it. It reads one request as JSON from standard input and
 writes one answer, or `{"error"}` with exit status 1.

@@ -1,9 +1,10 @@
-"""Manages the keys of a data directory that no gateway uses: `python -m gateway.offline_keys`.
+"""Manages the keys of a data directory that no gateway uses.
 
-The `tandem keys` command starts it when no gateway runs. It reads one request as JSON from
-standard input, so that no argument shows any of it, and writes as JSON to standard output what the
-routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1. A change is recorded in
-the audit log as one by this machine's admin, without an address.
+The `tandem keys` command starts it, as `python -m gateway.admin.offline_keys`, when no gateway
+runs. It reads one request as JSON from standard input, so that no argument shows any of it, and
+writes as JSON to standard output what the routes of `api/tandem/keys.py` answer, or `{"error"}`
+with exit status 1. A change is recorded in the audit log as one by this machine's admin, without an
+address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m gateway.doctor`: reads a request from standard input and prints the checks as JSON."""
+"""`python -m gateway.admin.doctor`: a request from standard input, the checks as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from gateway.doctor.check import Check
-from gateway.doctor.cluster import ClusterChecks, api_server, read_settings
-from gateway.doctor.host import check_host
-from gateway.doctor.volume import check_volume
+from gateway.admin.doctor.check import Check
+from gateway.admin.doctor.cluster import ClusterChecks, api_server, read_settings
+from gateway.admin.doctor.host import check_host
+from gateway.admin.doctor.volume import check_volume
 from tandem.agent.host import this_host
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
