@@ -22,9 +22,10 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import http_connection
+from gateway.api import http_connection
 from gateway.api.errors import ErrorResponses
 from gateway.api.hosts import HostBoundary
+from gateway.api.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
@@ -47,7 +48,6 @@ from gateway.api.tinker import (
 )
 from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
-from gateway.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.metrics import Metrics
 from gateway.owners.auth.bootstrap import read_bootstrap_key
 from gateway.owners.counted_lines import CountedLines

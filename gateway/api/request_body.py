@@ -187,7 +187,7 @@ class BoundedRequest(Request):
 
     async def _receive_all(self, reservation: Reservation) -> bytes:
         """Receive the body, or, where its announced length is refused, only its first bytes. The
-        connection discards the rest (`gateway/http_connection.py`)."""
+        connection discards the rest (`gateway/api/http_connection.py`)."""
         limit = self._limit
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.fields import Refusal
+from gateway.api.http_connection import VITAL, BoundedProtocol
 from gateway.api.request_body import (
     FIELDS_BODY,
     JSON,
@@ -35,7 +36,6 @@ from gateway.api.request_body import (
     check_content_type,
 )
 from gateway.core import Gateway
-from gateway.http_connection import VITAL, BoundedProtocol
 from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import Role as KeyRole
 from gateway.owners.limits import Reservation
