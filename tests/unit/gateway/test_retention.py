@@ -42,7 +42,7 @@ class History:
         run = f"{session}:train:0"
         about = {"session_id": session, "base_model": "tiny"}
         await self._insert("sessions", id=session, owner="local", project_id="p", **state)
-        await self._insert("runs", id=run, owner="local", **about, **state)
+        await self._insert("runs", id=run, owner="local", training={}, **about, **state)
         for seq_id in (0, 1):
             await self.add_operation(run, seq_id, at=at)
         await self._insert(
