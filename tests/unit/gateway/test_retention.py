@@ -62,7 +62,7 @@ class History:
 
     async def add_operation(self, run: str, seq_id: int, *, at: float | None) -> None:
         await self._insert(
-            "operations", run_id=run, seq_id=seq_id, kind="optim_step", request=b"{}",
+            "operations", run_id=run, seq_id=seq_id, kind="optim_step", request=b"{}", digest=b"",
             accepted_at=1.0, state="accepted" if at is None else "done", ended_at=at,
         )  # fmt: skip
 
