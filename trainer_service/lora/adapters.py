@@ -190,7 +190,7 @@ def _other_weights(model: nn.Module) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
         module = model.get_submodule(name)
-        if isinstance(module, nn.Linear | LoraLinear) or "Norm" in type(module).__name__:
+        if isinstance(module, nn.Linear | LoraLinear) or type(module).__name__.endswith("Norm"):
             continue
         if kind := _kind(inside):
             for leaf, parameter in module.named_parameters(recurse=False):

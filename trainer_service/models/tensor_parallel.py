@@ -147,7 +147,13 @@ def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
     tokens = torch.arange(1, 8, device=mesh.device_type)[None]
     found: list[dict[str, Tensor]] = []
     for model in (whole, divided):
-        logits = model(input_ids=tokens, use_cache=False).logits
+        try:
+            logits = model(input_ids=tokens, use_cache=False).logits
+        except RuntimeError as error:  # a plan may leave out a layer with a row for each head
+            raise WorkerStartFailed(
+                f"{type(whole).__name__} cannot be divided among {mesh.size()} ranks "
+                f"(tandem.tensor_parallel): a small one fails with: {error}"
+            ) from error
         (logits * torch.linspace(-1, 1, logits.shape[-1], device=logits.device)).sum().backward()
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found.append({"logits": logits.detach(), **named})

@@ -251,6 +251,7 @@ def test_open_requests_of_an_owner_are_bounded(tmp_path):
         gate.run(trainer.gate.clear)
         with gate.http() as client:
             optim_step(client, run_id, 1)
+        wait_until(lambda: gate.gateway.limits.requests.total == 0)
         asked = json.dumps({"request_id": f"{run_id}:1"}).encode()
         polls = [Raw(gate) for _ in range(2)]
         for poll in polls:

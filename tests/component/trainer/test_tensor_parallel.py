@@ -49,6 +49,7 @@ ARCHITECTURES = (
     "glm4_moe",
     "deepseek_v3",
 )
+ROWS_OF_HEADS = "cohere, normed heads"
 DENSE = "deepseek_v3, dense"
 """Latent attention, which is whole on each rank, without experts."""
 PATIENCE = timedelta(seconds=300)
@@ -184,6 +185,10 @@ def run_rank(rank: int, folder: str) -> None:
         wrong.tp_plan = {n: s for n, s in wrong.tp_plan.items() if not n.endswith("_norm")}
         with pytest.raises(WorkerStartFailed, match=r"the gradient of .*_norm.weight would differ"):
             compare_divided(wrong, init_device_mesh("cpu", (2,)))
+        # A plan that leaves out norms with a row for each head.
+        rows = small_model(Path(folder) / ROWS_OF_HEADS, times=2)
+        with pytest.raises(WorkerStartFailed, match="CohereForCausalLM cannot be divided among 2"):
+            compare_divided(rows, init_device_mesh("cpu", (2,)))
         if rank == 0:
             torch.save(found, f"{folder}/found.pt")
         end_together(store, rank=rank, size=2)
@@ -197,6 +202,7 @@ def folder(tmp_path_factory) -> Path:
     for name in ARCHITECTURES:
         write_model(folder / name, name)
     write_model(folder / DENSE, "deepseek_v3", first_k_dense_replace=2)
+    write_model(folder / ROWS_OF_HEADS, "cohere", use_qk_norm=True)
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
     for each in ranks:

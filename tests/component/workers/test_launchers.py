@@ -77,8 +77,11 @@ def descriptors(pid: str) -> dict[str, str]:
     for entry in sorted(folder.iterdir()) if folder.exists() else ():
         with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
             found[entry.name] = str(entry.readlink())
-    passing = ("socket:", "/dev/shm")
-    return {name: what for name, what in found.items() if not what.startswith(passing)}
+    return {
+        name: what
+        for name, what in found.items()
+        if not what.startswith("socket:") and what != "/dev/shm"
+    }
 
 
 async def next_end(watch) -> WorkerExit:
