@@ -20,8 +20,8 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._queues)
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
 
     def put(self, owner: str, item: Item) -> None:
         self._queues.setdefault(owner, deque()).append(item)

@@ -12,7 +12,7 @@ from tinker import types
 from tandem.errors import LossInputMissing
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
-from tests.support.gateway.requests import optim_step
+from tests.support.gateway.requests import finish, optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import PROTO, Run
 from tests.support.sdk import supervised
@@ -260,12 +260,21 @@ def test_an_operation_of_an_ended_run_leaves_no_payload_however_often_it_is_sent
     assert not (folder / run.id.replace(":", "_")).exists()
 
 
-def test_what_an_earlier_gateway_left_of_operations_goes_at_the_next_start(tmp_path):
-    left = tmp_path / "data" / "operations" / "s-1_train_0"
-    left.mkdir(parents=True)
-    (left / "7").write_bytes(b"payload")
+def test_payloads_of_an_ended_run_go_at_the_next_start_and_an_unknown_folder_stays(tmp_path):
+    folder = tmp_path / "data" / "operations"
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        session_id = gate.session_id()
+        run_id = gate.run_id(session_id)
+        ended = folder / run_id.replace(":", "_")
+        finish(client, session_id)
+        wait_until(lambda: gate.gateway.runs.get(run_id) is None)
+    unknown = folder / "s-1_train_0"
+    for left in (ended, unknown):
+        left.mkdir(parents=True)
+        (left / "7").write_bytes(b"payload")
     with running_gateway(tmp_path):
-        assert not left.exists()
+        assert not ended.exists()
+        assert (unknown / "7").read_bytes() == b"payload"
 
 
 def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_path):
