@@ -1,10 +1,11 @@
 """`python -m trainer_service`: rank 0 of a trainer.
 
-A launcher starts it (`tandem.protocol.worker`). Of a trainer of several nodes it is started on node
-0; `node.py` is what the others run.
+A launcher starts it (`tandem.protocol.worker`). With several nodes it runs on node 0, and the other
+nodes run `node.py`.
 
-torch and transformers are imported late, in the engine thread, so that the address is reported
-at once; where there are other ranks here, before all else, since these are forked then.
+torch and transformers are imported in the engine thread, after the address is reported. If there
+are other ranks on this node, the import comes first, because they are forked from the loaded
+process.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ def main() -> None:
 
 
 def serve(spec: WorkerSpec, link: LauncherLink) -> NoReturn:
-    """Be the worker of a specification until it ends, and the process with it."""
+    """Run the worker of a specification, then end the process."""
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
     worker = _Worker(spec, link)
     try:
         topology, ranks = worker.start_ranks()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher is told
+    except Exception as error:  # noqa: BLE001 - every error is reported to the launcher
         code = worker.fail_to_start(error)
     else:
         code = asyncio.run(worker.run(topology, ranks))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not a normal exit: the engine thread may sit in a collective that will never end.
+    # Not a normal exit: the engine thread may wait forever in a collective.
     os._exit(code)
 
 
@@ -77,8 +78,9 @@ class _Worker:
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
     def start_ranks(self) -> tuple[Topology, OtherRanks]:
-        """Start the other ranks of this node, and return them with how all are laid out. Raises
-        `WorkerStartFailed`."""
+        """Start this node's other ranks. Return them with the layout of all ranks. Raises
+        `WorkerStartFailed`.
+        """
         topology = topology_of(self._spec, node=0)
         devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
         ranks = OtherRanks(self._spec, topology, devices=devices, on_death=self._break)
@@ -87,7 +89,7 @@ class _Worker:
         return topology, ranks
 
     def _break(self, error: TandemError) -> None:
-        """End the worker, from any thread. The first error says why."""
+        """End the worker, from any thread. The first error is the reported cause."""
         with suppress(InvalidStateError):
             self._broken.set_result(error)
 
@@ -117,7 +119,7 @@ class _Worker:
         self._report(await server.listen(registry))
         engine.run()
         code = await self._live(engine, server, ranks, stop=stop, broken=broken)
-        # An abort of a moment ago still has to reach its caller.
+        # Give a recent abort time to reach its caller.
         await server.stop(0.5 if code else 0.0)
         ranks.end(self._failure)
         return code

@@ -1,17 +1,17 @@
 """`python -m trainer_service.node --spec-file FILE`: a trainer's node other than node 0.
 
-It starts its ranks, joins node 0 and follows it until the worker ends; then it exits with status 0,
-or 1 if the worker failed, with the reason in its log and in `--report-file`, if there is one. FILE
-is the same `WorkerSpec` as that of node 0, which is `python -m trainer_service --spec-file FILE`.
-What a launcher sets for a trainer with several nodes:
+It starts its ranks, joins node 0 and follows it until the worker ends. It exits with status 0, or
+with 1 if the worker failed. The reason is in its log and in `--report-file`, if given. All nodes
+get an equal `WorkerSpec` as FILE. Node 0 runs `python -m trainer_service --spec-file FILE`.
 
-- in the specification: `nodes`, the ranks of all nodes together as `trainer.ranks`, the HOST:PORT
-  of node 0 as `rendezvous`, and the devices of all ranks, if any, in the nodes' order. The name of
-  HOST must resolve as soon as node 0 runs, ready or not. On Kubernetes a headless Service with
-  `publishNotReadyAddresses` does that;
-- in the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, …;
-- between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
-  that the kernel chooses. The models and the data directory are mounted at one path on all nodes.
+A launcher of several nodes sets:
+- In the specification: `nodes`, the number of all ranks as `trainer.ranks`, node 0's HOST:PORT as
+  `rendezvous`, and the devices of all ranks, if any, in the nodes' order. HOST must resolve as soon
+  as node 0 runs, even before it is ready. On Kubernetes, a headless Service with
+  `publishNotReadyAddresses` does that.
+- In the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, ….
+- Between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
+  that the kernel chooses. The models and the data directory have one path on all nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_service.service.rank_processes import devices_of_ranks
 
 
 class _Stopped(Exception):
-    """SIGTERM or SIGINT came."""
+    """Raised by SIGTERM and SIGINT."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _follow(spec: WorkerSpec, topology: Topology) -> None:
-    """Raises `TandemError` if the worker fails."""
+    """Raise `TandemError` if the worker fails."""
     devices = devices_of_ranks(spec.devices, ranks=topology.ranks)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

@@ -1,4 +1,4 @@
-"""Kernels of GPUs that add in whatever order their blocks end, and how they keep to one order."""
+"""One fixed order of additions for GPU kernels whose order otherwise varies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Let torch's kernels on a GPU give the same bits each time, while the block runs.
+    """Make torch's GPU kernels return equal bits each time, while the block runs.
 
-    It is for single calls: other operators cost more in this mode, or raise. It is for GPUs alone,
-    where one thread computes, since the mode is that of the process. `warn_only` has no effect
-    but a warning, and filling new memory would be for nothing. torch's public function would change
-    what its compiler does, too.
+    Use it for single calls, because other operators get slower or raise in this mode. Use it only
+    on a GPU, with one computing thread, because the mode is global to the process. `warn_only`
+    would only warn. Filling new memory is off because it costs time. torch's public function would
+    also change its compiler.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()

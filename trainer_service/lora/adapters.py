@@ -1,11 +1,12 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): their layers, and their files as PEFT's.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): their layers, and their files in PEFT's
+format.
 
-A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes
-y = W x + b + alpha / r · B A x. A is drawn as PEFT does (uniform within ±1/√in) and B is zero, so
-that a new adapter changes nothing.
+A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes y = W x + b + alpha /
+r · B A x. A is drawn as in PEFT (uniform within ±1/√in) and B is zero, so a new adapter changes
+nothing.
 
-Several runs can adapt one model. Its layers compute with the adapters of the run that is active,
-and one that this run does not adapt is the plain layer.
+Several runs can adapt one model. Its layers compute with the active run's adapters. A layer without
+one is the plain layer.
 
 On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
 `adapter_model.safetensors`, whose keys are `base_model.model.{module}.lora_A.weight` [r, in] and
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _KINDS = tuple(LORA_FLAGS)
 _CHOOSERS = ("gate", "router")
-"""Ends of the names of modules that choose experts. They stay frozen, as PEFT leaves them."""
+"""Name suffixes of modules that choose experts. They stay frozen, as in PEFT."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class Adapter:
         seed: int,
         device: torch.device | str = "cpu",
     ) -> Adapter:
-        """Return a new one, drawn from the seed."""
+        """Return a new adapter, drawn from the seed."""
         a = torch.empty(rank, layer.in_features, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -66,15 +67,16 @@ class Adapter:
 
 
 class ActiveAdapters:
-    """The adapters that a model computes with, by module name: those of the run that the operation
-    under way is of."""
+    """The adapters that a model computes with, by module name: those of the current operation's
+    run.
+    """
 
     def __init__(self) -> None:
         self.by_module: Mapping[str, Adapter] = {}
         self.layers: list[LoraLinear] = []
 
     def activate(self, adapters: Mapping[str, Adapter]) -> None:
-        """Give each layer its own, which is no name that compiled blocks would differ in."""
+        """Set each layer's adapter. The block's compiled code does not depend on adapter names."""
         if adapters is not self.by_module:
             self.by_module = adapters
             for layer in self.layers:
@@ -82,10 +84,10 @@ class ActiveAdapters:
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """A linear layer with the frozen parameters of another and the active adapter, if there is one.
+    """A linear layer with the frozen parameters of another, plus the active adapter, if any.
 
-    The parameters keep their names, and a tied weight stays tied: the adapter is added to the
-    layer's output. Adapters are no part of the module: they come and go with their runs.
+    The parameters keep their names. A tied weight stays tied, because the adapter is added to the
+    layer's output. Adapters are not parameters of the module: they come and go with their runs.
     """
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
@@ -111,7 +113,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return added.view_as(y)
 
     def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """What this rank computes with of A and B: all, unless ranks divide the layer's matrix."""
+        """The parts of A and B for this rank: all, unless ranks divide the layer's matrix."""
         return a, b
 
 
@@ -123,9 +125,9 @@ def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | LoraLinear]:
     """The layers that `spec` selects, by module name, in the model's order.
 
-    Attention and MLP layers are those of the transformer blocks. Raises `UnsuitableLora` if a kind
-    that is selected has no layers, or weights that are in none (fused experts, GPT-2's
-    convolutions), which an adapter would pass by; or if the rank is too large for a layer.
+    Attention and MLP layers are those of the transformer blocks. Raises `UnsuitableLora` if a
+    selected kind has no linear layer, or has weights outside linear layers (fused experts, GPT-2's
+    convolutions), or if the rank is too large for a layer.
     """
     selected = [kind for kind in _KINDS if getattr(spec, kind)]
     if not selected:
@@ -158,7 +160,7 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
 
 
 def _instead(selected: Sequence[str], suits: Sequence[str]) -> str:
-    """Say what to pass to `create_lora_training_client` instead of what was selected."""
+    """The advice of an error: arguments of `create_lora_training_client` that would work."""
     off = ", ".join(f"{LORA_FLAGS[kind]}=False" for kind in selected if kind not in suits)
     left, full = [kind for kind in selected if kind in suits], "train all parameters (NAME:full)"
     if not left:
@@ -173,7 +175,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """The kind of each linear layer that can have an adapter, by name, in the model's order."""
+    """The kind of each adaptable linear layer, by name, in the model's order."""
     head, inside = model.get_output_embeddings(), _names_in_blocks(model)
     kinds: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -185,8 +187,10 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """The kind of each matrix in a block, or stack of matrices, that is in no linear layer. A norm
-    may have a row of weights for each head (Cohere), and no adapter is expected for it."""
+    """The kind of each matrix, or stack of matrices, in a block but outside linear layers.
+
+    Norms are skipped. A norm may have a row of weights per head (Cohere), and needs no adapter.
+    """
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
         module = model.get_submodule(name)
@@ -200,7 +204,7 @@ def _other_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _names_in_blocks(model: nn.Module) -> dict[str, str]:
-    """The names that the modules of a block have in it, by those that they have in the model."""
+    """The names of modules within their block, by their names in the model."""
     names = {module: name for name, module in model.named_modules()}
     return {
         f"{names[block]}.{inside}": inside
@@ -211,15 +215,14 @@ def _names_in_blocks(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(inside: str) -> str:
-    """The kind of a module by its name in its block, "" for none."""
+    """The kind of a module by its name in its block, or ""."""
     if not inside or any(part.endswith(_CHOOSERS) for part in inside.split(".")):
         return ""
     return "attention" if "attn" in inside or "attention" in inside else "mlp"
 
 
 def freeze(model: nn.Module, active: ActiveAdapters) -> None:
-    """Freezes the model, and lets every layer that can have an adapter compute with the active
-    one."""
+    """Freeze the model, and let every adaptable layer compute with the active adapter."""
     model.requires_grad_(False)
     for name in _layers(model):
         parent, _, leaf = name.rpartition(".")
@@ -230,9 +233,9 @@ def freeze(model: nn.Module, active: ActiveAdapters) -> None:
 def new_adapters(
     model: nn.Module, spec: LoraSpec, *, device: torch.device | str
 ) -> dict[str, Adapter]:
-    """Returns new adapters for the selected layers, by module name. Raises `UnsuitableLora`.
+    """Return new adapters for the selected layers, by module name. Raises `UnsuitableLora`.
 
-    Each A is drawn from the seed and the layer's name alone.
+    Each A depends only on the seed and the layer's name.
     """
     return {
         name: Adapter.of(
@@ -254,8 +257,8 @@ def _seed_of(name: str, *, seed: int) -> int:
 def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
     """PEFT's `target_modules` that select exactly the chosen modules.
 
-    PEFT selects a module whose name is one of these or ends with "." and one of them. The last
-    parts of the names suffice, unless they select other modules too; then the whole names do.
+    PEFT selects a module whose name equals a target or ends with "." and a target. The last parts
+    of the names suffice, unless they also select other modules. Then the whole names are used.
     """
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
@@ -289,8 +292,11 @@ def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The contents of `adapter_config.json`; `targets` are PEFT's `target_modules`. `base_model` is
-    a name at a hub, with its commit as `revision`, or the gateway's name of the model."""
+    """The contents of `adapter_config.json`. `targets` are PEFT's `target_modules`.
+
+    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name of the
+    model.
+    """
 
     base_model: str
     revision: str | None
@@ -299,7 +305,7 @@ class AdapterConfig:
     targets: Sequence[str]
 
     def write(self, directory: Path) -> Path:
-        """Writes every setting of PEFT's, so that none of its defaults matters."""
+        """Write every setting of PEFT's, so that its defaults do not matter."""
         path = directory / CONFIG_NAME
         whole = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         path.write_text(
@@ -330,8 +336,10 @@ class AdapterConfig:
 
 
 def read_scale(directory: Path) -> float:
-    """Returns alpha / r of an adapter. Raises `InvalidRequest` unless it is plain LoRA with one
-    rank and one alpha."""
+    """Return alpha / r of an adapter.
+
+    Raises `InvalidRequest` unless it is plain LoRA with one rank and one alpha.
+    """
     try:
         config = json.loads((directory / CONFIG_NAME).read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])

@@ -1,4 +1,4 @@
-"""The card of a published adapter: its README, for people and for hubs."""
+"""The README of a published adapter, for people and hubs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ _TIED = """\
 
 
 def adapter_card(*, base: str, lora: LoraSpec, targets: Collection[str], tied: bool) -> str:
-    """Return the card of an adapter of these layers. `tied` says that the base model's output head
-    has no weight of its own."""
+    """Return the README of an adapter of these layers.
+
+    `tied`: the base model's output head has no weight of its own.
+    """
     programs = (_TIED if tied else _UNTIED) if lora.unembedding else _PLAIN
     layers = ", ".join(f"`{name}`" for name in targets)
     return _CARD.format(base=base, rank=lora.rank, layers=layers, programs=programs)

@@ -1,8 +1,8 @@
-"""Merges an adapter into its base model, without a trainer:
+"""Merge an adapter into its base model, without a trainer:
 `python -m trainer_service.lora.merge ADAPTER_DIR BASE_DIR OUT_DIR`.
 
-It works tensor by tensor, so that only the largest tensor must fit into memory. The result has
-the layout and the dtypes of the base model's files, and loads in transformers and vLLM as it is.
+It works tensor by tensor, so only the largest tensor must fit into memory. The result has the
+layout and dtypes of the base model's files, and loads in transformers and vLLM as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """`modules` are the adapted ones; `scale` is alpha / r."""
+    """An adapter's directory, its adapted `modules`, and `scale` = alpha / r."""
 
     directory: Path
     modules: list[str]
@@ -69,15 +69,14 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class _Step:
-    """One tensor to write: read `source`, and merge in the adapter of `module`, if any."""
+    """One tensor to write: read `source`, then merge in the adapter of `module`, if any."""
 
     source: StoredTensor
     module: str
 
 
 def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
-    """Writes the merged model into `out_dir`, which appears whole or not at all. Returns its
-    size in bytes.
+    """Write the merged model into `out_dir`, whole or not at all. Return its size in bytes.
 
     Raises `NameTaken` if `out_dir` exists, `LoadFailed` if the adapter is damaged, and
     `InvalidRequest` if it is not a LoRA adapter of this base model.
@@ -136,7 +135,7 @@ def _plan(
 ) -> tuple[dict[str, dict[str, _Step]], bool]:
     """The steps of each file, and whether the output head gets a weight of its own.
 
-    An adapted head that shares the embedding's weight is written to the last file.
+    An adapted head that shares the embedding's weight goes into the last file.
     """
     model = empty_model(base_dir)
     module_of = {name_in_files(model, f"{name}.weight"): name for name in adapter.modules}
@@ -159,7 +158,7 @@ def _plan(
 
 
 def _tied_weights(model: nn.Module) -> tuple[str, str]:
-    """The names, in files, of a tied head's weight and of the embedding's; "" if not tied."""
+    """The names, in files, of a tied head's weight and of the embedding's. "" if not tied."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not model.config.get_text_config().tie_word_embeddings:
         return "", ""
@@ -169,7 +168,7 @@ def _tied_weights(model: nn.Module) -> tuple[str, str]:
 
 
 def _write(path: Path, steps: Mapping[str, _Step], adapter: AdapterFiles) -> None:
-    """Writes one file with the adapter merged in, and fsyncs it."""
+    """Write one file with the adapter merged in, and fsync it."""
     writer = TensorWriter({tensor: step.source for tensor, step in steps.items()})
     with path.open("wb") as file:
         file.write(writer.header)
@@ -193,7 +192,7 @@ def _write_merged(file: BinaryIO, step: _Step, adapter: AdapterFiles) -> None:
 
 
 def main() -> None:
-    """Prints one line of JSON. On an error prints a sentence to stderr and exits with 1."""
+    """Print one line of JSON. On an error print a sentence to stderr and exit with 1."""
     parser = argparse.ArgumentParser(prog="python -m trainer_service.lora.merge")
     for name in ("adapter_dir", "base_dir", "out_dir"):
         parser.add_argument(name, type=Path)

@@ -1,5 +1,8 @@
-"""The adapters of one run on the ranks of its trainer: whole on every rank, each with gradients of
-what it computes, which are added up once for a step."""
+"""The adapters of one run on the ranks of its trainer.
+
+Every rank holds them whole. Each rank has gradients of its own part of the batch, summed once per
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 
 
 class RunAdapters:
-    """The adapters that a `LoraSpec` asks for, `by_module`, drawn anew; none without one. `targets`
-    is what PEFT calls their modules."""
+    """Newly drawn adapters for a `LoraSpec`, `by_module`. Without a spec there are none.
+
+    `targets` are PEFT's names of their modules.
+    """
 
     def __init__(
         self, model: nn.Module, lora: LoraSpec | None, *, device: torch.device | str
@@ -48,8 +53,11 @@ class RunAdapters:
         }
 
     def sum_gradients(self) -> None:
-        """Adds them up over all ranks, by one collective for all adapters. A gradient that a rank
-        lacks is zero there; one that all ranks lack stays absent."""
+        """Sum the gradients over all ranks, in one collective for all adapters.
+
+        A gradient missing on some ranks counts as zero there. One missing on all ranks stays
+        absent.
+        """
         parameters = list(self.parameters().values())
         if not parameters:
             return

@@ -1,13 +1,13 @@
 """The losses: one file each, pure functions of tensors, with formula and paper.
 
-`LOSSES` maps the name that a client gives to the loss. With default settings every loss is a sum
-over tokens and datums, as the Tinker protocol defines it; none knows about padding, ranks or
-micro-batches. `base.py` says what a loss is, `policy.py`, `corrections.py` and `preference.py`
-hold what several losses share. A `DefinedLoss` is made anew for each request that names it.
+`LOSSES` maps each loss's name on the wire to its `Loss`. With default settings a loss is a sum over
+tokens and datums, as the Tinker protocol defines it. No loss knows about padding, ranks or
+micro-batches. `base.py` defines a loss. `policy.py`, `corrections.py` and `preference.py` hold
+shared parts. A `DefinedLoss` makes a `Loss` for each request that names it.
 
-To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) as `LOSS`, and a row in
-`tests/support/losses/cases.py`. Nothing else needs to change; `scripts/loss_tables.py` writes the
-tables of `docs/losses.md`.
+To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, and add a row to
+`tests/support/losses/cases.py`. Then run `scripts/loss_tables.py`, which writes the tables of
+`docs/losses.md`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 def find_loss(name: str, *, definition: bytes = b"") -> Loss:
     """Return the loss that a request names.
 
-    `definition` is what the gateway sent for a `DefinedLoss`. Every rank calls this with the same
-    arguments. Raises `UnknownLoss`, or the `UserError` that says what is wrong with the definition.
+    `definition` is the gateway's payload for a `DefinedLoss`. Every rank calls this with equal
+    arguments. Raises `UnknownLoss`, or a `UserError` if the definition is wrong.
     """
     loss = _REGISTERED.get(name)
     if loss is None:

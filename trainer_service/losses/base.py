@@ -1,7 +1,7 @@
-"""What a loss is: its inputs, its settings and a pure function of tensors.
+"""A loss: its inputs, its settings and a pure function of tensors.
 
-A loss gets one micro-batch at a time. `DatumLayout` tells it which entries belong together and the
-`Totals` of the whole request, and `aggregate` makes one number of its token losses.
+A loss gets one micro-batch at a time. `DatumLayout` maps entries to datums and holds the `Totals`
+of the whole request. `aggregate` reduces token losses to one number.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ SettingValue = float | str
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of `loss_fn_inputs` in addition to `target_tokens`.
+    """One tensor of `loss_fn_inputs` besides `target_tokens`.
 
-    `shape`: "entry" is that of the targets ([N] or [N, K]); "datum" is one number per datum
-    ([] or [1]); "either" is one of the two. A loss gets all of these as float [E], a datum's
-    number repeated for its entries. "free" is any shape of `rank` dimensions, of floats or
-    integers, passed datum by datum in `DatumLayout.arrays`.
+    `shape` is one of:
+    - "entry": the shape of the targets, [N] or [N, K].
+    - "datum": one number per datum, [] or [1].
+    - "either": "entry" or "datum".
+    - "free": any shape of `rank` dimensions, of floats or integers. It is passed datum by datum in
+      `DatumLayout.arrays`.
 
-    Where `required` is false, or its `needed_with` (the name of a setting) is 0, datums may lack
-    it. If all do, the loss gets no such input, unless `default` is a number; if some do, they
-    get `default`: a number, or the name of another input or of a setting. With `finite` False,
-    NaN and infinities are allowed, for the loss to drop.
+    All but "free" reach the loss as float [E]. A datum's number is repeated for its entries.
+
+    A datum may omit the input if `required` is false, or if the setting named by `needed_with` is
+    0. If all datums omit it, the loss gets no such input, unless `default` is a number. If some
+    omit it, they get `default`: a number, or the name of another input or of a setting. With
+    `finite` False, the loss handles NaN and infinities itself.
     """
 
     name: str
@@ -51,8 +55,8 @@ class Input:
 class Setting:
     """One value of `loss_fn_config`, of the type of its default.
 
-    `low` bounds a number inclusively (`above` excludes it); `choices` are the texts allowed, any
-    text if there are none.
+    `low` is the inclusive lower bound of a number. With `above`, the bound is exclusive. `choices`
+    lists the allowed texts. If it is empty, any text is allowed.
     """
 
     name: str
@@ -64,7 +68,7 @@ class Setting:
 
 
 class Settings:
-    """The checked settings of one request: all that the loss has, given or default."""
+    """The checked settings of one request, with defaults filled in."""
 
     def __init__(self, values: Mapping[str, SettingValue]) -> None:
         self._values = dict(values)
@@ -88,10 +92,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the whole request: the same on every rank and in every micro-batch.
+    """Counts over the whole request, equal on every rank and in every micro-batch.
 
-    `entries` counts target tokens ([N, K] targets count N·K), `active` those that the loss acts
-    on. A sum divided by one of these does not depend on how the request was split.
+    `entries` counts target tokens ([N, K] targets count N·K). `active` counts the entries that the
+    loss acts on. A sum divided by a total does not depend on how the request was split.
     """
 
     datums: int
@@ -103,13 +107,12 @@ class Totals:
 class DatumLayout:
     """The E entries of a micro-batch of whole datums, datum after datum.
 
-    `datum` int64 [E]: which datum (0 … `datums` - 1) each entry belongs to. A loss with a group
-    of 2 finds datums 2i and 2i + 1 of the request as neighbours here, the first one even.
-    `sequence` int64 [E]: which sampled sequence (0 … `sequences` - 1) each entry belongs to, or
-    -1 for a prompt, if the client sent provenance spans; otherwise the same as `datum`.
-    `sizes`: entries of each datum; `widths`: K of each datum's [N, K] targets, 0 for [N].
-    `arrays`: inputs declared with shape "free", one tensor of the client's shape per datum, on the
-    host.
+    `datum` int64 [E]: the entry's datum (0 … `datums` - 1). For a loss with a group of 2, datums 2i
+    and 2i + 1 of the request are neighbours here, the first at an even index.
+    `sequence` int64 [E]: the entry's sampled sequence (0 … `sequences` - 1), or -1 for a prompt.
+    Without provenance spans it equals `datum`.
+    `sizes`: entries of each datum. `widths`: K of each datum's [N, K] targets, 0 for [N].
+    `arrays`: inputs of shape "free", one tensor of the client's shape per datum, on the host.
 
     Literal example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
     """
@@ -124,11 +127,11 @@ class DatumLayout:
     arrays: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def datum_sums(self, values: Tensor) -> Tensor:
-        """[E] added up by datum: [datums]."""
+        """Sum [E] by datum: [datums]."""
         return _sums(values, self.datum, self.datums)
 
     def datum_means(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Weighted mean of [E] by datum: [datums]; 0 for a datum without weight."""
+        """Weighted mean of [E] by datum: [datums]. A datum without weight gets 0."""
         counts = self.datum_sums(weights)
         return self.datum_sums(values * weights) / counts.where(counts != 0, counts.new_ones(()))
 
@@ -139,23 +142,26 @@ class DatumLayout:
         """
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
-        count = max(self.sequences, 1)  # prompts, too, are added to some sequence
+        count = max(self.sequences, 1)  # prompts need an index too; their weight is 0
         counts, sums = _sums(weights, of, count), _sums(values * weights, of, count)
         means = sums / counts.where(counts != 0, counts.new_ones(()))
         return means[of] * (self.sequence >= 0)
 
 
 def _sums(values: Tensor, of: Tensor, count: int) -> Tensor:
-    """[E] added up by the index `of` each: [count]."""
+    """Sum [E] by the index `of`: [count]."""
     with same_bits() if values.is_cuda else nullcontext():
         return values.new_zeros(count).index_add(0, of, values)
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """`loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the
-    order of the loss's `sum_names` and `max_names`, to be combined over micro-batches and
-    ranks."""
+    """The result of one micro-batch.
+
+    `loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the order
+    of the loss's `sum_names` and `max_names`. The trainer combines them over micro-batches and
+    ranks.
+    """
 
     loss: Tensor
     sums: tuple[Tensor, ...] = ()
@@ -170,19 +176,21 @@ class Loss:
     """A loss over the E target tokens of a micro-batch:
     `compute(logprobs [E], inputs {name: [E]}, settings, layout)`.
 
-    It is called once per micro-batch, and the results are added up; counts over the whole
-    request are in `layout.totals`. `metrics` makes the reported numbers (keys `name:reduction`,
-    exactly one colon) from the combined `sum_names` and `max_names`; its keys are the same for
-    every batch, since the SDK combines chunks by them.
+    `compute` runs once per micro-batch, and the results are added up. `layout.totals` has the
+    counts over the whole request. `metrics` turns the combined `sum_names` and `max_names` into
+    reported numbers. Its keys are `name:reduction` with exactly one colon, and equal for every
+    batch, because the SDK combines chunks by them.
 
-    `group` consecutive datums stay together in one micro-batch (2 for pairs). `wide` allows
-    [N, K] targets. `active` names the input whose nonzero entries the loss acts on, unless there
-    is an input `mask`; without either all entries count. With `sampled_only`, entries
-    whose provenance span is a prompt do not act. `check` raises a `UserError` for settings that
-    contradict each other. `by_entry` says whether, with these settings, the gradient at each entry
-    is a function of that entry's logprob alone, whatever the others are: it can then be made
-    before they are known (`models/logprobs.py`). A loss that may fail on its datums has a
-    `failure`: why it failed on this rank, "" if it did not. Its results count for nothing then.
+    - `group`: number of consecutive datums that stay together in one micro-batch (2 for pairs).
+    - `wide`: [N, K] targets are allowed.
+    - `active`: the input whose nonzero entries the loss acts on, unless there is an input `mask`.
+      Without either, all entries count.
+    - `sampled_only`: entries with a prompt's provenance span do not act.
+    - `check` raises a `UserError` for settings that contradict each other.
+    - `by_entry`: with these settings, the gradient at each entry depends on that entry's logprob
+      alone. It can then be computed before the others are known (`models/logprobs.py`).
+    - `failure`: for a loss that may fail on its datums. It returns the reason of a failure on this
+      rank, or "". After a failure the results are discarded.
     """
 
     name: str
@@ -206,16 +214,15 @@ class Loss:
 
     @property
     def defaults(self) -> Settings:
-        """The settings of a request that gives none."""
         return Settings({each.name: each.default for each in self.settings})
 
 
 @dataclass(frozen=True)
 class DefinedLoss:
-    """A loss that is made for each request from a definition that its session registered.
+    """A loss made for each request from a definition that the session registered.
 
-    `define` gets the definition, empty if the request came without one, and raises a `UserError`
-    for what is wrong with it.
+    `define` gets the definition, empty if the request has none. It raises a `UserError` for a wrong
+    definition.
     """
 
     name: str
@@ -230,7 +237,7 @@ AGGREGATION_SETTINGS = (
 
 
 def check_aggregation(settings: Settings) -> None:
-    """Raises `UnknownLossSetting` for `constant` without its length."""
+    """Raise `UnknownLossSetting` for `constant` without its length."""
     if settings.text("aggregation") == "constant" and not settings.number("max_length"):
         raise UnknownLossSetting(
             "aggregation 'constant' divides by max_length: set max_length to the longest answer "
@@ -239,16 +246,15 @@ def check_aggregation(settings: Settings) -> None:
 
 
 def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: DatumLayout) -> Tensor:
-    """Makes one number of `values` [E]; those not `active` [E] (0 or 1) do not count.
+    """Reduce `values` [E] to one number. Only entries with `active` 1 count ([E], 0 or 1).
 
-    - `token_sum`: Σ, as the Tinker protocol has it. The default.
+    - `token_sum`: Σ, as in the Tinker protocol. The default.
     - `token_mean`: Σ / active tokens of the request (DAPO, arXiv 2503.14476).
     - `seq_mean_token_mean`: the mean over datums of a datum's mean (GRPO, arXiv 2402.03300). A
       datum without an active token counts as 0.
     - `constant`: Σ / (datums · `max_length`) (Dr. GRPO, arXiv 2503.20783).
 
-    Counts are those of the whole request, so that the results of micro-batches add up to the
-    same however it is split.
+    The counts cover the whole request, so the sum over micro-batches does not depend on the split.
     """
     values = values * active
     kind = settings.text("aggregation")

@@ -1,9 +1,10 @@
 """Corrections for the mismatch between sampler and trainer: weights that multiply a policy loss.
 
-A request names them in the setting `correction`, several joined by "+" ("tis+off_policy_mask");
-their weights are multiplied. Without `old_logprobs` the loss's own ratio is to the sampler, and is
-divided out once if a weight stands for it (`policy.correction_weight`). To add a correction, write
-its function and its `Correction`, and list it in `CORRECTIONS` at the end.
+The setting `correction` names them, joined by "+" ("tis+off_policy_mask"). Their weights are
+multiplied. Without `old_logprobs` the loss's ratio already contains the mismatch. If a weight
+stands for the mismatch too, `policy.correction_weight` divides the ratio out once.
+
+To add a correction, write its function and its `Correction`, and list it in `CORRECTIONS` below.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ if TYPE_CHECKING:
 
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to ±20 before they are exponentiated, as verl and SkyRL do: a single
-token must not overflow a batch. Beyond the limit a token has no gradient through its ratio."""
+"""Bound of log ratios before exp, as in verl and SkyRL, so that one token cannot overflow a batch.
+Beyond the bound a token has no gradient through its ratio.
+"""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` within ±`LOG_RATIO_LIMIT`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far sampler and trainer are apart. All [E], without gradient.
+    """The distance between sampler and trainer. All [E], without gradient.
 
-    `log_rho` is log ρ = old - mu, 0 where a token is not `active`; `drift` is mu - p, with p the
-    policy now, which is also old where the client gave none; `advantages` are those of the tokens.
+    `log_rho` is log ρ = old - mu, and 0 for inactive tokens. `drift` is mu - p, with p the current
+    policy. Without `old_logprobs`, old is p.
     """
 
     log_rho: Tensor
@@ -49,9 +50,10 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Correction:
-    """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss. It stands for
-    the ratio of trainer and sampler, unless the correction is a `mask`: what that keeps stays as it
-    is."""
+    """One correction: `weight(mismatch, settings, layout)` is the factor [E] of each token's loss.
+
+    The weight stands for the ratio of trainer and sampler. A `mask` only keeps or drops tokens.
+    """
 
     name: str
     weight: Callable[[Mismatch, Settings, DatumLayout], Tensor]
@@ -160,9 +162,9 @@ ICEPOP = Correction(
 def geometric(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
     """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
 
-    The geometric mean does not grow with the length (verl, rollout_corr.md). The
-    default bounds, 0.99 and 1.01, are ours: looser than verl's examples, which are for engines
-    that agree with their trainer to four digits.
+    The geometric mean does not grow with the length (verl, rollout_corr.md). The default bounds,
+    0.99 and 1.01, are ours. verl's examples are tighter, for engines that agree with their trainer
+    to four digits.
     """
     mean = layout.datum_means(mismatch.log_rho, mismatch.active)[layout.datum].exp()
     low, high = settings.number("geometric_low"), settings.number("geometric_high")
@@ -183,7 +185,7 @@ GEOMETRIC = Correction(
 def off_policy_mask(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
     """w = 0 where A < 0 and mean(mu - p) over the datum's active tokens is above δ, else 1.
 
-    DeepSeek-V3.2, arXiv 2512.02556, which names no δ; 0.1 is ours.
+    DeepSeek-V3.2, arXiv 2512.02556. The paper names no δ. Our default is 0.1.
     """
     mean = layout.datum_means(mismatch.drift, mismatch.active)[layout.datum]
     dropped = (mismatch.advantages < 0) & (mean > settings.number("off_policy_delta"))

@@ -25,10 +25,9 @@ def cross_entropy(
 ) -> LossResult:
     """-Σ w·p, where p is the log probability of the target token and w its weight.
 
-    `logprobs` and `weights` are [E]: one entry for each of a datum's [N] or [N, K] targets.
-    A loss C that the SDK differentiates on the client arrives as w = -dC/dp, so that weights may be
-    of either sign.
-    With `aggregation` "token_mean" it is the mean over entries whose weight is not 0.
+    `logprobs` and `weights` are [E]: one entry for each of a datum's [N] or [N, K] targets. A loss
+    C that the SDK differentiates on the client arrives as w = -dC/dp, so weights may be negative.
+    `aggregation` "token_mean" is the mean over entries of nonzero weight.
     """
     weights = inputs["weights"]
     active = (weights != 0).to(logprobs.dtype)

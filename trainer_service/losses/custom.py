@@ -1,9 +1,9 @@
 """The loss "custom": a function of one datum that the client traced and registered.
 
-Another process computes and differentiates the function, for each datum by itself, where the system
-bounds its memory and time. The model receives the loss's value and its derivative by the logprobs.
-A mistake in a client's graph is thus found before it reaches a gradient of the model, and the
-result is that of the SDK's own way (forward, derivative, weighted cross-entropy) in one pass.
+A separate process with bounded memory and time computes and differentiates the function, datum by
+datum. The model gets the loss's value and its derivative by the logprobs. An error in a client's
+graph is found before it reaches a gradient of the model. One pass gives the result that the SDK
+gets in three: forward, derivative, weighted cross-entropy.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | Non
 
 
 class _Request:
-    """The computation of one request in one process, perhaps in several threads."""
+    """One request's computation in one process, possibly in several threads."""
 
     def __init__(
         self, graph: Graph, definition: bytes, process: LossProcess, limits: Limits
@@ -94,12 +94,12 @@ class _Request:
     ) -> LossResult:
         """Σ over datums of the client's function.
 
-        `logprobs` [E]: the function gets each datum's part of them as [N] or [N, K], and the
-        datum's other inputs in the client's shapes.
+        `logprobs` [E] reaches the function datum by datum, as [N] or [N, K], with the datum's other
+        inputs in the client's shapes.
 
-        A failure is kept for `failure`, and the micro-batch counts as zero: the other ranks are
-        in the middle of the same operation, and none may leave it alone. The rest of the request is
-        not computed.
+        After a failure this micro-batch counts as zero, the rest of the request is skipped, and
+        `failure` returns the reason. Raising here would leave the other ranks waiting in the
+        operation's collectives.
         """
         try:
             value, gradient, sums = self._evaluate(logprobs, layout)
@@ -108,7 +108,7 @@ class _Request:
                 self._failure = self._failure or error.message
             value, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logprobs)
             sums = [0.0] * len(self._graph.metrics)
-        # Its value is `value`, and its derivative by the logprobs is `gradient`.
+        # The term `linear - linear.detach()` is 0 and has the gradient `gradient`.
         linear = (logprobs.double() * gradient).sum()
         loss = (linear - linear.detach()) + value.to(logprobs.device)
         sums.append(layout.datums)
@@ -131,7 +131,7 @@ class _Request:
     def _evaluate(
         self, logprobs: Tensor, layout: DatumLayout
     ) -> tuple[Tensor, Tensor, list[float]]:
-        """Return the value, float64; its derivative by the logprobs [E]; the sums."""
+        """Return the value (float64), its derivative by the logprobs [E], and the sums."""
         if self._failure:
             raise CustomLossFailed(self._failure)
         rank, others = self._graph.inputs[0].rank, self._graph.inputs[1:]

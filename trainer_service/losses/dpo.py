@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def dpo(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
-    """-Σ log σ(β·(c - r)) over pairs; c and r are Σ w·(p - ref) of the chosen and the rejected.
+    """-Σ log σ(β·(c - r)) over pairs, with c and r = Σ w·(p - ref) of the chosen and the rejected.
 
     Datum 2i of a request is chosen over datum 2i + 1. Rafailov et al., arXiv 2305.18290.
     """

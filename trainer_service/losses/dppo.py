@@ -1,4 +1,4 @@
-"""DPPO: tokens are masked by how far their probability moved, not by its ratio."""
+"""DPPO: masks tokens by the change of their probability, not by its ratio."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def dppo(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
-    """-Σ exp(p - q)·A·1[kept], per token; q is the sampler's log probability. All [E].
+    """-Σ exp(p - q)·A·1[kept], per token, with q the sampler's log probability. All [E].
 
-    A token is left out when its probability has moved further than δ from the sampler's in the
-    direction in which A pushes: A > 0 and exp(p) - exp(q) > δ, or A < 0 and exp(q) - exp(p) > δ
-    (binary total variation, arXiv 2602.04879; δ = 0.2 as in prime-rl's code).
+    A token is dropped if A has already pushed its probability further than δ from the sampler's: A
+    > 0 and exp(p) - exp(q) > δ, or A < 0 and exp(q) - exp(p) > δ (binary total variation, arXiv
+    2602.04879, with δ = 0.2 as in prime-rl's code).
     """
     tokens = ready(logprobs, inputs)
     advantages, delta = tokens.advantages, settings.number("delta")

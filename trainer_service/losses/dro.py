@@ -36,9 +36,9 @@ def dro(
 ) -> LossResult:
     """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
 
-    Richemond et al., arXiv 2405.19107, by token as the Tinker documentation of losses has it
-    (β = 0.05). The penalty acts on every token, also where A = 0: give `mask` (or the
-    sampler's logprobs of the prompt too), or prompt tokens are pulled to whatever `logprobs` is.
+    Richemond et al., arXiv 2405.19107, per token as in the Tinker documentation of losses (β =
+    0.05). The penalty acts on every token, also where A = 0. Without `mask`, it pulls prompt tokens
+    towards their `logprobs`, so give the sampler's logprobs of the prompt too.
     """
     tokens = ready(logprobs, inputs, acts_everywhere=True)
     distance = logprobs - tokens.sampler

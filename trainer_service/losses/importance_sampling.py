@@ -1,4 +1,4 @@
-"""Importance-weighted policy gradient: REINFORCE with the sampler's policy corrected for."""
+"""Importance-weighted policy gradient: REINFORCE corrected for the sampler's policy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 def importance_sampling(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
 ) -> LossResult:
-    """-Σ exp(p - q)·A, per token, with p the log probability now (`logprobs` argument), q that
-    under the sampler (input `logprobs`) and A the advantage. All [E].
+    """-Σ exp(p - q)·A, per token. All [E].
 
-    Source: the Tinker documentation of losses; the estimator is that of off-policy policy
-    gradients (Degris, White, Sutton, arXiv 1205.4839), per token.
+    p is the current log probability (argument `logprobs`), q the sampler's (input `logprobs`) and A
+    the advantage. Source: the Tinker documentation of losses. It is the estimator of off-policy
+    policy gradients (Degris, White, Sutton, arXiv 1205.4839), per token.
     """
     tokens = ready(logprobs, inputs)
     return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)

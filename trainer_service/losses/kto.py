@@ -24,12 +24,12 @@ def kto(
 ) -> LossResult:
     """Σ λ⁺·(1 - σ(β·(g - z))) over good and Σ λ⁻·(1 - σ(β·(z - g))) over bad datums.
 
-    g = Σ w·(p - ref) of the datum; `desirable` is above 0 for a good one. z is the policy's KL
-    to the reference, max(0, KL), which the client estimates and gives as the input or as the
-    setting `z0` (0 if it does neither). Ethayarajh et al., arXiv 2402.01306.
+    g = Σ w·(p - ref) of the datum. `desirable` is above 0 for a good datum. z = max(0, KL) of the
+    policy to the reference. The client estimates z and gives it as the input or the setting `z0`
+    (default 0). Ethayarajh et al., arXiv 2402.01306.
     """
     gain = gains(logprobs, inputs, layout)
-    # A datum's number is repeated for each of its entries; one of them is read back.
+    # A datum's number is repeated for its entries, so their mean is the number.
     good = layout.datum_means(inputs["desirable"], torch.ones_like(logprobs)) > 0
     zero = gain.new_full(gain.shape, settings.number("z0"))
     if "z0" in inputs:

@@ -1,4 +1,4 @@
-"""What the policy-gradient losses share: ratios, corrections, KL terms and statistics."""
+"""Shared parts of the policy-gradient losses: ratios, corrections, KL terms and statistics."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ KL_SETTINGS = (
 
 
 def kl_term(logprobs: Tensor, reference: Tensor, *, ratio: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy, reference) for each token, with x = ref - p. All [E].
+    """Estimate KL(policy, reference) for each token, with x = ref - p. All [E].
 
-    - `k1`: -x. Unbiased; as a loss its gradient is ∇p, which is 0 on average.
+    - `k1`: -x. Unbiased. As a loss, its gradient is ∇p, which is 0 on average.
     - `k2`: x²/2. Its gradient is that of the KL, on policy.
     - `k3`: exp(x) - x - 1. Unbiased, never negative, of low variance.
     - `k3_plus`: the value of k3 with the gradient of k2 (verl).
@@ -72,7 +72,7 @@ def add_kl(
     *,
     ratio: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`values` [E] with kl_coeff·KL added, and the KL alone without gradient (0 if unused)."""
+    """Return `values` [E] plus kl_coeff·KL, and the KL without gradient (0 if unused)."""
     coefficient = settings.number("kl_coeff")
     if not coefficient:
         return values, values.detach().new_zeros(values.shape)
@@ -111,7 +111,7 @@ BOUND_INPUTS = (
     ),
 )
 SAMPLER_INPUTS = (LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS)
-"""For losses whose ratio is always to the sampler."""
+"""For losses whose ratio is always p/mu."""
 POLICY_INPUTS = (LOGPROBS, ADVANTAGES, MASK, OLD_LOGPROBS, *KL_INPUTS)
 CORRECTION_SETTINGS = (
     Setting("correction", "none", "corrections of the mismatch, joined by `+`"),
@@ -132,18 +132,18 @@ def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
 
 
 def check_policy(settings: Settings) -> None:
-    """Raises `UnknownLossSetting` for an unknown correction or a lacking `max_length`."""
+    """Raise `UnknownLossSetting` for an unknown correction or a missing `max_length`."""
     check_aggregation(settings)
     correction_names(settings)
 
 
 def by_entry(settings: Settings) -> bool:
-    """Whether a policy loss is one by entry: corrections weigh tokens by their whole sequence."""
+    """True without corrections, which weigh a token by its whole sequence. See `Loss.by_entry`."""
     return not correction_names(settings)
 
 
 def correction_names(settings: Settings) -> tuple[str, ...]:
-    """The corrections named in `correction`, in order. Raises `UnknownLossSetting`."""
+    """Return the names in `correction`, in order. Raises `UnknownLossSetting`."""
     text = settings.text("correction")
     if text in ("none", ""):
         return ()
@@ -159,10 +159,11 @@ def correction_names(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The prepared tokens of a policy loss. All [E].
+    """The prepared tokens of a policy loss. All [E] but `bypass`.
 
-    `logprobs` p; `sampler` mu and `old`, both finite; `log_ratio` = p - old within ±20 and
-    `ratio` its exponential; `active`: 1 for tokens that count, 0 for others.
+    `logprobs` p. `sampler` mu and `old`, both finite. `log_ratio` = p - old within ±20, and `ratio`
+    is its exponential. `active`: 1 for tokens that count, else 0. `dropped`: 1 for tokens whose
+    sampler logprob is not finite. `bypass`: there are no `old_logprobs`, so old is mu.
     """
 
     logprobs: Tensor
@@ -179,10 +180,10 @@ class Tokens:
 def ready(
     logprobs: Tensor, inputs: Mapping[str, Tensor], *, acts_everywhere: bool = False
 ) -> Tokens:
-    """Prepares the inputs that all policy losses share.
+    """Prepare the inputs that all policy losses share.
 
     A token whose sampler logprob is not finite is dropped: it is not active, and its ratio is 1.
-    Without `mask`, tokens with an advantage are active, or all if `acts_everywhere`.
+    Without `mask`, tokens with a nonzero advantage are active, or all with `acts_everywhere`.
     """
     now = logprobs.detach()
     given, advantages = inputs["logprobs"], inputs["advantages"]
@@ -210,7 +211,7 @@ def ready(
 def clip_bounds(
     inputs: Mapping[str, Tensor], settings: Settings, *, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The bounds of the ratio, [E] or [1]: per token or datum if given, else the settings."""
+    """The bounds of the ratio, [E] or [1]: from the inputs if given, else from the settings."""
     low, high = (
         inputs[name] if name in inputs else like.new_full((1,), settings.number(name))
         for name in ("clip_low_threshold", "clip_high_threshold")
@@ -221,11 +222,11 @@ def clip_bounds(
 def correction_weight(
     tokens: Tokens, settings: Settings, layout: DatumLayout, *, ratio: Tensor
 ) -> Tensor:
-    """The product of the weights of the corrections named: [E], without gradient.
+    """The product of the named corrections' weights: [E], without gradient.
 
-    In bypass mode the loss's own `ratio` [E] is p/mu and includes the mismatch, for which the
-    weights stand: it is divided out once, however many they are. With masks alone it stays, as it
-    does without a correction.
+    In bypass mode the loss's own `ratio` [E] is p/mu, so it includes the mismatch that the weights
+    stand for. It is divided out once, however many weights there are. Masks alone leave it in
+    place.
     """
     names = correction_names(settings)
     now = tokens.logprobs.detach()
@@ -256,10 +257,10 @@ def finish(
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,
 ) -> LossResult:
-    """Weights the losses `values` [E] of the tokens, adds the KL term and aggregates them.
+    """Weigh the token losses `values` [E], add the KL term and aggregate.
 
-    `ratio` is that of the loss, where it is not the tokens' own; `clipped` [E] marks the tokens
-    that the loss clipped. The KL term is not weighted.
+    `ratio` is the loss's own ratio if it differs from the tokens'. `clipped` [E] marks clipped
+    tokens. The KL term is not weighted.
     """
     ratio = tokens.ratio if ratio is None else ratio
     weight = torch.ones_like(tokens.active)
@@ -279,9 +280,9 @@ def reported(
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,
 ) -> LossResult:
-    """The loss with the statistics of its active tokens, in the order of `POLICY_SUMS`.
+    """The loss with statistics of its active tokens, in the order of `POLICY_SUMS`.
 
-    The KL to the policy of the ratio is estimated by -log ratio ("k1", Schulman,
+    The statistic "kl" estimates KL(old, p) by -log ratio ("k1", Schulman,
     joschu.net/blog/kl-approx). All [E] but `loss`.
     """
     with torch.no_grad():
@@ -302,7 +303,7 @@ def reported(
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Without an active token the policy counts as unmoved: ratio 1, KL 0."""
+    """The reported numbers. Without an active token the ratio is 1 and the KL 0."""
     active = sums["active"]
 
     def mean(name: str, *, otherwise: float) -> float:

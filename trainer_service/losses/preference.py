@@ -1,4 +1,4 @@
-"""What the preference losses share: how much more likely than the reference a datum is."""
+"""Shared parts of the preference losses: a datum's gain in log probability over the reference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pairs(
 def pair_result(
     values: Tensor, *, chosen: Tensor, rejected: Tensor, settings: Settings, layout: DatumLayout
 ) -> LossResult:
-    """The losses `values` [pairs] as one number, with statistics of β times the gains."""
+    """Reduce the losses `values` [pairs] to one number, with statistics of β times the gains."""
     loss = values.sum()
     if settings.text("aggregation") == "mean":
         loss = loss / (layout.totals.datums // 2)
@@ -61,7 +61,7 @@ def pair_result(
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """A batch has at least one pair."""
+    """The reported numbers. A batch has at least one pair."""
     pairs = max(sums["pairs"], 1.0)
     return {
         "pairs:sum": sums["pairs"],

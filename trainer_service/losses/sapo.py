@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in the place of the clip."""
+"""SAPO: a soft gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def sapo(
     """-Σ 4/τ·sigmoid(τ·(r - 1))·A with r = exp(p - old), per token. All [E].
 
     τ is `tau_positive` where A > 0, else `tau_negative`: 1 and 1.05 (Soft Adaptive Policy
-    Optimization, arXiv 2511.20347). At r = 1 the gradient is that of PPO, from where it fades.
+    Optimization, arXiv 2511.20347). At r = 1 the gradient is that of PPO. It fades with the
+    distance from 1.
     """
     tokens = ready(logprobs, inputs)
     tau = torch.where(

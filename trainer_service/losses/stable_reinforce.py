@@ -1,4 +1,4 @@
-"""stable_reinforce: Tandem's own loss of that name."""
+"""stable_reinforce: Tandem's own formula for the loss of that name."""
 
 from __future__ import annotations
 
@@ -36,22 +36,19 @@ def stable_reinforce(
 ) -> LossResult:
     """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
 
-    **Not the formula of the service that the SDK was written for, which is unpublished.** Ours
-    is plain REINFORCE with known means of keeping it stable when the sampler is not quite the
-    policy being trained:
+    **The SDK's original service does not publish its formula. This one is ours.** It is REINFORCE
+    with known remedies for a sampler that differs slightly from the trained policy:
 
-    - r = exp(p - q) weights a token's gradient, truncated at C = `ratio_cap` (arXiv 1606.02647),
-      so that no token counts more than C times; sg stops the gradient;
-    - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] leaves out sequences whose mean
-      log ratio says that another policy sampled them (`sequence_low`, `sequence_high`), as
-      geometric rejection does (verl, rollout_corr.md);
-    - the last term pulls towards the sampler with the gradient of KL(policy, sampler) on policy
+    - r = exp(p - q) weights a token's gradient, truncated at C = `ratio_cap` (arXiv 1606.02647). sg
+      stops the gradient.
+    - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] drops sequences that another policy
+      seems to have sampled (`sequence_low`, `sequence_high`; geometric rejection, verl,
+      rollout_corr.md).
+    - The last term pulls towards the sampler. On policy its gradient is that of KL(policy, sampler)
       ("k2", joschu.net/blog/kl-approx).
 
-    A sequence is a sampled sequence where the datum carries provenance spans, so that each turn
-    of a dialogue is judged by itself, and otherwise the whole datum. Tokens whose span is a
-    prompt do not act. Without `logprobs` the tokens count as sampled from the policy itself:
-    r = 1.
+    With provenance spans, each sampled sequence of a datum is judged by itself and prompt tokens do
+    not act. Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1.
     """
     if "logprobs" not in inputs:
         inputs = {**inputs, "logprobs": logprobs.detach()}

@@ -1,9 +1,11 @@
 """The optimizers: AdamW, and "dimuon" (Muon for hidden matrices, AdamW for the rest).
 
-A run's `TrainingSpec` fixes the optimizer; its settings come with each step. Optimizers work on
-plain and on sharded parameters, and give their state as named tensors, for checkpoints. `staged.py`
-is AdamW for states in bfloat16 or on the host. To add one, write a file with a class that satisfies
-`Optimizer`, its settings in `base.py`, and a branch in `make_optimizer`.
+A run's `TrainingSpec` fixes the optimizer. The settings come with each step. Optimizers work on
+plain and sharded parameters and return their state as named tensors for checkpoints. `staged.py` is
+AdamW for states in bfloat16 or on the host.
+
+To add one, write a file with a class that satisfies `Optimizer`, put its settings into `base.py`,
+and add a branch to `make_optimizer`.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ def make_optimizer(
     device: str,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Optimizer:
-    """`parameters` are those to train, by name; `outer` names those of embeddings and head (see
-    `outer_parameters`). `device` is the backend's, "cpu" or "cuda". `sum_over_ranks` adds up a
-    scalar tensor in place over all ranks."""
+    """Return the optimizer that `training` names.
+
+    `parameters` are the trained ones, by name. `outer` names those of embeddings and head
+    (`outer_parameters`). `device` is the backend's, "cpu" or "cuda". `sum_over_ranks` adds up a
+    scalar tensor in place over all ranks.
+    """
     if training.optimizer == "adamw":
         return AdamW(
             parameters,

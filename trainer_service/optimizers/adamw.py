@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class AdamW:
-    """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters, which may be
-    sharded. Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`.
+    """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named, possibly sharded
+    parameters.
 
-    States have the type of the parameters. `device` is where it computes: on a GPU, the parameters
-    may be on the host all the same, and `moments_on_host` keeps the moments there.
+    Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`, in the parameters' dtype.
+    `device` computes the step, even if the parameters are on the host. `moments_on_host` puts the
+    moments on the host.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class AdamW:
             self._moments = Moments(parameters)
 
     def step(self, settings: StepSettings) -> dict[str, float]:
-        """See `Optimizer.step`."""
         assert isinstance(settings, AdamWSettings)
         try:
             norm = clip(
@@ -71,7 +71,7 @@ class AdamW:
 
 
 def moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the whole shapes of AdamW's state tensors for these parameters."""
+    """Return the unsharded shapes of AdamW's state tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in parameters.items():
         shapes[f"{name}.step"] = ()

@@ -1,4 +1,4 @@
-"""What every optimizer does, the settings of a step, and clipping by the global norm."""
+"""The optimizer protocol, the settings of a step, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Optimizer(Protocol):
     """All ranks call each method in the same order."""
 
     def step(self, settings: StepSettings) -> dict[str, float]:
-        """Applies the gradients and drops them. Returns `grad_norm`, the global norm before
-        clipping, and `learning_rate`.
+        """Apply the gradients and drop them.
 
-        Raises `GradientsNotFinite` on all ranks alike, with the gradients dropped and the
-        weights unchanged.
+        Returns `grad_norm`, the global norm before clipping, and `learning_rate`. Raises
+        `GradientsNotFinite` on all ranks alike. Then the gradients are dropped and the weights
+        unchanged.
         """
         ...
 
@@ -35,27 +35,27 @@ class Optimizer(Protocol):
     def state(self, *, create: bool) -> dict[str, Tensor]:
         """The live state tensors by `{parameter}.{kind of state}`, sharded like the parameters.
 
-        Empty before the first step, unless `create` makes zeros to load into. After it, the
-        state of all parameters: zeros, the optimizer's initial state, for those that never had
-        a gradient, so that saved and loaded states have the same names.
+        Before the first step it is empty, unless `create` makes zeros to load into. After it, every
+        parameter has state. A parameter that never had a gradient has zeros, so saved and loaded
+        states have equal names.
         """
         ...
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of all state tensors, whether there are any yet or not."""
+        """The unsharded shapes of all state tensors, also before they exist."""
         ...
 
     def reset(self) -> None:
-        """Drops gradients and state, as if no step had been made."""
+        """Drop gradients and state, as before the first step."""
         ...
 
 
 _LARGEST = 1e18
-"""Of a setting that weights are multiplied with: far above any use, and so small that products of
-two, as of rate and decay, or of a rate and what Muon scales it by, fit float32. torch raises for a
-factor that does not, or makes weights infinite."""
+"""Bound of a setting that multiplies weights. Products of two such factors (rate and decay, or rate
+and Muon's scale) still fit float32. Beyond float32, torch raises or makes weights infinite.
+"""
 _LEAST_EPS = torch.finfo(torch.float32).tiny
-"""0 in float32 would divide 0 by 0 where a parameter never had a gradient."""
+"""In float32, 0 would divide 0 by 0 for a parameter that never had a gradient."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class AdamWSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.AdamWParams) -> AdamWSettings:
-        """Raises `OptimizerSetting`, naming the setting, its value and its range."""
+        """Raise `OptimizerSetting`, with the setting, its value and its range."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -94,8 +94,9 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class DiMuonSettings:
-    """`beta1` is the momentum of Muon, and AdamW's beta1 where that is used. A `grad_clip_norm`
-    of 0 or less turns clipping off, as the SDK documents."""
+    """`beta1` is Muon's momentum and AdamW's beta1. `grad_clip_norm` ≤ 0 turns clipping off, as the
+    SDK documents.
+    """
 
     learning_rate: float
     beta1: float
@@ -103,7 +104,7 @@ class DiMuonSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.DiMuonParams) -> DiMuonSettings:
-        """Raises `OptimizerSetting`, naming the setting, its value and its range."""
+        """Raise `OptimizerSetting`, with the setting, its value and its range."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -123,7 +124,7 @@ _PARAMS = {"adamw": "AdamParams", "dimuon": "DimuonParams"}
 
 
 def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> StepSettings:
-    """The settings of a step of a run that was created with `optimizer`.
+    """The settings of a step, for a run created with `optimizer`.
 
     Raises `OptimizerSetting` for settings of another optimizer or out of range.
     """
@@ -154,10 +155,10 @@ def clip(
     limit: float,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> float:
-    """Scales gradients down to the norm `limit`; 0 or less turns clipping off. Returns the
-    norm before.
+    """Scale gradients down to the norm `limit`. 0 or less turns clipping off.
 
-    Raises `GradientsNotFinite` on all ranks alike; the caller then drops the gradients.
+    Returns the norm before clipping. Raises `GradientsNotFinite` on all ranks alike. The caller
+    then drops the gradients.
     """
     found = [each.grad for each in parameters if each.grad is not None]
     gradients = [local(each) for each in found]
@@ -173,13 +174,14 @@ def clip(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """This rank's part of a possibly sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _counts(gradient: Tensor) -> bool:
-    """Whether this rank's part is to be added to that of the others of its replica: ranks that
-    compute together have some gradients all alike."""
+    """True if this rank's part is added to the norm. A gradient replicated along "tensor" counts
+    once per replica.
+    """
     if not isinstance(gradient, DTensor):
         return True
     mesh = gradient.device_mesh
@@ -200,8 +202,8 @@ def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], Non
 def outer_parameters(model: nn.Module) -> frozenset[str]:
     """Names of the parameters of embeddings and of the output head.
 
-    Muon treats a matrix as a map between two spaces of features; a row of an embedding or of
-    the head belongs to one token, and is an entry of a table (Jordan et al., "Muon", 2024).
+    Muon treats a matrix as a map between two spaces of features. A row of an embedding or of the
+    head belongs to one token and is an entry of a table (Jordan et al., "Muon", 2024).
     """
     head = model.get_output_embeddings()
     found: set[str] = set()

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 ADAMW_BETA2 = 0.95
 ADAMW_EPS = 1e-12
-"""The SDK's defaults of AdamParams, for settings that its DimuonParams lack."""
+"""The SDK's defaults of AdamParams, which its DimuonParams lack."""
 
 
 class DiMuon:
-    """torch.optim.Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices of
-    two dimensions that are not `outer`; torch's AdamW for the others.
+    """torch.optim.Muon for two-dimensional matrices that are not `outer`, torch's AdamW for the
+    others.
 
-    The learning rate is one for both: an orthogonal update is scaled by 0.2·√max(rows, columns),
-    so that its root mean square is that of AdamW ("match_rms_adamw", Moonshot, arXiv
-    2502.16982). Nesterov momentum, five Newton-Schulz steps, no weight decay. State:
-    `momentum_buffer` of a matrix, AdamW's of the others.
+    Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Both use one learning rate: an
+    orthogonal update is scaled by 0.2·√max(rows, columns), so its root mean square is that of AdamW
+    ("match_rms_adamw", Moonshot, arXiv 2502.16982). Nesterov momentum, five Newton-Schulz steps, no
+    weight decay. State: `momentum_buffer` of a matrix, AdamW's of the others.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class DiMuon:
         self._sharded = ShardedMuon({n: p for n, p in hidden.items() if isinstance(p, DTensor)})
 
     def step(self, settings: StepSettings) -> dict[str, float]:
-        """See `Optimizer.step`."""
         assert isinstance(settings, DiMuonSettings)
         try:
             norm = clip(
@@ -111,7 +110,7 @@ class DiMuon:
 
 
 class PlainMuon:
-    """torch's Muon over matrices that are not sharded."""
+    """torch's Muon over unsharded matrices."""
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
         self._matrices = dict(matrices)
@@ -147,11 +146,11 @@ class PlainMuon:
 
 
 class ShardedMuon:
-    """Muon over matrices that lie in pieces on the ranks of one mesh.
+    """Muon over matrices sharded over one mesh.
 
     Momentum works element by element and is sharded like the weights. Newton-Schulz needs whole
-    matrices: each rank gathers some of them, makes their update with torch's Muon and sends it
-    to all of its replica, so that a step costs what it would on one rank, divided by their number.
+    matrices. Each rank gathers some of them, computes their update with torch's Muon and broadcasts
+    it within its replica. The cost of a step is one rank's cost divided by the ranks of a replica.
     """
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
@@ -168,7 +167,7 @@ class ShardedMuon:
             self._round(names[start : start + replica.size], replica, settings)
 
     def _round(self, names: Sequence[str], replica: _Replica, settings: DiMuonSettings) -> None:
-        """Updates one matrix per rank of a replica, in order; fewer in the last round."""
+        """Update one matrix per rank of a replica, in order (fewer in the last round)."""
         whole: Tensor | None = None
         for owner, name in enumerate(names):
             gathered = self._nesterov(name, settings.beta1).full_tensor()
@@ -208,8 +207,10 @@ class ShardedMuon:
 
 
 class _Replica:
-    """The ranks of a mesh that hold one replica of what lies on it, those of all its dimensions but
-    `replicas`: how many, and which of them this is, in the mesh's order."""
+    """The ranks of a mesh that hold one replica: all dimensions but `replicas`.
+
+    `size` is their number, and `index` this rank's place among them, in the mesh's order.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -221,8 +222,9 @@ class _Replica:
         self.index = int(np.ravel_multi_index(self._here, self._sizes))
 
     def broadcast(self, value: Tensor, *, owner: int) -> None:
-        """Sends the owner's value to all: along the last dimension of the mesh, and then those who
-        have it along the one before."""
+        """Send the owner's value to all, first along the last dimension, then along each earlier
+        one.
+        """
         there = [int(each) for each in np.unravel_index(owner, self._sizes)]
         for depth in reversed(range(len(self._dims))):
             if self._sizes[depth] > 1 and self._here[:depth] == there[:depth]:
@@ -243,7 +245,7 @@ def _muon(matrices: list[nn.Parameter], *, momentum: float = 0.9) -> torch.optim
 
 
 def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
-    """The update of torch's Muon: a step without momentum on a matrix of zeros."""
+    """The update of torch's Muon: a step without momentum from a matrix of zeros."""
     update = nn.Parameter(torch.zeros_like(direction))
     update.grad = direction
     muon = _muon([update], momentum=0.0)
@@ -253,7 +255,7 @@ def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
 
 
 def _piece(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole matrix that lies in pieces like `like`."""
+    """This rank's part of a whole matrix that is sharded like `like`."""
     shape, first = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )

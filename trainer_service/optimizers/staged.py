@@ -1,15 +1,16 @@
-"""AdamW over states that are kept in bfloat16, or on the host: a piece of them at a time.
+"""AdamW over states in bfloat16 or on the host, one piece at a time.
 
-torch's fused AdamW needs weights, gradients and moments in float32 on one device. What is kept
-otherwise is copied there, stepped, and put back, so that beside the states there is never more than
-one piece. A GPU steps what is on the host, too, so that it computes the same wherever states are
-kept. What is put back into bfloat16 is rounded stochastically: up or down, with the
-probabilities that make the mean right. Rounded to nearest, a weight would stay where it is under
-every update below 2^-9 of it, and the second moment under every decay.
+torch's fused AdamW needs weights, gradients and moments in float32 on one device. Other states are
+copied there, stepped and copied back, so the extra memory is one piece. A GPU also steps states of
+the host, so the result does not depend on where they lie.
 
-The random bits of an element are a hash of the optimizer's step, of which tensor it is of, and of
-its position among all parameters. There is no generator whose state would have to be kept: a run
-that is restored draws the same bits, on any number of ranks.
+Rounding to bfloat16 is stochastic: up or down, with the probabilities that keep the mean. Rounding
+to nearest would lose every update of a weight below 2^-9 of it, and every decay of the second
+moment.
+
+An element's random bits are a hash of the optimizer's step, the tensor's kind and the element's
+position among all parameters. No generator has a state to save. A restored run draws equal bits, on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 2**22
-"""Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and 64 MiB
-for random bits."""
+"""The largest number of elements stepped together: 16 MiB for each of up to four tensors, and 64
+MiB for random bits.
+"""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where elements are among those of all parameters: in rows of `width`, the first of which
-    begins at `first`, and each at `stride` after the one before."""
+    """Positions of elements among all parameters: rows of `width`, the first at `first`, `stride`
+    apart.
+    """
 
     first: int
     width: int = 1
     stride: int = 1
 
     def of(self, start: int, end: int, *, device: torch.device) -> Tensor:
-        """Those from `start` to `end`, int64 [end - start], modulo 2^32."""
+        """Positions of the elements from `start` to `end`, int64 [end - start], modulo 2^32."""
         found = torch.arange(start, end, device=device)
         if self.width != self.stride:
             rows = found.div(self.width, rounding_mode="floor")
@@ -56,8 +59,9 @@ class Positions:
 
 @dataclass
 class _Kept:
-    """The state of one parameter. The moments are this rank's part, as the parameter's own is, and
-    `positions` those of its elements. `step` is on the host."""
+    """The state of one parameter. Moments and `positions` cover this rank's part. `step` is on the
+    host.
+    """
 
     parameter: nn.Parameter
     positions: Positions
@@ -68,7 +72,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Elements of one parameter, those of its moments and of its gradient, flat."""
+    """A flat range of elements of one parameter, its moments and its gradient."""
 
     kept: _Kept
     start: int
@@ -79,8 +83,10 @@ class _Slice:
 
 
 class StagedMoments:
-    """Does what `Moments` does, on the `device`, wherever the parameters are. Moments have the type
-    of their parameter; `on_host`: they are in pinned memory of the host, and not on a GPU."""
+    """`Moments`, computed on `device` wherever the parameters are.
+
+    Moments have their parameter's dtype. With `on_host` they are in pinned host memory.
+    """
 
     def __init__(
         self,
@@ -124,7 +130,7 @@ class StagedMoments:
         return found
 
     def reset(self) -> None:
-        """Memory that was pinned stays."""
+        """Pinned memory stays allocated."""
         self.begun = False
 
     def _create(self) -> None:
@@ -155,7 +161,7 @@ class StagedMoments:
 
 
 def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
-    """All elements of this rank, `most` at a time."""
+    """Cut all elements of this rank into pieces of at most `most`."""
     piece: list[_Slice] = []
     free = most
     for each in kept:
@@ -175,7 +181,7 @@ def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
 def _step(
     piece: Sequence[_Slice], settings: AdamWSettings, *, device: torch.device, number: int
 ) -> None:
-    """`number`: of optimizer steps before this one."""
+    """`number`: optimizer steps before this one."""
     weights = [each.of(each.kept.parameter) for each in piece]
     gradients = [each.of(_gradient(each.kept.parameter)) for each in piece]
     averages = [each.of(each.kept.exp_avg) for each in piece]
@@ -213,7 +219,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors in float32 on the device: themselves, if that is what they are."""
+    """The tensors in float32 on the device, copied only if needed."""
     if tensors[0].dtype == torch.float32 and tensors[0].device.type == device.type:
         return tensors
     sizes = [len(each) for each in tensors]
@@ -226,12 +232,11 @@ def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def round_(values: Tensor, positions: Positions, *, start: int, key: int) -> None:
-    """Makes each of `values`, float32 [n], one of the two numbers of bfloat16 between which it is:
-    the one further from zero with the probability that makes the mean right. The random bits are
-    those of the `positions` from the one numbered `start` on, under the `key`.
+    """Round `values`, float32 [n], to bfloat16 in place, stochastically and without bias.
 
-    A bfloat16 is the upper half of a float32: what is added to the lower half carries over with
-    that probability, and then the lower half is dropped.
+    The random bits are those of the `positions` from number `start` on, under the `key`. A bfloat16
+    is the upper half of a float32. Random bits are added to the lower half and carry into the upper
+    half with the right probability. Then the lower half is dropped.
     """
     bits = values.view(torch.int32)
     bits += random_bits(positions, start, start + len(values), key=key, device=values.device)
@@ -241,8 +246,10 @@ def round_(values: Tensor, positions: Positions, *, start: int, key: int) -> Non
 def random_bits(
     positions: Positions, start: int, end: int, *, key: int, device: torch.device
 ) -> Tensor:
-    """Sixteen random bits, int32 [end - start], for each of the positions: the hash "lowbias32" of
-    it (C. Wellons, nullprogram.com/blog/2018/07/31), in the 32 bits that integers wrap at."""
+    """Sixteen random bits per position, int32 [end - start].
+
+    The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31), with 32-bit wrap-around.
+    """
     x = positions.of(start, end, device=device).add_(key).to(torch.int32)
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
@@ -253,19 +260,21 @@ def random_bits(
 
 
 def _mixed(number: int) -> int:
-    """32 bits that look random, of a small number (the finalizer of SplitMix64)."""
+    """32 random-looking bits from a small number (the finalizer of SplitMix64)."""
     z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) % 2**32
 
 
-# --- Where things are ---------------------------------------------------------------------------
+# --- Layout -------------------------------------------------------------------------------------
 
 
 def _positions(parameter: nn.Parameter, first: int) -> Positions:
-    """Those of this rank's part of a parameter whose first element is at `first`: rows that follow
-    each other, of a matrix that is divided by columns, too, some columns of them."""
+    """Positions of this rank's part of a parameter whose first element is at `first`.
+
+    The part is a range of rows, and, for a matrix sharded by columns too, a range of columns.
+    """
     if not isinstance(parameter, DTensor):
         return Positions(first)
     shape, (row, *column) = compute_local_shape_and_global_offset(
@@ -277,15 +286,17 @@ def _positions(parameter: nn.Parameter, first: int) -> Positions:
 
 
 def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """This rank's part of a tensor that is sharded like the parameter, wherever it lies."""
+    """Wrap this rank's part as a tensor sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor(part, parameter._spec, requires_grad=False)
 
 
 def pin(tensor: Tensor) -> None:
-    """Pins memory of the host where it is. Torch's own pinned memory would be rounded up to a
-    power of two."""
+    """Pin host memory in place. torch's own pinned memory is rounded up to a power of two.
+
+    Raises `OutOfMemory`.
+    """
     if not tensor.numel():
         return
     size = tensor.numel() * tensor.element_size()
