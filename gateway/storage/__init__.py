@@ -1,10 +1,9 @@
 """The database and the data directory.
 
-`database` (SQLite or PostgreSQL) has one writer task and group commit: `commits` carries a batch
-out in the writer's thread, `log_sync` brings SQLite's log to the disk, and `drivers` knows how the
-two databases differ. `tables` declares the tables, and `migrations` brings a database up to date.
-`lease` says which of several gateways may use PostgreSQL. `log_files` are those of the gateway and
-its workers. `data_directory` locks the directory and keeps the secrets in it. `futures` are the
-results that clients wait for; `retention` removes old rows. To add a column, change `tables` and
-add a migration to `migrations/versions`.
+`database` reads and writes SQLite or PostgreSQL: one writer task commits queued writes together.
+`commits` executes one batch, `log_sync` syncs SQLite's log, and `drivers` holds the differences
+between the two databases. `tables` declares the tables and `migrations` updates an older database.
+`lease` elects the one gateway that uses a PostgreSQL database. `data_directory` locks the data
+directory and keeps its secrets. `log_files` rotates logs, `futures` holds results for clients, and
+`retention` removes old rows. To add a column, change `tables` and add a migration with a test.
 """

@@ -1,4 +1,4 @@
-"""Committing a batch of writes: one transaction, in the thread of the writer."""
+"""Commits a batch of writes in one transaction, in the writer's thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRANSACTION_UNDER_LEASE = text(
 )
 _OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
 _COMMIT_UNKNOWN = 20.0
-"""Seconds for which PostgreSQL is asked whether it committed what it was lost in."""
+"""Seconds. How long to ask PostgreSQL whether a commit succeeded after the connection broke."""
 _RETRY_COMMIT_UNKNOWN = 0.2
 
 Row = Mapping[str, object]
@@ -28,7 +28,7 @@ FileWork = Callable[[], None]
 
 @dataclass(eq=False)
 class Write:
-    """Statements that are committed together, each with the rows that it is executed for."""
+    """Statements to commit together, each with its rows."""
 
     statements: Sequence[tuple[Executable, Sequence[Row]]]
     before: FileWork | None = None
@@ -44,39 +44,44 @@ class Write:
 def write_batch(
     connection: Connection, batch: Sequence[Write], epoch: int
 ) -> list[Exception | None]:
-    """Do the file work that comes first, commit the writes, and undo the file work of those that
-    failed; return the error of each."""
+    """Do the file work of each write, then commit. Return one error or None per write. The file
+    work of failed writes is undone.
+    """
     errors = errors_of([write.before for write in batch])
     ready = [index for index, error in enumerate(errors) if error is None]
     committed = _commit(connection, [batch[index] for index in ready], epoch)
     for index, error in zip(ready, committed, strict=True):
         errors[index] = error
     failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
-    errors_of([write.undo for write in failed])  # whatever becomes of it, the write's error counts
+    errors_of([write.undo for write in failed])  # the write's own error counts, not these
     return errors
 
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:
-    """Let SQLite sync its log at each commit from now on, or not: a write by itself takes ten times
-    as long with it (1.3 to 7 ms instead of 0.13 ms)."""
-    is_sqlite = connection.dialect.name == "sqlite"  # others sync at every commit
+    """Set whether SQLite syncs its log at each commit. A single write takes ten times as long with
+    it.
+    """
+    is_sqlite = connection.dialect.name == "sqlite"  # PostgreSQL syncs at every commit
     if is_sqlite and connection.info.get("durable", False) != durable:
         level = "FULL" if durable else "NORMAL"
-        with connection.begin():  # SQLite begins with the first change, and would refuse this after
+        with (
+            connection.begin()
+        ):  # a transaction in SQLite begins at its first change, so the PRAGMA is accepted
             connection.exec_driver_sql(f"PRAGMA synchronous={level}")
         connection.info["durable"] = durable
 
 
 def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[Exception | None]:
-    """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
-    it commits, ask it afterwards whether it did."""
+    """Execute the writes in one transaction and return one error or None per write. If the
+    connection to PostgreSQL breaks during the commit, ask PostgreSQL for the outcome.
+    """
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         parameters = list(map(dict, rows))
         last, before = merged[-1] if merged else (None, [])
         alike = before and parameters and before[0].keys() == parameters[0].keys()
         if last is statement and alike:
-            before.extend(parameters)  # neighbours become one executemany
+            before.extend(parameters)  # adjacent equal statements become one executemany
         else:
             merged.append((statement, parameters))
     number = None
@@ -93,15 +98,16 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
             return [None] * len(batch)
         if len(batch) == 1 or isinstance(failure, StorageFailed):
             return [failure if write.statements else None for write in batch]
-        # One bad row must neither fail the others nor end the writer: try each alone.
+        # One bad row must not fail the other writes, so try each write alone.
         return [failure for write in batch for failure in _commit(connection, [write], epoch)]
     return [None] * len(batch)
 
 
 def _end(connection: Connection, epoch: int) -> str:
-    """Return the number of PostgreSQL's transaction, which is about to be committed. Raise
-    `StorageFailed` if another gateway has taken the lease since `epoch`; none can before the
-    commit."""
+    """Return PostgreSQL's transaction number just before the commit. Raise `StorageFailed` if
+    another gateway took the lease after `epoch`. The row lock keeps others from taking it before
+    the commit.
+    """
     if not epoch:
         return str(connection.execute(_TRANSACTION).scalar_one())
     number, newest = connection.execute(_TRANSACTION_UNDER_LEASE).one()
@@ -111,8 +117,9 @@ def _end(connection: Connection, epoch: int) -> str:
 
 
 def _was_committed(connection: Connection, number: str) -> bool:
-    """Return whether PostgreSQL committed a transaction whose connection was lost. Ask for some
-    seconds; a server that stays away that long is taken to have not."""
+    """Ask PostgreSQL whether it committed a transaction whose connection broke. An unreachable
+    server counts as "not committed".
+    """
     deadline = time.monotonic() + _COMMIT_UNKNOWN
     while time.monotonic() < deadline:
         try:
@@ -121,13 +128,13 @@ def _was_committed(connection: Connection, number: str) -> bool:
             if outcome != "in progress":
                 return bool(outcome == "committed")
         except DBAPIError:
-            pass  # it is still away
+            pass  # still unreachable
         time.sleep(_RETRY_COMMIT_UNKNOWN)
     return False
 
 
 def errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
-    """Do what file work there is; return the error of each."""
+    """Run the callables and return one error or None for each."""
 
     def error_of(call: FileWork | None) -> Exception | None:
         try:

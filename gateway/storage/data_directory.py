@@ -1,4 +1,4 @@
-"""The data directory: its lock, and the secrets that are kept in it."""
+"""The data directory: its lock and its secrets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tandem.weights.store import fsync_path, make_folder
 
 @contextmanager
 def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
-    """Make the directory if it is missing, and lock it while the block runs, so that only one
-    gateway uses it; or those that have a lease between them (`shared`). Raise `InvalidRequest` if
-    another process has locked it, or if it cannot be used."""
+    """Create the directory if needed and hold its lock for the block. Gateways that share a
+    database lease use a `shared` lock. Raise `InvalidRequest` if another gateway holds the lock or
+    the directory is unusable.
+    """
     try:
         with suppress(FileExistsError):
             make_folder(data_dir, mode=0o700)
@@ -39,8 +40,9 @@ def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[N
 
 
 def private_directory(settings: GatewaySettings) -> Path:
-    """Return where the gateway keeps what no worker is to read; make it if it is missing. Raises
-    `InvalidRequest` if it cannot be used."""
+    """Return the folder for files that workers must not read, created if needed. Raises
+    `InvalidRequest`.
+    """
     try:
         with suppress(FileExistsError):
             make_folder(settings.private, mode=0o700)
@@ -50,25 +52,26 @@ def private_directory(settings: GatewaySettings) -> Path:
 
 
 def relative_path(path: Path, data_dir: Path) -> str:
-    """Return a path as the database has it: relative to the data directory, which can then be
-    moved, if it lies in it."""
+    """Return the path as stored in the database. A path inside the data directory becomes relative,
+    so that the directory can be moved.
+    """
     return str(path.relative_to(data_dir) if path.is_relative_to(data_dir) else path)
 
 
 def keep_api_key(data_dir: Path) -> str:
-    """Return the local key of this data directory, made on first use. The SDK requires the
-    prefix `tml-`."""
+    """Return this directory's local key, created on first use. The SDK requires the prefix `tml-`."""
     return _keep(data_dir / "api_key", f"tml-{secrets.token_urlsafe(32)}")
 
 
 def keep_signing_key(data_dir: Path) -> bytes:
-    """Return the 32 bytes with which this data directory's gateway signs tokens, cursors and
-    addresses, made on first use. Without the file, everything signed before is void."""
+    """Return the 32-byte key that signs tokens, cursors and addresses, created on first use.
+    Without the file, all earlier signatures are void.
+    """
     return bytes.fromhex(_keep(data_dir / "signing_key", secrets.token_hex(32)))
 
 
 def _keep(path: Path, new: str) -> str:
-    """Return the content of a file that only its owner may read; write `new` if there is none."""
+    """Return the content of a private file, created with `new` if it is missing."""
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -77,7 +80,7 @@ def _keep(path: Path, new: str) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically that only its owner may read. Raises `OSError`."""
+    """Write a file atomically, readable by its owner only. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,16 +1,14 @@
-"""The database: SQLite by default, or PostgreSQL; and one thread that writes.
+"""The database: SQLite by default, or PostgreSQL, with one writer.
 
-Every write goes through a queue to a single writer, which puts everything that is queued into
-one transaction (group commit): under load, a hundred requests share one commit, and SQLite never
-sees two writers. Reads use connections and threads of their own.
+Every write goes through a queue. A single writer commits all queued writes in one transaction, so
+that a hundred requests share one commit and SQLite never sees two writers. Readers have their own
+connections and threads.
 
-Writes of which clients can send many go into a queue of their owner. The writer takes from these
-queues in turn, so that each transaction has something of every owner, however much one of them
-has sent.
+Each owner has a queue for writes that clients can send in large numbers. The writer takes from
+these queues in turn, so a busy owner does not delay the others.
 
-A database that is locked or full, or a file that cannot be written, raises `StorageFailed` or
-`StorageFull`; the cause is in the log alone. Writes that nobody waits for are then kept in memory,
-in their order, and tried again until they are committed.
+A locked or full database raises `StorageFailed` or `StorageFull`. The cause appears only in the
+log. Writes without a waiting caller stay in memory, in order, and are retried until they commit.
 """
 
 from __future__ import annotations
@@ -53,20 +51,20 @@ if TYPE_CHECKING:
 _READERS = 4
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
-"""Of the files that one transaction waits for; more only where a single file is larger."""
+"""Most file bytes in one transaction. A single larger file is still accepted."""
 _RETRY_AFTER = 1.0
-"""Seconds after which the writes that the storage refused are tried again."""
+"""Seconds before refused writes are retried."""
 _MAX_KEPT = 2**17
-"""Writes that wait for a storage that fails; later ones are dropped and logged."""
+"""Most writes in memory while the storage fails. Later ones are dropped and logged."""
 _MAX_KEPT_BYTES = 256 * 2**20
-"""Of what they hold; see `has_room`."""
+"""Most bytes in memory while the storage fails; see `has_room`."""
 
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
-"""Of a statement or a query for many rows."""
+"""Rows per statement or query."""
 _PAUSE = 4.0
-"""How long it pauses after each batch, times what the batch took."""
+"""Pause after each batch, as a multiple of the batch's duration."""
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -74,9 +72,11 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 class Database:
-    """Call `await open()` before use, and `await close()`, which writes what is queued. Without a
-    URL, it is SQLite in the data directory. `kept_bytes` bounds what waits in memory for a storage
-    that fails. `epoch` is that of the lease under which PostgreSQL is written; 0: there is none."""
+    """Call `await open()` before use and `await close()` at the end, which commits queued writes.
+    An empty URL means SQLite in the data directory. `kept_bytes` bounds the memory of waiting
+    writes while the storage fails. `epoch` is this gateway's lease epoch in PostgreSQL, 0 without a
+    lease.
+    """
 
     def __init__(
         self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0
@@ -90,14 +90,14 @@ class Database:
         self._owner_queues: FairQueue[Write] = FairQueue()
         self._postponed: list[Write] = []
         self._tried_again: set[Write] = set()
-        # Of the writes without a caller that are not committed yet:
+        # Uncommitted writes without a caller:
         self._kept = 0
         self._bytes_kept = 0
         self._most_bytes_kept = kept_bytes
         self._work = asyncio.Event()
         self._closing = False
         self.failure: StorageFailed | None = None
-        """Why the last transaction failed; None when it was committed."""
+        """The error of the last transaction, None if it was committed."""
         self._unreadable = False
         self._log_sync = LogSync(self._engine)
         self._writer: asyncio.Task[None] | None = None
@@ -129,31 +129,29 @@ class Database:
         size: int = 0,
         durable: bool = False,
     ) -> None:
-        """Execute the statement once for each of the rows; return when that is committed.
+        """Execute the statement once per row and return after the commit.
 
-        `before` is file work of `size` bytes that must be done first. It runs in a thread; if it
-        raises, nothing is written and the error is raised here. `undo` is done if the write fails,
-        before anything else is. `owner` chooses the queue of an owner; without one, the write
-        goes before those of all owners. What is `durable` survives a power failure from then on;
-        the rest is on the disk with the next such write, or when SQLite moves its log into the
-        database. Raises `StorageFailed`, `StorageFull`, or the driver's own error for a row that
-        it does not take.
+        `before` is file work of `size` bytes. It runs first, in a thread. If it raises, nothing is
+        written and its error is raised here. `undo` runs at once if the write fails. `owner`
+        chooses an owner's queue; a write without one precedes all owners' writes. A `durable` write
+        survives a power failure. Other writes reach the disk with the next durable one, or when
+        SQLite checkpoints its log. Raises `StorageFailed`, `StorageFull`, or the driver's error for
+        an invalid row.
         """
         write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
 
     async def write_together(self, *statements: Executable, durable: bool = False) -> None:
-        """As `write`, for several statements of which all are committed, or none."""
+        """Write several statements in one transaction, as `write` does."""
         write = Write([(statement, ()) for statement in statements], durable=durable)
         await self._committed(write)
 
     async def sync(self) -> None:
-        """Return when what was committed before would survive a power failure.
+        """Return when all earlier commits would survive a power failure.
 
-        Calls share a sync, and the writer goes on meanwhile: with `durable` it would wait. Raises
-        `StorageFailed`.
+        Concurrent calls share one sync, and the writer goes on meanwhile. Raises `StorageFailed`.
         """
-        if self._is_sqlite:  # others sync at every commit
+        if self._is_sqlite:  # PostgreSQL syncs at every commit
             await self._log_sync.sync()
 
     def write_soon(
@@ -166,11 +164,11 @@ class Database:
         refused: Callable[[], object] | None = None,
         size: int = 0,
     ) -> None:
-        """As `write`, without waiting. It is tried again while the storage fails; a row that the
-        database does not take is dropped and logged. `settled` is called once the rest is committed
-        or dropped, `refused` whenever the storage fails before, and `after` is file work that is
-        done only when it is committed. Ask `has_room` before a write that holds many bytes
-        (`size`)."""
+        """Write as `write` does, without waiting. The write is retried while the storage fails. An
+        invalid row is dropped and logged. `settled` is called after the commit or the drop,
+        `refused` after each storage failure before that. `after` is file work that follows a
+        successful commit. Call `has_room` before a write of many bytes (`size`).
+        """
         write = Write(
             [(statement, rows)],
             before=before,
@@ -189,16 +187,17 @@ class Database:
             self._put(write)
 
     def has_room(self, size: int) -> bool:
-        """Whether a write that nobody waits for may hold so many bytes: while the storage fails,
-        what all of them hold is bounded."""
+        """Return whether a write without a caller may hold this many bytes. The limit applies only
+        while the storage fails.
+        """
         return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept
 
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
-        """Execute the statement for each row of the query, some at a time, and leave most of the
-        writer's time to others; return how many rows those were.
+        """Execute the statement for each row of a query, in batches with pauses for other writers.
+        Return the number of rows.
 
-        Its parameters are the columns of the query, which must not find a row again for which it
-        was executed.
+        The query's columns are the statement's parameters. The query must not return a processed
+        row again.
         """
         count = 0
         while found := await self.read(rows.limit(_ROWS_AT_ONCE)):
@@ -209,16 +208,18 @@ class Database:
         return count
 
     async def check(self) -> None:
-        """Raise `StorageFailed` or `StorageFull` if the last transaction failed and so does another
-        one, which changes nothing, or if the last read failed and so does another one."""
+        """Repeat a read or a write if the last one failed. Raise `StorageFailed` or `StorageFull`
+        if it fails again.
+        """
         if self.failure is not None:
             await self.write(_CHANGE_NOTHING)
         if self._unreadable:
             await self.read(_READ_LITTLE)
 
     async def flush(self) -> bool:
-        """Return when everything queued before is committed, except writes in an owner's queue,
-        whose callers wait for them. False: the storage refused some, which are tried again."""
+        """Wait until all queued writes outside the owners' queues are committed. Return False if
+        the storage refused some, which are retried.
+        """
         await self._committed(Write([]))
         return not self._postponed and not self._tried_again
 
@@ -230,14 +231,15 @@ class Database:
         return rows[0] if rows else None
 
     async def read_value(self, statement: Select[Value]) -> Value:
-        """Return the one value of a query that always has one, such as a count."""
+        """Return the only value of a query that always has one, such as a count."""
         return await self._read(lambda connection: connection.execute(statement).scalar_one())
 
     async def read_in_batches(
         self, query: Select[Any], *key: Column[Any]
     ) -> AsyncIterator[Sequence[RowMapping]]:
-        """Yield the rows of a query in the order of `key`, columns of it that together are unique,
-        some rows at a time. Rows may come and go meanwhile."""
+        """Yield a query's rows in batches, ordered by `key`, columns that are unique together. Rows
+        may be added or removed meanwhile.
+        """
         query = query.order_by(*key).limit(_ROWS_AT_ONCE)
         rows = await self.read(query)
         while rows:
@@ -246,8 +248,9 @@ class Database:
             rows = await self.read(query.where(tuple_(*key) > last))
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
-        """Return a statement that inserts a row, or adds the row's counters to those of the row
-        that has the same primary key."""
+        """Return an upsert: it inserts a row, or adds its counters to the row with this primary
+        key.
+        """
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_update(
             index_elements=list(table.primary_key),
@@ -255,7 +258,7 @@ class Database:
         )
 
     def insert_once(self, table: Table) -> Insert:
-        """Return a statement that inserts a row unless there is one with its primary key."""
+        """Return a statement that inserts a row unless its primary key exists."""
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_nothing()
 
@@ -293,7 +296,7 @@ class Database:
         self._work.set()
 
     async def _run_writer(self, connection: Connection) -> None:
-        """Write what is queued. A connection that was lost is made anew by the next transaction."""
+        """Commit queued writes in a loop. The next transaction replaces a broken connection."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -304,7 +307,7 @@ class Database:
                 self._settle(batch, errors)
                 if later := [write.after for write in done if write.after is not None]:
                     for error in await self._in_writer(partial(errors_of, later)):
-                        if error is not None:  # what was committed stays; files may be left over
+                        if error is not None:  # the commit stays, though files may be left over
                             self._log.error("file_work_failed", error=str(error))
             if self._closing:
                 await self._in_writer(connection.close)
@@ -314,7 +317,9 @@ class Database:
         return asyncio.get_running_loop().run_in_executor(self._writer_thread, work)
 
     def _take_batch(self) -> list[Write]:
-        """Take writes without an owner first: they wait only for the commit itself."""
+        """Return the next batch. Writes without an owner come first, because they wait for the
+        commit only.
+        """
         batch: list[Write] = []
         while self._queue and len(batch) < _MAX_BATCH:
             batch.append(self._queue.popleft())
@@ -325,7 +330,7 @@ class Database:
         return batch
 
     def _note_failure(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
-        """Log when the storage begins to fail, and when it works again."""
+        """Log when the storage begins to fail and when it recovers."""
         failure = next((error for error in errors if isinstance(error, StorageFailed)), None)
         if failure is not None and self.failure is None:
             self._log.error("storage_failed", type=failure.type, reason=cause_of(failure))
@@ -336,8 +341,9 @@ class Database:
         self.failure = failure
 
     def _settle(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
-        """Tell the callers of the writes, or the log, what became of them. Writes without a caller
-        that the storage refused are postponed, and those behind them too: their order stays."""
+        """Report each write's outcome to its caller or to the log. Refused writes without a caller
+        are postponed together with later ones, to keep their order.
+        """
         refused = []
         for write, error in zip(batch, errors, strict=True):
             if write.done is not None:
@@ -365,7 +371,7 @@ class Database:
         self._work.set()
 
     def _forget(self, write: Write) -> None:
-        """Note that a write without a caller waits no more."""
+        """Stop counting a write without a caller."""
         self._tried_again.discard(write)
         self._kept -= 1
         self._bytes_kept -= write.size
@@ -379,7 +385,7 @@ class Database:
 
 
 def from_row(type_: type[Record], row: RowMapping | Row, **changes: object) -> Record:
-    """Build a dataclass from the columns that have the names of its fields, and from `changes`."""
+    """Build a dataclass from the columns with its fields' names and from `changes`."""
     make: Callable[..., Record] = type_
     values = {field.name: row[field.name] for field in fields(type_) if field.name in row}
     return make(**values | changes)

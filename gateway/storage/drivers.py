@@ -1,4 +1,4 @@
-"""SQLite and PostgreSQL: how each is connected to, and what its errors mean."""
+"""Connections to SQLite and PostgreSQL, and the classification of their errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import psycopg
 
 _TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
-"""Milliseconds. The latter is for a gateway that is frozen, and must not hold its lease's row."""
+"""Milliseconds. The second timeout stops a frozen gateway from keeping the lease's row locked."""
 _POSTGRESQL = {
     "fallback_application_name": "tandem",
     "client_encoding": "utf8",
     "connect_timeout": 10,
-    "tcp_user_timeout": 20_000,  # of a server that no longer acknowledges what was sent
+    "tcp_user_timeout": 20_000,  # gives up on a server that stopped acknowledging
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -37,8 +37,9 @@ _POSTGRESQL = {
 _SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _POSTGRESQL_FULL = "53100"  # disk_full
 _FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
-"""Classes of PostgreSQL's errors that a row or a statement brings about at any time. All others are
-those of its server or of the connection to it, which has no code."""
+"""Error classes of PostgreSQL that blame the row or the statement. All other codes, and errors
+without a code, blame the server or the connection.
+"""
 
 
 def is_postgresql(url: str) -> bool:
@@ -46,8 +47,9 @@ def is_postgresql(url: str) -> bool:
 
 
 def make_engine(url: str) -> Engine:
-    """Return the engine of `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
-    `InvalidRequest`."""
+    """Return the engine for `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
+    `InvalidRequest` for any other URL.
+    """
     wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
     try:
         given = make_url(url)
@@ -83,8 +85,9 @@ def make_engine(url: str) -> Engine:
 
 
 def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
-    """Raise `InvalidRequest` for a database that cannot have all texts. Of SQL_ASCII the driver
-    gives bytes, so this comes before SQLAlchemy's own first queries."""
+    """Raise `InvalidRequest` unless the database is UTF-8. This runs before SQLAlchemy's own
+    queries, because the driver returns bytes for SQL_ASCII.
+    """
     encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
     if encoding != "UTF8":
         connection.close()
@@ -102,24 +105,26 @@ def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:
 
 
 def _to_json(value: object) -> str:
-    """PostgreSQL has no NaN in JSON, so SQLite gets none either."""
+    """Refuse NaN in SQLite too, because PostgreSQL's JSON has none."""
     return json.dumps(value, allow_nan=False)
 
 
 def typed(error: Exception) -> Exception:
-    """Return what to raise for an error of the database or of a file: a sentence for clients,
-    without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
+    """Return the exception to raise for a database or file error. An error of the row or the
+    statement is returned unchanged. Others become a sentence for clients, without SQL, values or
+    paths.
+    """
     if isinstance(error, OSError):
         full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
     elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):
         code: int = getattr(error.orig, "sqlite_errorcode", 0)
-        if code == sqlite3.SQLITE_ERROR:  # a statement that is wrong at any time
+        if code == sqlite3.SQLITE_ERROR:  # an invalid statement
             return error
         full, why = code in _SQLITE_FULL, getattr(error.orig, "sqlite_errorname", None)
     elif isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error):
         state: str | None = getattr(error.orig, "sqlstate", None)
         if state is None and isinstance(error, DataError | NotSupportedError | ProgrammingError):
-            return error  # the driver's own, before it asks the server
+            return error  # raised by the driver before it asks the server
         if state is not None and state.startswith(_FAULT_OF_THE_ROW):
             return error
         full, why = state == _POSTGRESQL_FULL, state or "no connection"
@@ -139,5 +144,5 @@ def typed(error: Exception) -> Exception:
 
 
 def cause_of(failure: StorageFailed) -> str:
-    """Return what operators are told of it: the driver's own words."""
+    """Return the driver's own message, for operators."""
     return str(getattr(failure.__cause__, "orig", failure.__cause__))

@@ -1,16 +1,16 @@
-"""The lease: which of several gateways may use a PostgreSQL database.
+"""The lease: it decides which gateway uses a PostgreSQL database.
 
-One row has the epoch, which each new holder raises, and a beat, which the holder counts up. The
-epoch is the time in milliseconds, unless that is not above the one before: an agent that outlived a
-database, of which an older copy or another one is used now, must still take it for the newest. A
-gateway that waits takes the lease when its holder has given it back, when the holder is a process
-of this machine that has ended, or when the beat stood still for `ttl` seconds by the waiting
-gateway's own clock: clocks of two machines are never compared.
+One row holds an epoch, which each new holder raises, and a beat, which the holder counts up. The
+epoch is the time in milliseconds, or the old epoch plus one if that is higher. So an agent that
+served a newer copy of the database still recognizes the newest gateway.
 
-A gateway that lost the lease while it was frozen, or cut off, changes nothing any more: each of its
-transactions ends with a look at the epoch (`Database`), and it ends itself at the next beat.
+A waiting gateway takes the lease when the holder gave it back, when the holder is an ended process
+of this machine, or when the beat stood still for `ttl` seconds. It measures with its own clock;
+clocks of two machines are never compared.
 
-SQLite has no lease: the lock of the data directory keeps other gateways away.
+A gateway that lost the lease while frozen or cut off cannot write: each transaction checks the
+epoch (`Database`). It ends itself at its next beat. SQLite needs no lease, because the data
+directory has a lock.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
 _POLL = 0.5
-"""Seconds between two looks at the lease of another."""
+"""Seconds between two looks at another gateway's lease."""
 _BEATS = 5
-"""In the seconds of the `ttl`."""
+"""Beats per `ttl`."""
 
 _ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
-"""Creates the table: PostgreSQL refuses the second of two that do so at once."""
+"""Serializes the table's creation, because PostgreSQL refuses a concurrent one."""
 
 Result = TypeVar("Result")
 
 
 class GatewayLease:
-    """The right of one gateway to write the database; `open` makes one. `epoch` is set once it is
-    taken, `holder` says who else has it."""
+    """One gateway's right to write the database. `epoch` is set after `take`. `holder` names the
+    other gateway that holds the lease.
+    """
 
     @classmethod
     @asynccontextmanager
     async def open(cls, *, url: str, ttl: float) -> AsyncIterator[GatewayLease]:
-        """Connect; at the end of the block, give the lease back if it is still held."""
+        """Connect, and give the lease back at the end of the block."""
         lease = cls(url=url, ttl=ttl)
         try:
             yield lease
@@ -78,8 +79,9 @@ class GatewayLease:
         return taken
 
     async def wait(self) -> None:
-        """Return when the lease is taken. While the database cannot be asked, its holder's time
-        does not run out."""
+        """Wait until the lease is taken. The holder's time does not run while the database is
+        unreachable.
+        """
         while True:
             try:
                 if await self.take():
@@ -89,9 +91,9 @@ class GatewayLease:
             await asyncio.sleep(_POLL)
 
     async def take_unless_used(self) -> bool:
-        """Take the lease, also from a holder that is no more, as that in a dump is: for that it has
-        to be watched for `ttl` seconds. Return False as soon as it has counted a beat. Raises
-        `StorageFailed`."""
+        """Take the lease, even from a dead holder such as one restored from a dump. That takes
+        `ttl` seconds of watching. Return False as soon as the holder beats. Raises `StorageFailed`.
+        """
         taken = await self.take()
         seen = self._seen
         while not taken and self._seen == seen:
@@ -100,8 +102,9 @@ class GatewayLease:
         return taken
 
     async def lost(self) -> None:
-        """Count the beats, and return when another gateway has the lease. A database that cannot be
-        reached is an outage of the storage, and no loss."""
+        """Beat, and return when another gateway has the lease. An unreachable database is an
+        outage, not a loss.
+        """
         while True:
             await asyncio.sleep(self._ttl / _BEATS)
             try:
@@ -109,13 +112,13 @@ class GatewayLease:
                     self._log.error("lease_lost", epoch=self.epoch)
                     return
             except StorageFailed:
-                pass  # the writer says so in the log
+                pass  # the writer logs it
 
     async def _close(self) -> None:
         if self.epoch:
             try:
                 await self._in_thread(self._give_back)
-            except StorageFailed as error:  # it runs out
+            except StorageFailed as error:  # the lease expires
                 self._log.warning("lease_not_given_back", reason=error.message)
         self._thread.shutdown()
         self._engine.dispose()
@@ -131,7 +134,7 @@ class GatewayLease:
         return await asyncio.get_running_loop().run_in_executor(self._thread, in_transaction)
 
     def _take(self, connection: Connection) -> bool:
-        if self._seen is None:  # it is not among the migrations, which only a holder may apply
+        if self._seen is None:  # not a migration, because only the holder may migrate
             connection.execute(_ONE_AT_A_TIME)
             gateway_lease.create(connection, checkfirst=True)
             connection.execute(insert(gateway_lease).on_conflict_do_nothing(), {})
@@ -146,7 +149,7 @@ class GatewayLease:
         change = update(gateway_lease).where(same)
         epoch = max(row.epoch + 1, int(time.time() * 1000))
         values = {"epoch": epoch, "beat": 0, "holder": self._name}
-        if connection.execute(change.values(values)).rowcount != 1:  # another was faster
+        if connection.execute(change.values(values)).rowcount != 1:  # another gateway was faster
             return False
         self.epoch = epoch
         return True
@@ -166,14 +169,15 @@ def _this_process() -> str:
 
 
 def _machine() -> str:
-    """Return what two processes have in common that see each other's process ids."""
+    """Return a name shared by all processes that see each other's process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{os.uname().nodename} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _has_ended(holder: str) -> bool:
-    """Whether a holder is known to have ended: a process of this machine that is no more, or of
-    which only its parent has not heard yet."""
+    """Return whether the holder is known to have ended: a missing process of this machine, or a
+    zombie.
+    """
     machine, pid, created = holder.rsplit(" ", 2)
     if machine != _machine():
         return False

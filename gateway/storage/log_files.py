@@ -1,8 +1,7 @@
-"""The log files of the gateway and its workers: rotated by size, removed after a time.
+"""Rotates the log files of the gateway and its workers, and removes old ones.
 
-A log is the standard output and error of a process and of its children, libraries in C included,
-all of which append to one open file. So it is copied and then emptied, not renamed: a renamed file
-would go on growing. Lines that are written in the microseconds between the two are lost.
+A process, its children and its C libraries append to one open file. A rename would not stop them,
+so the file is copied and then truncated. Lines written in the microseconds between are lost.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ _BLOCK = 2**20
 def tidy_logs(
     folder: Path, *, max_bytes: int, copies: int, ttl: float, in_use: Collection[str]
 ) -> None:
-    """Rotate the logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`, and remove those to
-    which nothing was written for `ttl` seconds. `in_use` are the names, without `.log`, of those
-    whose process may still write; their rotated copies expire all the same.
+    """Rotate logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`, and remove files without
+    a write for `ttl` seconds. `in_use` names, without `.log`, the logs of live processes. Their
+    rotated copies still expire.
 
-    A fresh log begins with the first line of the full one, which says what it is the log of.
+    A new log begins with the first line of the full one, which names its process.
     """
     for log in folder.glob("*.log"):
         if log.is_file() and log.stat().st_size > max_bytes:

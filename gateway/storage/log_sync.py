@@ -1,4 +1,4 @@
-"""Syncing SQLite's log (its WAL) to the disk, beside the writer."""
+"""Syncs SQLite's write-ahead log to the disk, in parallel with the writer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.telemetry import get_log
 
 
 class LogSync:
-    """Syncs the log of the database that the engine connects to; `shutdown` ends its thread."""
+    """Syncs the log of one engine's database. `shutdown` ends its thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class LogSync:
         self._fd = -1
 
     async def sync(self) -> None:
-        """Return when what was committed before is on the disk. Raises `StorageFailed`."""
+        """Return when all earlier commits are on the disk. Raises `StorageFailed`."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(done)
         if self._syncing is None or self._syncing.done():
@@ -59,13 +59,14 @@ class LogSync:
                     done.set_result(None)
 
     def _sync_file(self) -> None:
-        """A disk that could not write the log may have dropped some of it, and say at the next sync
-        that all is well: what is in the log is written into the database then."""
+        """Sync the log file. After a failed sync, write the log into the database first: the kernel
+        may have dropped pages and report success at the next sync.
+        """
         if self._in_doubt:
             with self._engine.connect() as connection:
                 busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
                 if busy:
                     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        if self._fd < 0:  # it stays the same file as long as a connection is open
+        if self._fd < 0:  # the file stays the same while a connection is open
             self._fd = os.open(f"{self._engine.url.database}-wal", os.O_RDONLY)
         os.fsync(self._fd)

@@ -1,13 +1,12 @@
-"""Removes the history of what is over.
+"""Removes old rows of ended things.
 
-Operations, sampling sessions, weight versions without files, workers, runs and sessions lose their
-rows a while after they ended, entries of the audit log after a time of their own. What was used
-remains. A run stays while it has a checkpoint or a folder on the disk, because what its checkpoints
-hold is known from its row, and its optimizer steps stay with it; a session stays while it has a
-run.
+Ended operations, sampling sessions, weight versions, workers, runs and sessions lose their rows
+after `history_ttl`. Audit entries have their own age limit. Usage stays. A run and its optimizer
+steps stay while it has a checkpoint or a folder on the disk, because its row describes its
+checkpoints. A session stays while it has a run.
 
-Rows are found by readers and deleted some at a time, so that no other write waits for long, however
-much there is to remove.
+Readers find the rows, and the writer deletes them in small batches, so that other writes wait only
+briefly.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from gateway.storage.tables import (
 from tandem.telemetry import get_log
 
 _AT_ONCE = 100
-"""Runs or sessions that are removed together, with what belongs to them."""
+"""Runs or sessions removed in one transaction."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Retention:
-    """`history_ttl` and `audit_ttl` in seconds."""
+    """`history_ttl` and `audit_ttl` are in seconds."""
 
     database: Database
     data_dir: Path
@@ -53,7 +52,8 @@ class Retention:
         now = time.time()
         before, later = now - self.history_ttl, operations.alias()
         removed = {
-            # Not what a replay needs, nor the newest of a run that goes on: it says where that is.
+            # Keep calls for a replay, and each active run's newest operation, which marks its
+            # position.
             "operations": await self._remove(
                 operations,
                 (operations.c.ended_at < before)

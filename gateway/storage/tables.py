@@ -1,7 +1,7 @@
-"""The tables of the gateway's database. Times are in seconds since 1970; paths are relative to the
+"""The tables of the gateway's database. Times are in seconds since 1970. Paths are relative to the
 data directory.
 
-Each change here needs a migration in `gateway/storage/migrations/versions`, and a test of it.
+Each change needs a migration in `gateway/storage/migrations/versions` and a test of it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ metadata = MetaData()
 
 
 class String(TypeDecorator[str]):
-    """Text without U+0000, which PostgreSQL refuses, and which U+FFFD stands for. PostgreSQL also
-    refuses longer text than that of the column; the API bounds what clients choose."""
+    """Text in which U+FFFD replaces U+0000, because PostgreSQL refuses that. PostgreSQL also
+    refuses text longer than the column, so the API bounds text from clients.
+    """
 
     impl = _String
     cache_ok = True
@@ -56,7 +57,7 @@ models = Table(
 keys = Table(
     "keys",
     metadata,
-    Column("id", String(32), primary_key=True),  # k-<12 hex>, the beginning of `digest`
+    Column("id", String(32), primary_key=True),  # k- and 12 hex digits of `digest`
     Column("digest", LargeBinary, nullable=False),  # SHA-256 of the key
     Column("owner", String(100), nullable=False),
     Column("role", String(16), nullable=False),  # admin, member, reader, metrics
@@ -95,7 +96,7 @@ runs = Table(
     Column("base_model", String(200), nullable=False),
     Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
     Column("asks", JSON),  # a gateway.placement.asks.Asks; None for a copy
-    # Whose trainer's place it has: its own, or that of the run whose trainer it shares.
+    # The run whose trainer it uses: itself, or another run that shares its trainer.
     Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
@@ -103,9 +104,8 @@ runs = Table(
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
-    # What its trainer is restored from: the base model as it was registered; the newest version
-    # that it published, and the newest that can be sampled from; and the newest operation that no
-    # replay goes back to.
+    # A restore needs: the base model as registered, the newest published version (`parent`), the
+    # newest version for sampling, and the last operation that no replay repeats.
     Column("model", JSON),  # a BaseModelEntry
     Column("parent", String(200), nullable=False, default=""),
     Column("newest", String(200), nullable=False, default=""),
@@ -117,10 +117,10 @@ runs = Table(
     Index("runs_by_state", "state"),
 )
 
-# The journals of all runs. A request's id is RUN:SEQ. `request` is what was asked for, as JSON,
-# without the payload of a forward_backward: a large one is a file beside the database. `payload`
-# and `call`, which its trainer was sent, stay as long as the trainer may have to be restored. An
-# operation that is accepted and has an error was refused, and ends at its turn.
+# The journals of all runs. A request's id is RUN:SEQ. `request` is JSON without the payload of a
+# forward_backward; a large payload is a file beside the database. `payload` and `call` (the message
+# to the trainer) stay while a restore may need them. An accepted operation with an error was
+# refused and ends at its turn.
 operations = Table(
     "operations",
     metadata,
@@ -136,9 +136,9 @@ operations = Table(
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),
     Column("error", Text, nullable=False, default=""),
-    Column("seconds", Float),  # of the trainer's work, with `call`
+    Column("seconds", Float),  # the trainer's work, including `call`
     Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
-    Column("result", LargeBinary),  # absent if it is in a file, being large, or expired
+    Column("result", LargeBinary),  # absent if expired, or large and in a file
     Index("operations_by_end", "ended_at"),
     Index(
         "operations_with_result",
@@ -148,7 +148,7 @@ operations = Table(
     ),
 )
 
-# The snapshots of all runs: the state of a trainer after an operation.
+# The snapshots of all runs: a trainer's state after an operation.
 snapshots = Table(
     "snapshots",
     metadata,
@@ -160,8 +160,8 @@ snapshots = Table(
     Index("snapshots_by_run", "run_id"),
 )
 
-# The optimizer steps of all runs, kept as long as their run is. `seconds` are the trainer's for the
-# step and its batches, `tokens` those of its batches.
+# The optimizer steps of all runs, with their run's lifetime. `seconds` covers the step and its
+# batches, `tokens` the batches.
 training_steps = Table(
     "training_steps",
     metadata,
@@ -171,8 +171,8 @@ training_steps = Table(
     Column("at", Float, nullable=False),
     Column("seconds", Float, nullable=False),
     Column("tokens", BigInteger, nullable=False),
-    Column("weight_version", String(200), nullable=False),  # the newest one before the step
-    Column("metrics", JSON, nullable=False),  # null for what is not finite
+    Column("weight_version", String(200), nullable=False),  # the newest version before the step
+    Column("metrics", JSON, nullable=False),  # null for values that are not finite
 )
 
 sampling_sessions = Table(
@@ -184,9 +184,9 @@ sampling_sessions = Table(
     Column("base_model", String(200), nullable=False),
     Column("model_path", Text, nullable=False, default=""),  # tinker://, of kind named
     Column("run_id", String(100), nullable=False, default=""),
-    Column("version", String(205), nullable=False),  # that of a base model is base/NAME
+    Column("version", String(205), nullable=False),  # base/NAME for a base model
     Column("state", String(16), nullable=False),  # active, ended
-    Column("clients", Integer, nullable=False, default=0),  # that have joined it
+    Column("clients", Integer, nullable=False, default=0),  # clients that have joined
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sampling_sessions_by_session", "session_id", "state"),
@@ -217,7 +217,7 @@ checkpoints = Table(
     Column("kind", String(32), nullable=False),  # weights, sampler_weights, external_weights
     Column("base_model", String(200), nullable=False),
     Column("folder", Text, nullable=False, default=""),  # of kind weights
-    Column("version", String(200), nullable=False, default=""),  # of the two others
+    Column("version", String(200), nullable=False, default=""),  # of the other kinds
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("optimizer", Boolean, nullable=False),
@@ -226,15 +226,15 @@ checkpoints = Table(
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
-    Column("expired_at", Float),  # when it was first seen to have expired
+    Column("expired_at", Float),  # when the expiry was first seen
     Index("checkpoints_by_run", "run_id"),
     Index("checkpoints_by_owner", "owner", "created_at"),
     Index("checkpoints_by_expiry", "expires_at"),
     Index("checkpoints_by_expired", "expired_at"),
 )
 
-# Folders whose checkpoint was deleted or replaced, or has expired. The garbage collector removes
-# them; of a folder that is neither here nor elsewhere, the database knows nothing.
+# Folders whose checkpoint was deleted, replaced or expired. The garbage collector removes them. It
+# leaves folders that no table mentions.
 released_folders = Table(
     "released_folders",
     metadata,
@@ -243,7 +243,7 @@ released_folders = Table(
     Index("released_folders_by_run", "run_id"),
 )
 
-# One row: which gateway may use a PostgreSQL database (`lease`). No migration makes or changes it.
+# One row: the gateway that may use a PostgreSQL database (`lease`). No migration touches it.
 gateway_lease = Table(
     "gateway_lease",
     MetaData(),
@@ -279,7 +279,7 @@ workers = Table(
     Index("workers_by_state", "state"),
 )
 
-# Each worker with a place on a leased device group. `held`: it has the lease, and may be awake.
+# Each worker with a place on a leased device group. `held`: it has the lease and may be awake.
 leases = Table(
     "leases",
     metadata,
@@ -289,28 +289,30 @@ leases = Table(
     Column("owner", String(100), nullable=False),
     Column("held", Boolean, nullable=False, default=False),
     Column("token", BigInteger, nullable=False, default=0),
-    Column("since", Float, nullable=False, default=0.0),  # when it began to wait; 0: it does not
-    Column("seconds", Float, nullable=False, default=0.0),  # for which it used the devices in all
+    Column("since", Float, nullable=False, default=0.0),  # when it began to wait, 0: not waiting
+    Column("seconds", Float, nullable=False, default=0.0),  # total seconds of device use
 )
 
-# Which worker may exist on which device group, from before it starts until nothing is left of it.
+# Each worker's device group, from before its start until nothing is left of it.
 places = Table(
     "places",
     metadata,
-    Column("key", String(300), primary_key=True),  # a run, for its trainer; SESSION/MODEL/RANK
+    Column(
+        "key", String(300), primary_key=True
+    ),  # a run's trainer: RUN, an engine: SESSION/MODEL/RANK
     Column("role", String(16), nullable=False),  # trainer, sampler
     Column("group_name", String(64), nullable=False),
-    Column("devices", Text, nullable=False),  # by name, with spaces between them
+    Column("devices", Text, nullable=False),  # names separated by spaces
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("ranks", Integer, nullable=False),
-    Column("memory", BigInteger, nullable=False),  # bytes that were asked for, 0: unknown
+    Column("memory", BigInteger, nullable=False),  # requested bytes, 0: unknown
     Column("host_memory", BigInteger, nullable=False),
-    Column("keeps", String(300), nullable=False, default=""),  # the sampler's that a run keeps
+    Column("keeps", String(300), nullable=False, default=""),  # the sampler that this run keeps
     Column("created_at", Float, nullable=False),
 )
 
-# How many engines the samplers have that were scaled, as long as they live.
+# The replica counts of scaled samplers, while they live.
 scaled_samplers = Table(
     "scaled_samplers",
     metadata,
@@ -318,19 +320,21 @@ scaled_samplers = Table(
     Column("replicas", Integer, nullable=False),
 )
 
-# The device groups that take no more workers.
+# Device groups that accept no workers.
 drained_groups = Table("drained_groups", metadata, Column("name", String(64), primary_key=True))
 
-# Usage by hour: one row for each hour, run or sampling session, and kind of event.
+# Hourly usage: one row per hour, run or sampling session, and event.
 usage = Table(
     "usage",
     metadata,
     Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
     Column("event", String(32), primary_key=True),
-    Column("subject", String(100), primary_key=True),  # a run, or a sampling session
+    Column("subject", String(100), primary_key=True),  # a run or a sampling session
     Column("run_id", String(100), nullable=False, default=""),  # whose weights were sampled
     Column("session_id", String(64), nullable=False),
-    Column("project_id", String(200), nullable=False, default=""),  # once the session has no row
+    Column(
+        "project_id", String(200), nullable=False, default=""
+    ),  # set when the session loses its row
     Column("owner", String(100), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("count", BigInteger, nullable=False),
@@ -341,11 +345,11 @@ usage = Table(
     Index("usage_by_session", "session_id"),
 )
 
-# Every request that changes something: who, what, from where, and the outcome.
+# Every changing request: actor, action, address and outcome.
 audit = Table(
     "audit",
     metadata,
-    # SQLite numbers rows of its own accord only in a column of this type.
+    # SQLite numbers rows automatically only in a column of this type.
     Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
     Column("at", Float, nullable=False),
     Column("actor", String(100), nullable=False),

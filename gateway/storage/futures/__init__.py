@@ -1,2 +1,3 @@
-"""What became of accepted requests: `table` has the futures, by request_id, and the results that
-nobody has fetched yet; `completion_feed` tells a client which of its samples have ended."""
+"""Outcomes of accepted requests. `table` holds the futures by request_id and their unfetched
+results. `completion_feed` reports finished samples to polling clients.
+"""

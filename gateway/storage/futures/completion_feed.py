@@ -1,10 +1,9 @@
-"""Which samples of a client have ended, for clients that poll for all of theirs at once.
+"""Reports finished samples to clients that poll for all of theirs at once.
 
-A target is one client of a sampling session: clients number their requests in blocks of 10⁹, so
-that the block names the client. Nothing is kept for a target before its first poll, nor longer
-than `idle_ttl` seconds after its last. Cursors grow across restarts of the gateway, so that a
-client that polls with the cursor of an earlier gateway is recognized. It is told so, because the
-samples that it waits for would never be reported.
+A target is one client of a sampling session. Clients number their requests in blocks of 10⁹, so the
+block names the client. A target uses memory from its first poll until `idle_ttl` seconds after its
+last. Cursors grow across restarts of the gateway, so a cursor of an earlier gateway is recognized.
+Its client is told, because the earlier samples will never be reported.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from tandem.errors import TandemError
 
 CLIENT_BLOCK = 1_000_000_000
 _MOST_TARGETS = 16_384
-"""Targets with a queue. Clients choose their own number, so that this must be bounded. Those that
-were polled last are kept; a client whose queue is gone is told of all its samples again."""
+"""Most targets with a queue, since clients choose their own numbers. The least recently polled
+target goes first. Its client is told of all its samples again.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Completion:
-    """`size` is the bytes of the result, or None if the sample failed."""
+    """One finished sample. `size` is the result's bytes, None if the sample failed."""
 
     cursor: int
     request_id: str
@@ -57,7 +57,7 @@ class CompletionFeed:
         self._queues: OrderedDict[Target, _Queue] = OrderedDict()
 
     def watch(self, future: Future) -> None:
-        """Report the end of a sample that was accepted, if its client polls."""
+        """Report the end of an accepted sample if its client polls."""
         target = target_of(future.request_id)
         if target is not None and target in self._queues:
             self._report_end(target, future)
@@ -65,9 +65,10 @@ class CompletionFeed:
     async def poll(
         self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
     ) -> tuple[Sequence[Completion], int] | None:
-        """Return what has ended after the cursor `after` (0: everything), and the cursor after
-        that, as soon as there is something and at most `timeout` seconds later; None if the
-        cursor is of an earlier gateway. The results of `retrieved` are dropped."""
+        """Return the samples that ended after the cursor `after` (0: all), and the new cursor. Wait
+        at most `timeout` seconds for the first one. Return None for a cursor of an earlier gateway.
+        The results of `retrieved` are dropped.
+        """
         if 0 < after < self._started:
             return None
         queue = self._queues.get(target) or self._open(target)
@@ -86,7 +87,7 @@ class CompletionFeed:
         return tuple(queue.waiting), queue.last
 
     def sweep(self) -> None:
-        """Forget the targets that nobody polls any more."""
+        """Forget idle targets."""
         now = time.monotonic()
         over = [
             target
@@ -117,7 +118,7 @@ class CompletionFeed:
             queue.waiting.append(
                 Completion(cursor=queue.last, request_id=future.request_id, size=size)
             )
-            # A client may never move its cursor. The results of older ones were dropped.
+            # A client may never move its cursor. The results of older samples were dropped.
             del queue.waiting[: -self._futures.max_samples]
             queue.changed.set_result(None)
             queue.changed = asyncio.Future()
@@ -126,14 +127,16 @@ class CompletionFeed:
 
 
 def _now() -> int:
-    """Return microseconds since 1970, where cursors begin. No queue reports a million samples per
-    second, so that the cursors of a later queue are higher than all before."""
+    """Return microseconds since 1970, the first cursor of a queue. No queue reports a million
+    samples a second, so a later queue's cursors are always higher.
+    """
     return int(time.time() * 1e6)
 
 
 def target_of(request_id: str) -> Target | None:
-    """Return the target of a sample, or None for other requests. Literal example:
-    `s-ab12:sample:0:2000000007` is of the second client that joined `s-ab12:sample:0`."""
+    """Return a sample's target, None for other requests. Literal example:
+    `s-ab12:sample:0:2000000007` belongs to the second client of `s-ab12:sample:0`.
+    """
     parts = split_request_id(request_id)
     if parts is None or ":sample:" not in parts[0]:
         return None

@@ -1,12 +1,12 @@
-"""Futures: what a client has a request_id for, and the results that nobody has fetched yet.
+"""Futures: the results that clients wait for by request_id.
 
-A future lives in memory from its acceptance until its result has been fetched, and a little
-longer, since the answer may be lost on its way. After that the journal has the result of an
-operation; a sample is gone, and the SDK asks for it again.
+A future stays in memory until `FETCHED_GRACE` seconds after its result was fetched, because an
+answer may be lost on its way. Then the journal still has an operation's result. A sample's result
+is gone, and the SDK asks for the sample again.
 
-Memory for results is bounded. Each owner's share has its newest results. Older ones leave it: a
-sample's result goes to a file, an operation's is dropped, since the journal has it. An owner
-keeps a bounded number of unfetched samples; older ones are dropped.
+Each owner has a bounded number of result bytes in memory. Above it, the oldest sample results move
+to files and the oldest operation results are dropped. Each owner also has a bounded number of
+unfetched samples, of which the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ Source = Literal["operation", "sample"]
 FETCHED_GRACE = 30.0
 """Seconds for which a fetched result can be fetched again."""
 _SMALL = 2**10
-"""Bytes of a result that is not worth a file; only the number of such results is bounded."""
+"""Bytes. Smaller results never move to files, and only their number is bounded."""
 
 RESULT_BYTES = 64 * 2**20
-"""Results of an owner in memory. Older ones move to the disk."""
+"""Result bytes per owner in memory. Older results move to the disk."""
 RESULTS = 65_536
-"""Unfetched sample results of an owner. The oldest are dropped."""
+"""Unfetched sample results per owner. The oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The body of a successful answer; `weight_version` is that of a sample. A result that is
-    not in memory is a `file` of `file_bytes`, and `body` is empty."""
+    """The body of a successful answer. `weight_version` is set for samples. A result outside memory
+    has an empty `body` and a `file` of `file_bytes` bytes.
+    """
 
     media: Media
     body: bytes = b""
@@ -58,7 +59,6 @@ class Result:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.body) if self.file is None else self.file_bytes
 
 
@@ -67,7 +67,9 @@ Outcome = Result | TandemError
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a future has not ended. `paused`: nothing moves until something else has started."""
+    """Why a future has not ended. `paused` means that nothing moves until something else has
+    started.
+    """
 
     reason: str
     paused: bool = False
@@ -75,8 +77,9 @@ class Waiting:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
-    """The outcome of one request, now or later. `describe` says what it is waiting for, and
-    `digest` tells the request of a sample from others with its request_id."""
+    """The present or future outcome of one request. `describe` returns the reason for waiting.
+    `digest` tells two samples with one request_id apart.
+    """
 
     request_id: str
     source: Source
@@ -93,13 +96,13 @@ class Future:
         return self.done.done()
 
     def resolve(self, outcome: Outcome) -> None:
-        """The first outcome counts."""
+        """Set the outcome, unless one was set before."""
         if not self.done.done():
             self.outcome = outcome
             self.done.set_result(None)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
-        """Call `tell` with the outcome once it is there; soon, if it is there already."""
+        """Call `tell` with the outcome, soon after it is set."""
 
         def ended(_done: asyncio.Future[None]) -> None:
             assert self.outcome is not None
@@ -109,7 +112,7 @@ class Future:
 
 
 class _Leaving:
-    """Futures in the order in which they came in; each leaves the table `ttl` seconds later."""
+    """Futures in order of arrival. Each leaves the table after `ttl` seconds."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
@@ -123,15 +126,16 @@ class _Leaving:
         self._futures.pop(future, None)
 
     def over(self) -> list[Future]:
-        """Return those whose time is over, without looking at the others."""
+        """Return the expired futures, without a look at the others."""
         cutoff = time.monotonic() - self._ttl
         return [future for future, _ in takewhile(lambda f: f[1] < cutoff, self._futures.items())]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
-    """All futures of this gateway, by request_id. `folder` is for results that leave memory;
-    `bytes_in_memory` and `max_samples` are for each owner; `result_ttl` in seconds."""
+    """All futures of this gateway, by request_id. `folder` holds results outside memory.
+    `bytes_in_memory` and `max_samples` apply to each owner. `result_ttl` is in seconds.
+    """
 
     folder: Path
     result_ttl: float
@@ -144,12 +148,12 @@ class FutureTable:
         self._closing = False
         self._long_polls: set[asyncio.Future[None]] = set()
         self._fetched = _Leaving(FETCHED_GRACE)
-        # The journal has the results of operations, so that memory need not.
+        # Operations leave memory early, because the journal has their results.
         self._unfetched: dict[Source, _Leaving] = {
             "operation": _Leaving(FETCHED_GRACE),
             "sample": _Leaving(self.result_ttl),
         }
-        # Of those that have ended, by owner, oldest first:
+        # Ended futures by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._bytes: defaultdict[str, int] = defaultdict(int)
         self._samples: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
@@ -161,11 +165,11 @@ class FutureTable:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of results in memory, of all owners."""
+        """Bytes of all results in memory."""
         return sum(self._bytes.values())
 
     async def open(self) -> None:
-        """Remove the results that an earlier gateway left; their samples are gone."""
+        """Remove result files of an earlier gateway, whose samples are gone."""
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     async def close(self) -> None:
@@ -184,14 +188,15 @@ class FutureTable:
         return list(self._futures.values())
 
     def forget(self, request_id: str) -> None:
-        """Drop the result of a sample. A sample that has not ended stays, and so does an
-        operation, which the sweep reports to the journal."""
+        """Drop a finished sample. Unfinished samples stay. Operations also stay, because the sweep
+        reports them to the journal.
+        """
         future = self._futures.get(request_id)
         if future is not None and future.ended and future.source == "sample":
             self._drop(future)
 
     def sweep(self) -> list[Future]:
-        """Drop what was fetched, or was not fetched within `result_ttl`; return it."""
+        """Drop and return fetched futures and those older than `result_ttl`."""
         over = [
             future
             for leaving in (self._fetched, *self._unfetched.values())
@@ -202,7 +207,7 @@ class FutureTable:
         return over
 
     def note_fetched(self, future: Future) -> None:
-        """Note that the whole outcome was handed to its client."""
+        """Note that the client received the whole outcome."""
         future.fetched_at = time.monotonic()
         if self._futures.get(future.request_id) is future:
             self._unfetched[future.source].discard(future)
@@ -211,17 +216,19 @@ class FutureTable:
     # --- Waiting ------------------------------------------------------------------------------
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
-        """Return the outcome, or None if it is not there within `timeout` seconds or before the
-        gateway shuts down. Whoever hands the whole outcome to its client calls `note_fetched`."""
+        """Return the outcome. Return None after `timeout` seconds or when the gateway shuts down.
+        Call `note_fetched` after the whole outcome was sent.
+        """
         if not future.ended:
             await self.wait_until(future.done, timeout=timeout)
         return future.outcome
 
     async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
-        """Return when that is done, after `timeout` seconds, or when the gateway shuts down."""
+        """Wait for `done`, for `timeout` seconds, or until the gateway shuts down."""
         if self._closing:
             return
-        # One for each long poll: leaving a future that thousands wait for takes looking at all.
+        # Each long poll has its own future: removing one waiter from a shared one scans all
+        # waiters.
         closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._long_polls.add(closing)
         try:
@@ -236,7 +243,7 @@ class FutureTable:
         return self._closing
 
     def release_waiters(self) -> None:
-        """End all long polls, because the gateway is shutting down."""
+        """End all long polls at shutdown."""
         self._closing = True
         for closing in self._long_polls:
             if not closing.done():
@@ -245,7 +252,7 @@ class FutureTable:
     # --- Results ------------------------------------------------------------------------------
 
     def _keep_result(self, future: Future) -> None:
-        """Count the result of a future that has ended, and make room for it."""
+        """Count the result of an ended future and make room for it."""
         owner = future.owner
         if self._futures.get(future.request_id) is not future:
             return  # dropped since it ended
@@ -292,7 +299,7 @@ class FutureTable:
         file = self.folder / name[:2] / name
         try:
             await asyncio.to_thread(write_file, file, body)
-        except OSError as error:  # it stays in memory, which is better than losing it
+        except OSError as error:  # it stays in memory rather than be lost
             self._log.error("result_not_written", reason=describe(error))
             return
         self.metrics.spilled_bytes.inc(len(body))
@@ -307,15 +314,16 @@ class FutureTable:
 
 
 def digest_of(kind: str, request: bytes) -> bytes:
-    """Return what tells a request from others with its `seq_id`; not a secure hash."""
+    """Return a hash that tells requests with one `seq_id` apart. It is not cryptographic."""
     digest = xxhash.xxh3_128(kind.encode())
     digest.update(request)
     return digest.digest()
 
 
 def write_file(file: Path, content: bytes, *, synced: bool = False) -> None:
-    """Write a file, and its folder if there is none. A reader finds all of it, or what was there
-    before; if it is `synced`, also after a power failure. Raises `OSError`."""
+    """Write a file atomically, with its folder if needed. With `synced`, the file survives a power
+    failure. Raises `OSError`.
+    """
     if not file.parent.is_dir():
         with suppress(FileExistsError):
             make_folder(file.parent)

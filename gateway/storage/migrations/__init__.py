@@ -1,8 +1,8 @@
 """Migrations of the database (alembic), applied when the gateway starts.
 
-Each change of `gateway/storage/tables.py` is one file in `versions`, `vNNNN_SUBJECT.py`, with the
-revision `NNNN_SUBJECT`. An empty database goes through all of them. A database at the newest
-revision costs one query.
+Each change of `gateway/storage/tables.py` is one file `versions/vNNNN_SUBJECT.py` with the revision
+`NNNN_SUBJECT`. An empty database goes through all of them. At the newest revision, the check costs
+one query.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ _FOLDER = Path(__file__).parent
 
 
 def upgrade(connection: Connection) -> None:
-    """Apply the missing migrations in one transaction.
-
-    Raises `UnknownSchema` if no migration made the database's schema.
+    """Apply the missing migrations in one transaction. Raises `UnknownSchema` for a revision that
+    is not in `versions`.
     """
     revision = _revision(connection)
     if revision == newest_revision():
@@ -40,8 +39,7 @@ def newest_revision() -> str:
 
 
 def check_revision(revision: str, database: str) -> None:
-    """Raise `UnknownSchema` unless a database of this revision can be migrated. An empty database
-    has the revision ""."""
+    """Raise `UnknownSchema` for an unknown revision. An empty database has the revision ""."""
     if revision and revision not in _revisions():
         raise UnknownSchema(
             f"{database} has the schema {revision!r}, which this release of Tandem does not know: "
@@ -52,7 +50,7 @@ def check_revision(revision: str, database: str) -> None:
 
 
 def _revisions() -> list[str]:
-    """Return all revisions, oldest first. The name of each file has its revision."""
+    """Return all revisions, oldest first, from the file names."""
     return sorted(path.stem.removeprefix("v") for path in (_FOLDER / "versions").glob("v*.py"))
 
 

@@ -1,4 +1,4 @@
-"""Run by alembic: applies migrations over the connection that `upgrade` passes in."""
+"""Run by alembic: applies migrations over the connection from `upgrade`."""
 
 from __future__ import annotations
 
