@@ -19,7 +19,7 @@ _TRANSACTION_UNDER_LEASE = text(
 )
 _OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
 _COMMIT_UNKNOWN = 20.0
-"""Seconds. How long to ask PostgreSQL whether a commit succeeded after the connection broke."""
+"""Seconds to ask for the outcome of a commit whose connection broke."""
 _RETRY_COMMIT_UNKNOWN = 0.2
 
 Row = Mapping[str, object]
@@ -28,8 +28,6 @@ FileWork = Callable[[], None]
 
 @dataclass(eq=False)
 class Write:
-    """Statements to commit together, each with its rows."""
-
     statements: Sequence[tuple[Executable, Sequence[Row]]]
     before: FileWork | None = None
     undo: FileWork | None = None
@@ -44,8 +42,8 @@ class Write:
 def write_batch(
     connection: Connection, batch: Sequence[Write], epoch: int
 ) -> list[Exception | None]:
-    """Do the file work of each write, then commit. Return one error or None per write. The file
-    work of failed writes is undone.
+    """Do the file work, then commit, and undo the file work of failed writes. Return each write's
+    error.
     """
     errors = errors_of([write.before for write in batch])
     ready = [index for index, error in enumerate(errors) if error is None]
@@ -58,22 +56,18 @@ def write_batch(
 
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:
-    """Set whether SQLite syncs its log at each commit. A single write takes ten times as long with
-    it.
-    """
+    """Set whether SQLite syncs its log at each commit, which makes single writes ten times slower."""
     is_sqlite = connection.dialect.name == "sqlite"  # PostgreSQL syncs at every commit
     if is_sqlite and connection.info.get("durable", False) != durable:
         level = "FULL" if durable else "NORMAL"
-        with (
-            connection.begin()
-        ):  # a transaction in SQLite begins at its first change, so the PRAGMA is accepted
+        with connection.begin():  # the transaction begins with its first change, after the PRAGMA
             connection.exec_driver_sql(f"PRAGMA synchronous={level}")
         connection.info["durable"] = durable
 
 
 def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[Exception | None]:
-    """Execute the writes in one transaction and return one error or None per write. If the
-    connection to PostgreSQL breaks during the commit, ask PostgreSQL for the outcome.
+    """Execute the writes in one transaction and return each write's error. If the connection breaks
+    during the commit, ask PostgreSQL for the outcome.
     """
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
@@ -81,7 +75,7 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
         last, before = merged[-1] if merged else (None, [])
         alike = before and parameters and before[0].keys() == parameters[0].keys()
         if last is statement and alike:
-            before.extend(parameters)  # adjacent equal statements become one executemany
+            before.extend(parameters)  # merge equal neighbours into one executemany
         else:
             merged.append((statement, parameters))
     number = None
@@ -98,15 +92,14 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
             return [None] * len(batch)
         if len(batch) == 1 or isinstance(failure, StorageFailed):
             return [failure if write.statements else None for write in batch]
-        # One bad row must not fail the other writes, so try each write alone.
+        # One bad row must not fail the others, so try each alone.
         return [failure for write in batch for failure in _commit(connection, [write], epoch)]
     return [None] * len(batch)
 
 
 def _end(connection: Connection, epoch: int) -> str:
-    """Return PostgreSQL's transaction number just before the commit. Raise `StorageFailed` if
-    another gateway took the lease after `epoch`. The row lock keeps others from taking it before
-    the commit.
+    """Return the transaction's number. Raise `StorageFailed` if another gateway took the lease. The
+    row lock keeps it from doing so before the commit.
     """
     if not epoch:
         return str(connection.execute(_TRANSACTION).scalar_one())
@@ -117,9 +110,7 @@ def _end(connection: Connection, epoch: int) -> str:
 
 
 def _was_committed(connection: Connection, number: str) -> bool:
-    """Ask PostgreSQL whether it committed a transaction whose connection broke. An unreachable
-    server counts as "not committed".
-    """
+    """Return whether PostgreSQL committed the transaction. False if it stays unreachable."""
     deadline = time.monotonic() + _COMMIT_UNKNOWN
     while time.monotonic() < deadline:
         try:
@@ -134,7 +125,7 @@ def _was_committed(connection: Connection, number: str) -> bool:
 
 
 def errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
-    """Run the callables and return one error or None for each."""
+    """Run the callables and return each one's error."""
 
     def error_of(call: FileWork | None) -> Exception | None:
         try:

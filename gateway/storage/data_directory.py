@@ -16,9 +16,8 @@ from tandem.weights.store import fsync_path, make_folder
 
 @contextmanager
 def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
-    """Create the directory if needed and hold its lock for the block. Gateways that share a
-    database lease use a `shared` lock. Raise `InvalidRequest` if another gateway holds the lock or
-    the directory is unusable.
+    """Lock the directory, created if needed, for the block. Gateways that share a database lease
+    use a `shared` lock. Raise `InvalidRequest` if it is locked or unusable.
     """
     try:
         with suppress(FileExistsError):
@@ -40,9 +39,7 @@ def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[N
 
 
 def private_directory(settings: GatewaySettings) -> Path:
-    """Return the folder for files that workers must not read, created if needed. Raises
-    `InvalidRequest`.
-    """
+    """Return the folder that workers must not read, created if needed. Raises `InvalidRequest`."""
     try:
         with suppress(FileExistsError):
             make_folder(settings.private, mode=0o700)
@@ -52,26 +49,23 @@ def private_directory(settings: GatewaySettings) -> Path:
 
 
 def relative_path(path: Path, data_dir: Path) -> str:
-    """Return the path as stored in the database. A path inside the data directory becomes relative,
-    so that the directory can be moved.
-    """
+    """Return the path for the database: relative inside the data directory, which may be moved."""
     return str(path.relative_to(data_dir) if path.is_relative_to(data_dir) else path)
 
 
 def keep_api_key(data_dir: Path) -> str:
-    """Return this directory's local key, created on first use. The SDK requires the prefix `tml-`."""
+    """Return the local key, created on first use. The SDK requires the prefix `tml-`."""
     return _keep(data_dir / "api_key", f"tml-{secrets.token_urlsafe(32)}")
 
 
 def keep_signing_key(data_dir: Path) -> bytes:
-    """Return the 32-byte key that signs tokens, cursors and addresses, created on first use.
-    Without the file, all earlier signatures are void.
+    """Return the 32-byte signing key, created on first use. Without the file, earlier signatures
+    are void.
     """
     return bytes.fromhex(_keep(data_dir / "signing_key", secrets.token_hex(32)))
 
 
 def _keep(path: Path, new: str) -> str:
-    """Return the content of a private file, created with `new` if it is missing."""
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:

@@ -1,14 +1,11 @@
 """The database: SQLite by default, or PostgreSQL, with one writer.
 
-Every write goes through a queue. A single writer commits all queued writes in one transaction, so
-that a hundred requests share one commit and SQLite never sees two writers. Readers have their own
-connections and threads.
+The writer commits all queued writes in one transaction, so a hundred requests share one commit.
+Clients' bulk writes wait in a queue per owner. The writer takes from these queues in turn, so a
+busy owner does not delay the others. Readers have their own connections and threads.
 
-Each owner has a queue for writes that clients can send in large numbers. The writer takes from
-these queues in turn, so a busy owner does not delay the others.
-
-A locked or full database raises `StorageFailed` or `StorageFull`. The cause appears only in the
-log. Writes without a waiting caller stay in memory, in order, and are retried until they commit.
+A failing or full database raises `StorageFailed` or `StorageFull`; the log has the cause. Writes
+without a waiting caller stay in memory, in order, until they commit.
 """
 
 from __future__ import annotations
@@ -51,20 +48,19 @@ if TYPE_CHECKING:
 _READERS = 4
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
-"""Most file bytes in one transaction. A single larger file is still accepted."""
+"""Most file bytes in one transaction, unless a single file is larger."""
 _RETRY_AFTER = 1.0
 """Seconds before refused writes are retried."""
 _MAX_KEPT = 2**17
 """Most writes in memory while the storage fails. Later ones are dropped and logged."""
 _MAX_KEPT_BYTES = 256 * 2**20
-"""Most bytes in memory while the storage fails; see `has_room`."""
 
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
 """Rows per statement or query."""
 _PAUSE = 4.0
-"""Pause after each batch, as a multiple of the batch's duration."""
+"""The pause after each batch, in durations of the batch."""
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -72,10 +68,9 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 class Database:
-    """Call `await open()` before use and `await close()` at the end, which commits queued writes.
-    An empty URL means SQLite in the data directory. `kept_bytes` bounds the memory of waiting
-    writes while the storage fails. `epoch` is this gateway's lease epoch in PostgreSQL, 0 without a
-    lease.
+    """Call `await open()` first and `await close()` last, which commits queued writes. An empty URL
+    means SQLite in the data directory. `kept_bytes` bounds the memory of writes while the storage
+    fails. `epoch` is this gateway's lease epoch, 0 without a lease.
     """
 
     def __init__(
@@ -131,12 +126,10 @@ class Database:
     ) -> None:
         """Execute the statement once per row and return after the commit.
 
-        `before` is file work of `size` bytes. It runs first, in a thread. If it raises, nothing is
-        written and its error is raised here. `undo` runs at once if the write fails. `owner`
-        chooses an owner's queue; a write without one precedes all owners' writes. A `durable` write
-        survives a power failure. Other writes reach the disk with the next durable one, or when
-        SQLite checkpoints its log. Raises `StorageFailed`, `StorageFull`, or the driver's error for
-        an invalid row.
+        `before` is file work of `size` bytes that runs first, in a thread. Its error is raised
+        here. `undo` runs at once if the write fails. `owner` chooses an owner's queue. A `durable`
+        write survives a power failure; others reach the disk with the next durable one. Raises
+        `StorageFailed`, `StorageFull`, or the driver's error for an invalid row.
         """
         write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
@@ -147,9 +140,8 @@ class Database:
         await self._committed(write)
 
     async def sync(self) -> None:
-        """Return when all earlier commits would survive a power failure.
-
-        Concurrent calls share one sync, and the writer goes on meanwhile. Raises `StorageFailed`.
+        """Return when earlier commits would survive a power failure. Concurrent calls share one
+        sync, and the writer goes on. Raises `StorageFailed`.
         """
         if self._is_sqlite:  # PostgreSQL syncs at every commit
             await self._log_sync.sync()
@@ -164,10 +156,10 @@ class Database:
         refused: Callable[[], object] | None = None,
         size: int = 0,
     ) -> None:
-        """Write as `write` does, without waiting. The write is retried while the storage fails. An
-        invalid row is dropped and logged. `settled` is called after the commit or the drop,
-        `refused` after each storage failure before that. `after` is file work that follows a
-        successful commit. Call `has_room` before a write of many bytes (`size`).
+        """Write without waiting, and retry while the storage fails. An invalid row is dropped and
+        logged. `settled` follows the commit or the drop, `refused` each storage failure before it,
+        and the file work `after` a successful commit. Call `has_room` before a large write (`size`
+        bytes).
         """
         write = Write(
             [(statement, rows)],
@@ -187,17 +179,13 @@ class Database:
             self._put(write)
 
     def has_room(self, size: int) -> bool:
-        """Return whether a write without a caller may hold this many bytes. The limit applies only
-        while the storage fails.
-        """
+        """Return whether a write without a caller may hold this many bytes."""
         return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept
 
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
-        """Execute the statement for each row of a query, in batches with pauses for other writers.
-        Return the number of rows.
-
-        The query's columns are the statement's parameters. The query must not return a processed
-        row again.
+        """Execute the statement for each row of a query, whose columns are its parameters. Work in
+        batches, with pauses for other writers. Return the number of rows. The query must not return
+        a processed row again.
         """
         count = 0
         while found := await self.read(rows.limit(_ROWS_AT_ONCE)):
@@ -208,17 +196,15 @@ class Database:
         return count
 
     async def check(self) -> None:
-        """Repeat a read or a write if the last one failed. Raise `StorageFailed` or `StorageFull`
-        if it fails again.
-        """
+        """Repeat a failed last read or write, and raise its error if it fails again."""
         if self.failure is not None:
             await self.write(_CHANGE_NOTHING)
         if self._unreadable:
             await self.read(_READ_LITTLE)
 
     async def flush(self) -> bool:
-        """Wait until all queued writes outside the owners' queues are committed. Return False if
-        the storage refused some, which are retried.
+        """Wait for all queued writes outside the owners' queues. Return False if some were refused
+        and will be retried.
         """
         await self._committed(Write([]))
         return not self._postponed and not self._tried_again
@@ -231,14 +217,13 @@ class Database:
         return rows[0] if rows else None
 
     async def read_value(self, statement: Select[Value]) -> Value:
-        """Return the only value of a query that always has one, such as a count."""
         return await self._read(lambda connection: connection.execute(statement).scalar_one())
 
     async def read_in_batches(
         self, query: Select[Any], *key: Column[Any]
     ) -> AsyncIterator[Sequence[RowMapping]]:
-        """Yield a query's rows in batches, ordered by `key`, columns that are unique together. Rows
-        may be added or removed meanwhile.
+        """Yield a query's rows in batches, ordered by the unique columns `key`. Rows may come and
+        go.
         """
         query = query.order_by(*key).limit(_ROWS_AT_ONCE)
         rows = await self.read(query)
@@ -248,9 +233,7 @@ class Database:
             rows = await self.read(query.where(tuple_(*key) > last))
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
-        """Return an upsert: it inserts a row, or adds its counters to the row with this primary
-        key.
-        """
+        """Return a statement that inserts a row or adds its counters to the existing row."""
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_update(
             index_elements=list(table.primary_key),
@@ -296,7 +279,6 @@ class Database:
         self._work.set()
 
     async def _run_writer(self, connection: Connection) -> None:
-        """Commit queued writes in a loop. The next transaction replaces a broken connection."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -317,9 +299,7 @@ class Database:
         return asyncio.get_running_loop().run_in_executor(self._writer_thread, work)
 
     def _take_batch(self) -> list[Write]:
-        """Return the next batch. Writes without an owner come first, because they wait for the
-        commit only.
-        """
+        """Take writes without an owner first, because they wait for the commit only."""
         batch: list[Write] = []
         while self._queue and len(batch) < _MAX_BATCH:
             batch.append(self._queue.popleft())
@@ -330,7 +310,6 @@ class Database:
         return batch
 
     def _note_failure(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
-        """Log when the storage begins to fail and when it recovers."""
         failure = next((error for error in errors if isinstance(error, StorageFailed)), None)
         if failure is not None and self.failure is None:
             self._log.error("storage_failed", type=failure.type, reason=cause_of(failure))
@@ -341,8 +320,8 @@ class Database:
         self.failure = failure
 
     def _settle(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
-        """Report each write's outcome to its caller or to the log. Refused writes without a caller
-        are postponed together with later ones, to keep their order.
+        """Report each outcome to its caller or the log. Postpone refused writes without a caller,
+        and later ones too, to keep their order.
         """
         refused = []
         for write, error in zip(batch, errors, strict=True):
@@ -371,7 +350,6 @@ class Database:
         self._work.set()
 
     def _forget(self, write: Write) -> None:
-        """Stop counting a write without a caller."""
         self._tried_again.discard(write)
         self._kept -= 1
         self._bytes_kept -= write.size

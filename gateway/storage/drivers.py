@@ -37,9 +37,7 @@ _POSTGRESQL = {
 _SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _POSTGRESQL_FULL = "53100"  # disk_full
 _FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
-"""Error classes of PostgreSQL that blame the row or the statement. All other codes, and errors
-without a code, blame the server or the connection.
-"""
+"""PostgreSQL's error classes that blame the row or the statement. All others blame the server."""
 
 
 def is_postgresql(url: str) -> bool:
@@ -47,9 +45,7 @@ def is_postgresql(url: str) -> bool:
 
 
 def make_engine(url: str) -> Engine:
-    """Return the engine for `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
-    `InvalidRequest` for any other URL.
-    """
+    """Return the engine of a `sqlite:` or `postgresql:` URL. Raise `InvalidRequest` for others."""
     wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
     try:
         given = make_url(url)
@@ -85,8 +81,8 @@ def make_engine(url: str) -> Engine:
 
 
 def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
-    """Raise `InvalidRequest` unless the database is UTF-8. This runs before SQLAlchemy's own
-    queries, because the driver returns bytes for SQL_ASCII.
+    """Raise `InvalidRequest` unless the database is UTF-8. Runs before SQLAlchemy's own queries,
+    because the driver returns bytes for SQL_ASCII.
     """
     encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
     if encoding != "UTF8":
@@ -110,9 +106,8 @@ def _to_json(value: object) -> str:
 
 
 def typed(error: Exception) -> Exception:
-    """Return the exception to raise for a database or file error. An error of the row or the
-    statement is returned unchanged. Others become a sentence for clients, without SQL, values or
-    paths.
+    """Return the exception to raise for a database or file error: the error itself if the row is to
+    blame, else a sentence for clients without SQL, values or paths.
     """
     if isinstance(error, OSError):
         full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
@@ -144,5 +139,4 @@ def typed(error: Exception) -> Exception:
 
 
 def cause_of(failure: StorageFailed) -> str:
-    """Return the driver's own message, for operators."""
     return str(getattr(failure.__cause__, "orig", failure.__cause__))

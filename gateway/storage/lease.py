@@ -1,16 +1,13 @@
-"""The lease: it decides which gateway uses a PostgreSQL database.
+"""The lease: it decides which gateway uses a PostgreSQL database. SQLite needs none, because the
+data directory has a lock.
 
-One row holds an epoch, which each new holder raises, and a beat, which the holder counts up. The
-epoch is the time in milliseconds, or the old epoch plus one if that is higher. So an agent that
-served a newer copy of the database still recognizes the newest gateway.
+One row holds an epoch, which each holder raises, and a beat, which the holder counts up. The epoch
+is at least the time in milliseconds, so agents recognize the newest gateway even after a restored
+backup. A gateway takes the lease when it was given back, when the holder is an ended process of
+this machine, or when the beat stood still for `ttl` seconds of its own clock.
 
-A waiting gateway takes the lease when the holder gave it back, when the holder is an ended process
-of this machine, or when the beat stood still for `ttl` seconds. It measures with its own clock;
-clocks of two machines are never compared.
-
-A gateway that lost the lease while frozen or cut off cannot write: each transaction checks the
-epoch (`Database`). It ends itself at its next beat. SQLite needs no lease, because the data
-directory has a lock.
+A gateway that lost the lease cannot write, because each transaction checks the epoch. It ends
+itself at its next beat.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ Result = TypeVar("Result")
 
 
 class GatewayLease:
-    """One gateway's right to write the database. `epoch` is set after `take`. `holder` names the
-    other gateway that holds the lease.
+    """One gateway's right to write the database. `epoch` is set by `take`. `holder` names another
+    holder.
     """
 
     @classmethod
@@ -79,9 +76,7 @@ class GatewayLease:
         return taken
 
     async def wait(self) -> None:
-        """Wait until the lease is taken. The holder's time does not run while the database is
-        unreachable.
-        """
+        """Wait for the lease. The holder's time does not run while the database is unreachable."""
         while True:
             try:
                 if await self.take():
@@ -91,8 +86,8 @@ class GatewayLease:
             await asyncio.sleep(_POLL)
 
     async def take_unless_used(self) -> bool:
-        """Take the lease, even from a dead holder such as one restored from a dump. That takes
-        `ttl` seconds of watching. Return False as soon as the holder beats. Raises `StorageFailed`.
+        """Take the lease even from a dead holder, after `ttl` seconds of watching. Return False as
+        soon as the holder beats. Raises `StorageFailed`.
         """
         taken = await self.take()
         seen = self._seen
@@ -102,8 +97,8 @@ class GatewayLease:
         return taken
 
     async def lost(self) -> None:
-        """Beat, and return when another gateway has the lease. An unreachable database is an
-        outage, not a loss.
+        """Beat until another gateway has the lease. An unreachable database is an outage, not a
+        loss.
         """
         while True:
             await asyncio.sleep(self._ttl / _BEATS)
@@ -169,15 +164,13 @@ def _this_process() -> str:
 
 
 def _machine() -> str:
-    """Return a name shared by all processes that see each other's process ids."""
+    """Return a name shared by processes that see each other's process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{os.uname().nodename} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _has_ended(holder: str) -> bool:
-    """Return whether the holder is known to have ended: a missing process of this machine, or a
-    zombie.
-    """
+    """Return whether the holder is a missing or zombie process of this machine."""
     machine, pid, created = holder.rsplit(" ", 2)
     if machine != _machine():
         return False

@@ -1,7 +1,7 @@
 """Rotates the log files of the gateway and its workers, and removes old ones.
 
-A process, its children and its C libraries append to one open file. A rename would not stop them,
-so the file is copied and then truncated. Lines written in the microseconds between are lost.
+Several writers append to one open file and would follow a rename, so the file is copied and then
+truncated. Lines written in between are lost.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ _BLOCK = 2**20
 def tidy_logs(
     folder: Path, *, max_bytes: int, copies: int, ttl: float, in_use: Collection[str]
 ) -> None:
-    """Rotate logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`, and remove files without
-    a write for `ttl` seconds. `in_use` names, without `.log`, the logs of live processes. Their
-    rotated copies still expire.
-
-    A new log begins with the first line of the full one, which names its process.
+    """Rotate logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`. Remove files unchanged
+    for `ttl` seconds, except the logs of live processes (`in_use`, without `.log`). A new log
+    repeats the first line, which names its process.
     """
     for log in folder.glob("*.log"):
         if log.is_file() and log.stat().st_size > max_bytes:

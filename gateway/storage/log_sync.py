@@ -16,8 +16,6 @@ from tandem.telemetry import get_log
 
 
 class LogSync:
-    """Syncs the log of one engine's database. `shutdown` ends its thread."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
@@ -59,8 +57,8 @@ class LogSync:
                     done.set_result(None)
 
     def _sync_file(self) -> None:
-        """Sync the log file. After a failed sync, write the log into the database first: the kernel
-        may have dropped pages and report success at the next sync.
+        """Sync the log file. After a failed sync, first write the log into the database: the kernel
+        may have dropped pages and still report success at the next sync.
         """
         if self._in_doubt:
             with self._engine.connect() as connection:

@@ -1,11 +1,8 @@
 """Removes old rows of ended things.
 
-Ended operations, sampling sessions, weight versions, workers, runs and sessions lose their rows
-after `history_ttl`. Audit entries have their own age limit. Usage stays. A run and its optimizer
-steps stay while it has a checkpoint or a folder on the disk, because its row describes its
-checkpoints. A session stays while it has a run.
-
-Readers find the rows, and the writer deletes them in small batches, so that other writes wait only
+Ended things lose their rows after `history_ttl`, audit entries after `audit_ttl`. Usage stays. A
+run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
+session stays while it has a run. Rows are deleted in small batches, so that other writes wait only
 briefly.
 """
 
@@ -41,8 +38,6 @@ _AT_ONCE = 100
 
 @dataclass(eq=False, kw_only=True)
 class Retention:
-    """`history_ttl` and `audit_ttl` are in seconds."""
-
     database: Database
     data_dir: Path
     history_ttl: float

@@ -1,9 +1,8 @@
 """Reports finished samples to clients that poll for all of theirs at once.
 
-A target is one client of a sampling session. Clients number their requests in blocks of 10⁹, so the
-block names the client. A target uses memory from its first poll until `idle_ttl` seconds after its
-last. Cursors grow across restarts of the gateway, so a cursor of an earlier gateway is recognized.
-Its client is told, because the earlier samples will never be reported.
+A target is one client of a sampling session: clients number their requests in blocks of 10⁹. It
+uses memory from its first poll until `idle_ttl` seconds after its last. Cursors grow across
+restarts, so a client with an earlier gateway's cursor is told that its samples are lost.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from tandem.errors import TandemError
 
 CLIENT_BLOCK = 1_000_000_000
 _MOST_TARGETS = 16_384
-"""Most targets with a queue, since clients choose their own numbers. The least recently polled
-target goes first. Its client is told of all its samples again.
+"""Most targets with a queue, since clients choose their numbers. The least recently polled goes
+first.
 """
 
 
@@ -57,7 +56,6 @@ class CompletionFeed:
         self._queues: OrderedDict[Target, _Queue] = OrderedDict()
 
     def watch(self, future: Future) -> None:
-        """Report the end of an accepted sample if its client polls."""
         target = target_of(future.request_id)
         if target is not None and target in self._queues:
             self._report_end(target, future)
@@ -65,9 +63,9 @@ class CompletionFeed:
     async def poll(
         self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
     ) -> tuple[Sequence[Completion], int] | None:
-        """Return the samples that ended after the cursor `after` (0: all), and the new cursor. Wait
-        at most `timeout` seconds for the first one. Return None for a cursor of an earlier gateway.
-        The results of `retrieved` are dropped.
+        """Return the samples that ended after the cursor `after` (0: all), and the new cursor,
+        within `timeout` seconds. Return None for an earlier gateway's cursor. Results of
+        `retrieved` are dropped.
         """
         if 0 < after < self._started:
             return None
@@ -118,7 +116,7 @@ class CompletionFeed:
             queue.waiting.append(
                 Completion(cursor=queue.last, request_id=future.request_id, size=size)
             )
-            # A client may never move its cursor. The results of older samples were dropped.
+            # A client may never move its cursor.
             del queue.waiting[: -self._futures.max_samples]
             queue.changed.set_result(None)
             queue.changed = asyncio.Future()
@@ -127,15 +125,15 @@ class CompletionFeed:
 
 
 def _now() -> int:
-    """Return microseconds since 1970, the first cursor of a queue. No queue reports a million
-    samples a second, so a later queue's cursors are always higher.
+    """Return microseconds since 1970. No queue reports a million samples a second, so a later
+    queue's cursors are higher.
     """
     return int(time.time() * 1e6)
 
 
 def target_of(request_id: str) -> Target | None:
-    """Return a sample's target, None for other requests. Literal example:
-    `s-ab12:sample:0:2000000007` belongs to the second client of `s-ab12:sample:0`.
+    """Return a sample's target, or None. Literal example: `s-ab12:sample:0:2000000007` belongs to
+    the second client of `s-ab12:sample:0`.
     """
     parts = split_request_id(request_id)
     if parts is None or ":sample:" not in parts[0]:

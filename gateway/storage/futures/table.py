@@ -1,12 +1,9 @@
 """Futures: the results that clients wait for by request_id.
 
-A future stays in memory until `FETCHED_GRACE` seconds after its result was fetched, because an
-answer may be lost on its way. Then the journal still has an operation's result. A sample's result
-is gone, and the SDK asks for the sample again.
-
-Each owner has a bounded number of result bytes in memory. Above it, the oldest sample results move
-to files and the oldest operation results are dropped. Each owner also has a bounded number of
-unfetched samples, of which the oldest are dropped.
+A future leaves memory `FETCHED_GRACE` seconds after the fetch, because an answer may be lost on its
+way. Afterwards only the journal has an operation's result, and the SDK repeats a sample. Above each
+owner's bound, the oldest sample results move to files, and the oldest operation results are
+dropped. Each owner also has a bounded number of unfetched samples.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ RESULTS = 65_536
 
 @dataclass(frozen=True)
 class Result:
-    """The body of a successful answer. `weight_version` is set for samples. A result outside memory
-    has an empty `body` and a `file` of `file_bytes` bytes.
+    """The body of a successful answer, in memory or in a `file` of `file_bytes` bytes.
+    `weight_version` is set for samples.
     """
 
     media: Media
@@ -77,7 +74,7 @@ class Waiting:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
-    """The present or future outcome of one request. `describe` returns the reason for waiting.
+    """The outcome of one request, now or later. `describe` returns the reason for waiting.
     `digest` tells two samples with one request_id apart.
     """
 
@@ -96,14 +93,11 @@ class Future:
         return self.done.done()
 
     def resolve(self, outcome: Outcome) -> None:
-        """Set the outcome, unless one was set before."""
         if not self.done.done():
             self.outcome = outcome
             self.done.set_result(None)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
-        """Call `tell` with the outcome, soon after it is set."""
-
         def ended(_done: asyncio.Future[None]) -> None:
             assert self.outcome is not None
             tell(self.outcome)
@@ -112,7 +106,7 @@ class Future:
 
 
 class _Leaving:
-    """Futures in order of arrival. Each leaves the table after `ttl` seconds."""
+    """Futures in order of arrival. Each leaves after `ttl` seconds."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl
@@ -126,15 +120,14 @@ class _Leaving:
         self._futures.pop(future, None)
 
     def over(self) -> list[Future]:
-        """Return the expired futures, without a look at the others."""
         cutoff = time.monotonic() - self._ttl
         return [future for future, _ in takewhile(lambda f: f[1] < cutoff, self._futures.items())]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
-    """All futures of this gateway, by request_id. `folder` holds results outside memory.
-    `bytes_in_memory` and `max_samples` apply to each owner. `result_ttl` is in seconds.
+    """This gateway's futures by request_id. `folder` holds results outside memory.
+    `bytes_in_memory` and `max_samples` apply per owner. `result_ttl` is in seconds.
     """
 
     folder: Path
@@ -165,11 +158,10 @@ class FutureTable:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all results in memory."""
         return sum(self._bytes.values())
 
     async def open(self) -> None:
-        """Remove result files of an earlier gateway, whose samples are gone."""
+        """Remove result files of an earlier gateway."""
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     async def close(self) -> None:
@@ -188,15 +180,13 @@ class FutureTable:
         return list(self._futures.values())
 
     def forget(self, request_id: str) -> None:
-        """Drop a finished sample. Unfinished samples stay. Operations also stay, because the sweep
-        reports them to the journal.
-        """
+        """Drop a finished sample. Operations stay: the sweep reports them to the journal."""
         future = self._futures.get(request_id)
         if future is not None and future.ended and future.source == "sample":
             self._drop(future)
 
     def sweep(self) -> list[Future]:
-        """Drop and return fetched futures and those older than `result_ttl`."""
+        """Drop and return fetched and expired futures."""
         over = [
             future
             for leaving in (self._fetched, *self._unfetched.values())
@@ -207,7 +197,6 @@ class FutureTable:
         return over
 
     def note_fetched(self, future: Future) -> None:
-        """Note that the client received the whole outcome."""
         future.fetched_at = time.monotonic()
         if self._futures.get(future.request_id) is future:
             self._unfetched[future.source].discard(future)
@@ -216,15 +205,15 @@ class FutureTable:
     # --- Waiting ------------------------------------------------------------------------------
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
-        """Return the outcome. Return None after `timeout` seconds or when the gateway shuts down.
-        Call `note_fetched` after the whole outcome was sent.
+        """Return the outcome, or None after `timeout` seconds or at shutdown. Call `note_fetched`
+        after the whole outcome was sent.
         """
         if not future.ended:
             await self.wait_until(future.done, timeout=timeout)
         return future.outcome
 
     async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
-        """Wait for `done`, for `timeout` seconds, or until the gateway shuts down."""
+        """Wait for `done`, for `timeout` seconds, or until shutdown."""
         if self._closing:
             return
         # Each long poll has its own future: removing one waiter from a shared one scans all
@@ -239,11 +228,9 @@ class FutureTable:
 
     @property
     def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
         return self._closing
 
     def release_waiters(self) -> None:
-        """End all long polls at shutdown."""
         self._closing = True
         for closing in self._long_polls:
             if not closing.done():
@@ -252,7 +239,6 @@ class FutureTable:
     # --- Results ------------------------------------------------------------------------------
 
     def _keep_result(self, future: Future) -> None:
-        """Count the result of an ended future and make room for it."""
         owner = future.owner
         if self._futures.get(future.request_id) is not future:
             return  # dropped since it ended

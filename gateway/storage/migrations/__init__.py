@@ -1,8 +1,7 @@
 """Migrations of the database (alembic), applied when the gateway starts.
 
 Each change of `gateway/storage/tables.py` is one file `versions/vNNNN_SUBJECT.py` with the revision
-`NNNN_SUBJECT`. An empty database goes through all of them. At the newest revision, the check costs
-one query.
+`NNNN_SUBJECT`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _FOLDER = Path(__file__).parent
 
 
 def upgrade(connection: Connection) -> None:
-    """Apply the missing migrations in one transaction. Raises `UnknownSchema` for a revision that
-    is not in `versions`.
+    """Apply the missing migrations in one transaction. Raises `UnknownSchema` for an unknown
+    revision.
     """
     revision = _revision(connection)
     if revision == newest_revision():
@@ -50,7 +49,6 @@ def check_revision(revision: str, database: str) -> None:
 
 
 def _revisions() -> list[str]:
-    """Return all revisions, oldest first, from the file names."""
     return sorted(path.stem.removeprefix("v") for path in (_FOLDER / "versions").glob("v*.py"))
 
 
