@@ -1,8 +1,8 @@
-"""What is saved on disk: checkpoints, weight versions and base models.
+"""Checkpoints, weight versions and base models on the disk.
 
-`catalog` maps the names of checkpoints to their files. `versions` keeps the weight versions and
-watches the disk space. `pins` says which folders are in use. `collector` removes known folders
-without a name and a pin. `copies`, `encryption` and `downloads` do what their names say.
-`compatibility` decides whether a run can load a checkpoint; `base_models` lists the models that
-clients may ask for. A new kind of checkpoint starts in `gateway.identifiers.CheckpointKind`.
+`catalog` maps checkpoint names to files. `versions` stores weight versions and checks disk space.
+`pins` marks folders in use, and `collector` removes known folders without a name or a pin. `copies`
+copies checkpoints, `encryption` encrypts versions, and `downloads` signs addresses. `compatibility`
+decides whether a run can load a checkpoint. `base_models` lists the base models. A new kind of
+checkpoint starts in `gateway.identifiers.CheckpointKind`.
 """

@@ -1,4 +1,4 @@
-"""The base models that clients may ask for, by name."""
+"""The base models that clients may use, by name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tandem.weights.model_files import check_weights
 from tandem.weights.model_store import RECORD_NAME, models_in
 
 _MAX_LENGTH = 2**31 - 1
-"""Tokens. Configs use larger numbers for "no limit"."""
+"""Tokens. Larger numbers in configs mean "no limit"."""
 
 
 @dataclass(frozen=True)
 class BaseModelEntry:
-    """`path` is a folder in the Hugging Face layout, empty where it is not to be shown;
-    `max_length` is in tokens, None if unknown; `added_at` is in seconds since 1970."""
+    """`path` is a folder in the Hugging Face layout, empty if hidden. `max_length` is in tokens,
+    None if unknown. `added_at` is in seconds since 1970.
+    """
 
     name: str
     path: str
@@ -37,12 +38,10 @@ class BaseModelEntry:
 
     @property
     def note(self) -> str:
-        """Say why `SamplingClient.get_tokenizer` does not find the tokenizer by this name, and what
-        does; empty where nothing stands in the way. A `TrainingClient` is told the path.
+        """Explain why `SamplingClient.get_tokenizer` cannot use this name; empty if it can.
 
-        The SDK looks for the tokenizer under the name of the base model, and changes some names
-        first (`_load_tokenizer_from_model_info`): ORGANISATION/MODEL/VARIANT loses its variant, so
-        that a path of two parts needs a slash at its end.
+        The SDK rewrites some names (`_load_tokenizer_from_model_info`). It cuts
+        ORGANISATION/MODEL/VARIANT to two parts, so a path of two parts needs a slash at its end.
         """
         if self.name.count("/") == 2:
             place = repr(self.name.rpartition("/")[0])
@@ -60,9 +59,9 @@ class BaseModelEntry:
 
 
 class BaseModels:
-    """The base models that there are. One that was registered has a row, with its path, which is
-    relative if it lies in the data directory. One of the models directory has none: its record
-    says that it is there (`tandem/weights/model_store.py`)."""
+    """The known base models. A registered model has a row with its path. A model in the models
+    directory has a record file instead (`tandem/weights/model_store.py`).
+    """
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
         self._database = database
@@ -80,8 +79,9 @@ class BaseModels:
         await self.find()
 
     async def find(self) -> None:
-        """Take the models of the models directory that are new. One whose folder is gone stays: a
-        shared filesystem may be away for a while."""
+        """Add new models of the models directory. A missing folder removes none, because a shared
+        filesystem may be away for a while.
+        """
         for name, folder in (await asyncio.to_thread(models_in, self._models_dir)).items():
             if name in self._entries:
                 continue
@@ -98,10 +98,10 @@ class BaseModels:
         return list(self._entries.values())
 
     def get(self, name: str) -> BaseModelEntry:
-        """Return a model by its name, or by the path with which it was registered: a client that
-        names the path can load the tokenizer from there, where the SDK looks for it under the
-        model's name. A path may end with a slash (see `note`), and may have lost its first slash in
-        a URL. Raise `UnknownModel`."""
+        """Return a model by name or by registered path. A client that uses the path can load the
+        tokenizer from it. The path may end with a slash (see `note`) and may have lost its first
+        slash in a URL. Raises `UnknownModel`.
+        """
         entry = self._entries.get(name)
         if entry is None:
             path = Path("/", name)
@@ -112,17 +112,17 @@ class BaseModels:
         return entry
 
     def note_longest(self, name: str, length: int) -> None:
-        """Note the longest sequence that an engine of a model says that it takes, in tokens."""
+        """Note the longest sequence, in tokens, that an engine reported for the model."""
         self._longest[name] = length
 
     def context_length(self, entry: BaseModelEntry) -> int | None:
-        """Return how long a sequence of a model may be, as far as is known: what the model allows,
-        or what the KV cache of the engine that answered last holds, if that is less."""
+        """Return the longest known sequence: the model's limit or the KV cache of the last engine,
+        if that is smaller.
+        """
         known = (entry.max_length, self._longest.get(entry.name))
         return min((length for length in known if length), default=None)
 
     async def limits(self, entry: BaseModelEntry) -> SampleLimits:
-        """Return what a model allows of a sample, as far as is known."""
         vocabulary = self._vocabularies.get(entry)
         if vocabulary is None:
             vocabulary = await asyncio.to_thread(_read_vocabulary, Path(entry.path))
@@ -135,7 +135,7 @@ class BaseModels:
         )
 
     async def add(self, *, name: str, path: str) -> BaseModelEntry:
-        """Register a model, or give a registered name another path. Raise `InvalidRequest`."""
+        """Register a model, or give a name another path. Raises `InvalidRequest`."""
         check_model_name(name)
         folder, forget = Path(path), delete(models).where(models.c.name == name)
         if self._is_recorded(name, folder):
@@ -149,9 +149,9 @@ class BaseModels:
         return entry
 
     async def remove(self, name: str) -> None:
-        """Remove a model, named as in `get`, and its record if it has one, but no other file; runs
-        that use it go on. Raise `UnknownModel`, or `InvalidRequest` where the record cannot be
-        removed."""
+        """Remove a model and its record file. Other files stay, and runs go on. Raises
+        `UnknownModel`, or `InvalidRequest` if the record cannot be removed.
+        """
         entry = self.get(name)
         if self._is_recorded(entry.name, folder := Path(entry.path)):
             try:
@@ -164,7 +164,6 @@ class BaseModels:
         await self._database.write(delete(models).where(models.c.name == entry.name))
 
     def _is_recorded(self, name: str, folder: Path) -> bool:
-        """Return whether this is a model of the models directory, under its name there."""
         return folder == self._models_dir / name and (folder / RECORD_NAME).exists()
 
     async def _take(self, name: str, folder: Path) -> BaseModelEntry:
@@ -179,8 +178,9 @@ class BaseModels:
 
 
 def _check_model(path: Path) -> int | None:
-    """Return the context length that a model's config names. Raise `InvalidRequest` if the folder
-    is not a model, or if its weights are not whole."""
+    """Return the context length in the config. Raise `InvalidRequest` for a folder without a whole
+    model.
+    """
     if not path.is_absolute():
         raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
     config = path / "config.json"
@@ -205,7 +205,6 @@ def _check_model(path: Path) -> int | None:
 
 
 def _read_vocabulary(path: Path) -> int | None:
-    """Return how many tokens a model's config names, None if its folder cannot be read."""
     try:
         size = text_config(path).get("vocab_size")
     except (OSError, ValueError):

@@ -1,12 +1,9 @@
-"""Checkpoints by name: `tinker://RUN/KIND/NAME`, the files behind it, and its expiry.
+"""Checkpoints by name: `tinker://RUN/KIND/NAME`, their files and their expiry.
 
-There are three kinds: `weights` (a trainer's state, in a folder of its own), `sampler_weights`
-and `external_weights` (weight versions; the external ones are for download). A deleted or
-expired checkpoint disappears from every answer at once; the garbage collector removes its files
-later: it removes the folders that were released here.
-
-An expired checkpoint is kept for a grace period from when the gateway first saw that it had
-expired, and comes back if the clock turns out to have been ahead.
+The kinds are `weights` (a trainer's state in its own folder), `sampler_weights` and
+`external_weights` (weight versions, the latter for download). A deleted or expired checkpoint is
+hidden at once, and the garbage collector removes its files later. An expired one waits for a grace
+period and comes back if the clock was ahead.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ from tandem.protocol.worker import TrainingSpec
 @dataclass(frozen=True)
 class Checkpoint:
     """A named save. `folder`, relative to the data directory, is set for the kind `weights`,
-    `version` for the two others. Times are in seconds since 1970; `expires_at` is None for a
-    checkpoint that does not expire."""
+    `version` for the others. Times are in seconds since 1970. `expires_at` is None for no expiry.
+    """
 
     path: CheckpointPath
     base_model: str
@@ -64,13 +61,13 @@ class Checkpoint:
 
     @property
     def relative_folder(self) -> str:
-        """The path of its folder relative to the data directory."""
+        """Its folder, relative to the data directory."""
         return self.folder or relative_version_folder(self.version)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The training run of a checkpoint. `owner` is empty if the run is not in the database."""
+    """A checkpoint's training run. `owner` is empty if the database does not have the run."""
 
     owner: str = ""
     project_id: str = ""
@@ -79,8 +76,6 @@ class Origin:
 
 @dataclass(frozen=True)
 class StorageUse:
-    """The checkpoints of one owner in one project."""
-
     project_id: str
     owner: str
     count: int
@@ -88,8 +83,7 @@ class StorageUse:
 
 
 EXPIRY_GRACE = 86_400.0
-"""Seconds for which the files of an expired checkpoint stay, hidden, after the gateway first saw
-that it had expired: the clock may be ahead."""
+"""Seconds for which an expired checkpoint's files stay, in case the clock was ahead."""
 
 
 class CheckpointCatalog:
@@ -109,14 +103,15 @@ class CheckpointCatalog:
         self._expiry_grace = expiry_grace
         self._unnamed_runs: set[str] = set()
         self.snapshot_bytes: Counter[str] = Counter()
-        """By owner. Their runs remove them."""
+        """Snapshot bytes by owner. Runs remove their own snapshots."""
         self.given_up: defaultdict[str, set[str]] = defaultdict(set)
-        """By run, the folders of which nobody was told that they are saved."""
+        """By run, folders of failed saves."""
 
     @contextmanager
     def writing(self, folder: str, *, run_id: str) -> Iterator[None]:
-        """Pin a folder that a trainer writes and the block names. If the block fails, the folder
-        may be complete all the same; the garbage collector removes it."""
+        """Pin a folder that a trainer writes, for the block. A failed block may leave a complete
+        folder, which the garbage collector then removes.
+        """
         with self.pins.pinned(folder):
             try:
                 yield
@@ -125,8 +120,9 @@ class CheckpointCatalog:
                 raise
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Write the row of a checkpoint whose files are complete, replacing one of the same path in
-        the same transaction. Raises `StorageFailed`."""
+        """Write the row of a complete checkpoint and replace one with this path. Raises
+        `StorageFailed`.
+        """
         await self._database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
@@ -135,16 +131,16 @@ class CheckpointCatalog:
         self.mark(checkpoint.path.run_id)
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """Return the checkpoint, without a check of who may read it; None if there is none."""
+        """Return the checkpoint or None, without a check of access rights."""
         row = await self._database.read_one(
             select(checkpoints).where(checkpoints.c.path == str(path), not_expired())
         )
         return checkpoint_of(row) if row is not None else None
 
     async def get(self, path: str, *, readers: Readers, trainable: bool = False) -> Checkpoint:
-        """Return the checkpoint if `readers` may read it. Raise `UnknownWeights`, also for one
-        that must be `trainable` and is not, or `InvalidRequest` for text that is not a checkpoint
-        path."""
+        """Return the checkpoint. Raise `UnknownWeights` if it is missing, hidden from `readers` or
+        not `trainable`, and `InvalidRequest` for a malformed path.
+        """
         found = await self.find(parse_checkpoint_path(path))
         if found is None or not readers.may_read(owner=found.owner, public=found.public):
             raise unknown_checkpoint(path)
@@ -159,16 +155,16 @@ class CheckpointCatalog:
     async def reading(
         self, path: str, *, readers: Readers, trainable: bool = False
     ) -> AsyncIterator[Checkpoint]:
-        """Return the checkpoint and keep its files while the block runs, even if its name is
-        deleted. Raises as `get`."""
+        """Return the checkpoint and keep its files for the block, even if its name is deleted.
+        Raises as `get`.
+        """
         run_id = parse_checkpoint_path(path).run_id
         async with self._kept(run_id, self.get(path, readers=readers, trainable=trainable)) as kept:
             yield kept
 
     @asynccontextmanager
     async def reading_checked(self, path: CheckpointPath) -> AsyncIterator[Checkpoint]:
-        """As `reading`, where the right to read was checked before: by a signature, or by the
-        route. Raises `UnknownWeights`."""
+        """Do as `reading`, without a check of access rights. Raises `UnknownWeights`."""
         async with self._kept(path.run_id, self._existing(path)) as kept:
             yield kept
 
@@ -189,14 +185,14 @@ class CheckpointCatalog:
         return found
 
     async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
-        """Yield all the checkpoints of a run, oldest first, some at a time."""
+        """Yield a run's checkpoints in batches, oldest first."""
         table = checkpoints.c
         query = select(checkpoints).where(table.run_id == run_id, not_expired())
         async for rows in self._database.read_in_batches(query, table.created_at, table.path):
             yield [checkpoint_of(row) for row in rows]
 
     async def newest_version(self, run_id: str) -> str:
-        """Return the weight version that a run last named for sampling; empty if there is none."""
+        """Return the weight version of a run's newest sampler checkpoint, or ""."""
         row = await self._database.read_one(
             select(checkpoints.c.version)
             .where(
@@ -212,8 +208,9 @@ class CheckpointCatalog:
     async def of_owner(
         self, owner: str | None, *, limit: int, offset: int
     ) -> tuple[list[Checkpoint], int]:
-        """Return a page of an owner's checkpoints (everybody's, for None), newest first, and how
-        many there are in all."""
+        """Return a page of an owner's checkpoints (None: everybody's), newest first, and the total
+        number.
+        """
         wanted = [not_expired()] if owner is None else [not_expired(), checkpoints.c.owner == owner]
         rows = await self._database.read(
             select(checkpoints)
@@ -230,8 +227,9 @@ class CheckpointCatalog:
     async def check_quota(
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
-        """Raise `LimitExceeded` if the owner may not store another checkpoint of this size. The
-        snapshots of its runs count as well."""
+        """Raise `LimitExceeded` if the owner may not store this many bytes more. Snapshots count as
+        well.
+        """
         used = await self._database.read_value(
             select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
                 checkpoints.c.owner == owner, not_expired()
@@ -244,7 +242,6 @@ class CheckpointCatalog:
         )
 
     async def storage_use(self, caller: Caller, *, project_id: str | None) -> list[StorageUse]:
-        """Sum up the checkpoints that the caller may see, by project and owner."""
         wanted = [not_expired(), visible(checkpoints.c.owner, caller, "accessible")]
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
@@ -263,27 +260,24 @@ class CheckpointCatalog:
         return [from_row(StorageUse, row, bytes=int(row["bytes"])) for row in rows]
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
-        """Let the checkpoint expire so many seconds from now; None: never."""
+        """Set the expiry to this many seconds from now; None: never."""
         expires_at = time.time() + ttl_seconds if ttl_seconds is not None else None
         await self.change(checkpoint, expires_at=expires_at)
 
     async def change(self, checkpoint: Checkpoint, **values: object) -> None:
-        """Set columns of the checkpoint."""
         await self._database.write(
             update(checkpoints).where(_is(checkpoint)).values(**values), durable=True
         )
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        """Delete the name; the garbage collector removes the files when nobody uses them."""
+        """Delete the name. The garbage collector removes the files when they are unused."""
         await self._database.write_together(*_release(_is(checkpoint)), durable=True)
         self.mark(checkpoint.path.run_id)
 
     async def expire(self) -> None:
-        """Delete the names of the checkpoints that have expired and whose grace period is over;
-        note when those that have expired since were first seen."""
         now, seen = time.time(), checkpoints.c.expired_at
         expired = checkpoints.c.expires_at <= now
-        # Seen while the clock was ahead.
+        # Noted while the clock was ahead.
         wrong = seen.is_not(None) & ((checkpoints.c.expires_at > now) | (seen > now))
         new, over = expired & seen.is_(None), expired & (seen <= now - self._expiry_grace)
         for which, value in ((wrong, None), (new, now)):
@@ -296,16 +290,13 @@ class CheckpointCatalog:
             self._unnamed_runs.update(row["run_id"] for row in rows)
 
     def mark(self, run_id: str) -> None:
-        """Note that files of this run may have lost their name."""
         self._unnamed_runs.add(run_id)
 
     def take_marked(self) -> list[str]:
-        """Return the runs that were marked since the last call."""
         marked, self._unnamed_runs = sorted(self._unnamed_runs), set()
         return marked
 
     async def origin(self, run_id: str) -> Origin:
-        """Return who owns a run, and what it trains."""
         row = await self._database.read_one(
             select(runs.c.training, runs.c.owner, runs.c.project_id).where(runs.c.id == run_id)
         )
@@ -339,8 +330,7 @@ def not_expired() -> ColumnElement[bool]:
 
 
 def _release(which: ColumnElement[bool]) -> list[Executable]:
-    """Return the statements that delete names and let the collector remove their folders. Those of
-    weight versions have rows of their own."""
+    """Return statements that delete names and release their folders to the collector."""
     table = checkpoints.c
     folders = select(table.folder, table.run_id).where(which, table.folder != "")
     return [
@@ -350,6 +340,6 @@ def _release(which: ColumnElement[bool]) -> list[Executable]:
 
 
 def _is(checkpoint: Checkpoint) -> ColumnElement[bool]:
-    """Match this very checkpoint, not a newer one of the same path."""
+    """Match this checkpoint, not a newer one with its path."""
     table = checkpoints.c
     return (table.path == str(checkpoint.path)) & (table.created_at == checkpoint.created_at)

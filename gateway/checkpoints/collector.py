@@ -1,24 +1,19 @@
-"""Removes weight versions and checkpoint folders that nothing names and nobody uses.
+"""Removes unused, unnamed weight versions and checkpoint folders.
 
-It removes released folders, and weight versions without a name that the database knows. It removes
-partial folders, which a crash left of a save. It removes folders that this gateway asked a trainer
-for and named nowhere. It never removes any other folder. A folder that the database does not know
-may hold a checkpoint of a user: the database may be an older copy, or another one. `warnings` names
-these folders, and an operator decides.
+It removes released folders, known versions without a name, partial folders of a crashed save, and
+failed saves of this gateway. Unknown folders stay, because the database may be an older copy and
+the folder a user's checkpoint. `warnings` reports them to the operator.
 
-A folder is kept while a checkpoint or an active sampling session names it, and while a run, a
-sampler, a reader or a writer pins it. The base of a kept delta is kept, too. Files are written
-before their name and removed after it, so a crash leaves at worst files without a name.
-
-Saving and reading go on meanwhile, so the order of the checks matters:
+A folder stays while a checkpoint, an active sampling session, a pin or a kept delta needs it. Files
+are written before their name and removed after it, so a crash leaves at worst files without a name.
+Saves and reads go on meanwhile, so the order matters:
 
 1. List the disk, so that no younger folder is touched.
 2. Read the pins.
-3. Read the names. A save unpins its folder only after its name is committed.
-4. Read the pins again. A reader pins a folder after it has found the name.
+3. Read the names. A save unpins its folder after its name is committed.
+4. Read the pins again. A reader pins a folder after it found the name.
 
-Collecting a folder is one rename into the trash, so collections of several runs need not wait for
-one another. One task at a time then empties the trash, which can take long.
+Collection renames a folder into the trash. One task empties the trash later.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
 _OF_RUNS = ("snapshots", "operations")
-"""Folders that have one folder for each active run."""
+"""These hold one folder per active run."""
 _PARTIAL_PREFIX = ".partial-"
 _TRASH = ".trash"
 _MOST_NAMED = 5
@@ -67,7 +62,7 @@ class GarbageCollector:
         checkpoints: CheckpointCatalog,
     ) -> None:
         self.unknown: set[str] = set()
-        """Folders that the database does not know, by their path in the data directory."""
+        """Paths in the data directory that the database does not know."""
         self._database = database
         self._data_dir = data_dir
         self.checkpoints = checkpoints
@@ -78,37 +73,35 @@ class GarbageCollector:
         self._log = get_log()
 
     async def collect_all(self) -> None:
-        """Remove what an earlier gateway left. Call it only before anything runs."""
+        """Remove leftovers of an earlier gateway. Call it before anything runs."""
         await self.collect(None, ended=True)
         await self.find_unknown()
         self.empty_trash_soon()
 
     async def close(self) -> None:
-        """Stop removing; the next gateway goes on with what is left in the trash."""
+        """Stop removing. The next gateway empties the rest of the trash."""
         self._closing = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def empty_trash(self) -> None:
-        """Remove what is in the trash: also what a crash or a failing disk left there. That can
-        take minutes."""
+        """Empty the trash, which can take minutes."""
         async with self._emptying:
             await asyncio.to_thread(self._empty_trash)
 
     def empty_trash_soon(self) -> None:
-        """As `empty_trash`, without waiting."""
-        if len(self._tasks) > 1:  # one is at work, and the next will find everything
+        if len(self._tasks) > 1:  # one runs, and the next will find everything
             return
         task = asyncio.create_task(self.empty_trash(), name="empty-trash")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def collect(self, run_id: str | None, *, ended: bool = False) -> bool:
-        """Remove the folders of a run (of all, for None) that nothing names or uses; partial
-        folders as well if its trainer has stopped. Return False if some are still in use, so that
-        the call is worth repeating."""
+        """Remove the unused, unnamed folders of a run (None: of all), and its partial folders if
+        its trainer `ended`. Return False if some are in use and a later call may remove them.
+        """
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
-        if not await self._database.flush():  # it may name what has lost its name
+        if not await self._database.flush():  # unwritten rows may name them
             if run_id is not None:
                 self.checkpoints.mark(run_id)
             return False
@@ -137,7 +130,6 @@ class GarbageCollector:
         return len(unused) == len(unnamed)
 
     async def warnings(self) -> list[str]:
-        """Return what an operator should know, in sentences."""
         self.unknown = await asyncio.to_thread(self._still_there)
         if not self.unknown:
             return []
@@ -147,8 +139,7 @@ class GarbageCollector:
         return [f"{names}: {UNKNOWN}"]
 
     async def find_unknown(self) -> None:
-        """Note the folders that the database does not know, and log them. Those of an unknown run
-        are noted as one."""
+        """Find and log folders that the database does not know. An unknown run counts once."""
         found = await asyncio.to_thread(self._list_folders, None, False)
         of_runs = await asyncio.to_thread(self._list_folders_of_runs)
         known = self._pins.folders()
@@ -178,7 +169,7 @@ class GarbageCollector:
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []
         for run in self._run_folders(run_id):
-            with suppress(FileNotFoundError):  # another collection just removed it, being empty
+            with suppress(FileNotFoundError):  # another collection just removed it
                 found += sorted(run.iterdir())
         return [
             str(folder.relative_to(self._data_dir))
@@ -203,8 +194,9 @@ class GarbageCollector:
         return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
 
     async def _bases(self, run_id: str | None, kept: set[str]) -> set[str]:
-        """Return the folders of what kept versions are deltas of. While one is being written its
-        run has another pinned that is, or is a delta of, the same."""
+        """Return the base folders of kept deltas. During a delta's write its run pins a version
+        with that base.
+        """
         deltas = select(weight_versions.c.name, weight_versions.c.delta_of).where(
             weight_versions.c.delta_of != "", weight_versions.c.collected_at.is_(None)
         )
@@ -217,7 +209,7 @@ class GarbageCollector:
         }
 
     async def _known(self, run_id: str | None) -> set[str]:
-        """Return the folders without a name that the database knows all the same."""
+        """Return unnamed folders that the database knows."""
         released = select(released_folders.c.folder, literal("").label("name"))
         versions = select(literal(""), weight_versions.c.name).where(
             weight_versions.c.collected_at.is_(None)
@@ -229,15 +221,14 @@ class GarbageCollector:
         return {row["folder"] or relative_version_folder(row["name"]) for row in rows}
 
     def _put_away(self, folders: list[str]) -> tuple[list[str], list[str]]:
-        """Rename folders into the trash, so that nothing half removed has a name. Return these
-        folders, and the others, which the disk refused to rename."""
+        """Rename folders into the trash. Return the renamed folders and the failed ones."""
         removed, refused = [], []
         for folder in folders:
             try:
-                with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
+                with suppress(FileNotFoundError):  # its writer discarded the partial folder
                     self._throw_away(folder)
                 removed.append(folder)
-            except OSError as error:  # stays where it is, and is tried again
+            except OSError as error:  # it stays and is tried again
                 self._log.error("not_put_away", folder=folder, reason=describe(error))
                 refused.append(folder)
         return removed, refused
@@ -256,16 +247,15 @@ class GarbageCollector:
                     return
                 try:
                     shutil.rmtree(child) if _is_own_folder(child) else child.unlink()
-                except OSError as error:  # stays in the trash until it is emptied again
+                except OSError as error:  # it stays in the trash until the next time
                     self._log.error("not_removed", path=str(child), reason=describe(error))
 
     def _remove_empty_run_folders(self, run_id: str | None) -> None:
         for folder in self._run_folders(run_id):
-            with suppress(OSError):  # something is in it, or another collection was faster
+            with suppress(OSError):  # not empty, or already removed
                 folder.rmdir()
 
     async def _note(self, run_id: str | None, removed: list[str]) -> None:
-        """Record in the database which versions were removed."""
         gone = update(weight_versions).where(weight_versions.c.path.in_(removed))
         if run_id is not None:
             gone = gone.where(weight_versions.c.run_id == run_id)
@@ -280,5 +270,5 @@ def _is_partial(folder: str) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Return whether the path is a folder and not a link: what lies elsewhere is not ours."""
+    """Return whether the path is a folder and no link, because a link's target is not ours."""
     return path.is_dir() and not path.is_symlink()

@@ -1,4 +1,4 @@
-"""Whether a run can load a checkpoint, and what a run made from a checkpoint trains."""
+"""Decides whether a run can load a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Optimizer = Literal["adamw", "dimuon"]
 def check_compatible(
     *, path: str, saved: TrainingSpec, here: TrainingSpec, optimizer: bool
 ) -> None:
-    """Raise `CheckpointMismatch` if a run that trains `here` cannot load the checkpoint of a run
-    that trained `saved`. `optimizer` says that its optimizer state is to be loaded as well."""
+    """Raise `CheckpointMismatch` if a run that trains `here` cannot load a checkpoint of a run that
+    trained `saved`. `optimizer` requests its optimizer state too.
+    """
     if saved.lora is None and here.lora is not None:
         raise CheckpointMismatch(
             f"{path!r} holds all parameters of its model, and this run trains a LoRA adapter; "
@@ -40,11 +41,10 @@ def check_compatible(
 def training_from(
     *, path: str, saved: TrainingSpec, full: bool, optimizer: bool, asked: Optimizer | None
 ) -> TrainingSpec:
-    """Return what a new run trains that begins with the checkpoint of a run that trained `saved`.
+    """Return the training of a new run that starts from a checkpoint of a run that trained `saved`.
 
-    `full` says that the client asked for full-parameter training, `optimizer` that the optimizer
-    state is to be loaded as well. `asked` is the optimizer that the client named; without one,
-    and without a state to load, it is AdamW. Raises `CheckpointMismatch`.
+    `full` requests full-parameter training, `optimizer` the optimizer state. `asked` is the
+    client's optimizer; the default is AdamW. Raises `CheckpointMismatch`.
     """
     if optimizer and asked not in (None, saved.optimizer):
         raise CheckpointMismatch(
@@ -69,5 +69,5 @@ def _describe(lora: LoraSpec) -> str:
 
 
 def _same_shape(one: LoraSpec, other: LoraSpec) -> bool:
-    """Compare everything but the seed, which no longer matters once there are weights."""
+    """Compare all but the seed, which only matters for initial weights."""
     return one.model_copy(update={"seed": other.seed}) == other

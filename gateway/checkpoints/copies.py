@@ -1,8 +1,8 @@
-"""Copies of checkpoints, each under a training run of its own that cannot be trained.
+"""Copies checkpoints, each under an untrainable run of its own.
 
-Files are hard links where the filesystem supports them, so a copy takes no space; source and
-copy can be deleted in any order. A request that is repeated with the same idempotency key
-returns the same copy, also after a restart: the id of the copy's run is derived from the key.
+Files are hard links if the filesystem supports them, so a copy takes no space. Source and copy can
+be deleted in any order. The copy's run id derives from the idempotency key, so a repeated request
+returns the first copy, even after a restart.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _REASON = "it holds a copy of weights and cannot be trained"
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """`readers` must be allowed to read the source; `owner` will own the copy. `run_id` is what
-    the client chose in its own session; None makes a new session in the project `project_id`."""
+    """`readers` must be able to read the source. `owner` will own the copy. `run_id` is the
+    client's choice in its own session; None creates a session in the project `project_id`.
+    """
 
     source: str
     readers: Readers
@@ -70,9 +71,9 @@ class CheckpointCopier:
         self._under_way: dict[str, tuple[str, asyncio.Task[str]]] = {}
 
     async def copy(self, request: CopyRequest) -> str:
-        """Return the path of the copy. Copying continues if the client goes away.
+        """Return the path of the copy. The work continues if the client disconnects.
 
-        Raises `UnknownWeights`, `InvalidRequest` if the run exists already, `LimitExceeded`,
+        Raises `UnknownWeights`, `InvalidRequest` for an existing run, `LimitExceeded`,
         `CheckpointDamaged`, `StorageFull` or `StorageFailed`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
@@ -85,15 +86,13 @@ class CheckpointCopier:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Wait for the copies under way."""
         tasks = [task for _, task in self._under_way.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
         catalog = self._checkpoints
         try:
-            # `resolving` keeps the garbage collector, which may be removing what an earlier
-            # attempt left of this run, away from the partial folder.
+            # `resolving` keeps the garbage collector away from the partial folder.
             with catalog.pins.resolving(run_id):
                 async with catalog.reading(request.source, readers=request.readers) as source:
                     path = replace(source.path, run_id=run_id)
@@ -107,13 +106,13 @@ class CheckpointCopier:
                         raise InvalidRequest(f"there is a training run {run_id} already")
                     return str(path)
         except BaseException:
-            catalog.mark(run_id)  # files without a name may be left
+            catalog.mark(run_id)  # unnamed files may be left
             raise
         finally:
             del self._under_way[run_id]
 
     async def _make(self, request: CopyRequest, source: Checkpoint, path: CheckpointPath) -> None:
-        """Make the files, then write the copy, its run and its session in one transaction."""
+        """Create the files, then write copy, run and session in one transaction."""
         now, run_id = time.time(), path.run_id
         copy = replace(
             source,
@@ -178,7 +177,7 @@ class CheckpointCopier:
 
 
 def _session_id(request: CopyRequest) -> str:
-    """Derive the id from the request, so that a repeated idempotency key gives the same one."""
+    """Derive the session id from the request, so that an idempotency key always gives one id."""
     key = request.idempotency_key
     if not key:
         return new_session_id()
@@ -187,8 +186,9 @@ def _session_id(request: CopyRequest) -> str:
 
 
 def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path) -> None:
-    """Link the files into a new folder. The folder of a weight version gets a manifest of its own,
-    which names the version and its run."""
+    """Link the files into a new folder. A weight version gets a new manifest with its own name and
+    run.
+    """
     partial = PartialVersion(target)
     try:
         partial.create()

@@ -1,9 +1,7 @@
-"""Signed download addresses: whoever has one needs no key until it expires.
+"""Signed download addresses, which work without a key until they expire.
 
-An address names run, kind, name, file, expiry and the folder behind the name, and carries an
-HMAC of all of these and of the method, so that nothing in it can be altered and it never leads
-to something newer of the same name. An unsigned address is refused before anything is looked
-up.
+The signature covers the method, run, kind, name, file, expiry and the folder. So an address never
+leads to a newer checkpoint with this name. Invalid signatures are refused before any lookup.
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from tandem.errors import UnknownWeights
 
 PREFIX = "/api/v1/downloads/"
 LIFETIME = 3600
-"""Seconds. The `tinker` command asks for new ones when five minutes are left."""
+"""Seconds. The `tinker` command renews addresses with five minutes left."""
 
 _PURPOSE = "download"
 
 
 @dataclass(frozen=True)
 class Address:
-    """The parts of an address. `folder` is relative to the data directory; `expires` is in
-    seconds since 1970, as text."""
+    """`folder` is relative to the data directory. `expires` is text, in seconds since 1970."""
 
     run_id: str
     kind: str
@@ -51,8 +48,9 @@ class DownloadSigner:
         self._versions = versions
 
     async def sign(self, path: CheckpointPath) -> tuple[dict[str, str], int]:
-        """Return the address of each file of a checkpoint, relative to the server, by the file's
-        name; and when all expire, in seconds since 1970. Raise `UnknownWeights`."""
+        """Return each file's address, relative to the server, by file name, and the expiry in
+        seconds since 1970. Raises `UnknownWeights`.
+        """
         async with self._checkpoints.reading_checked(path) as checkpoint:
             files = await self._versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
@@ -60,9 +58,9 @@ class DownloadSigner:
 
     @asynccontextmanager
     async def reading(self, address: Address, *, method: str) -> AsyncIterator[Path]:
-        """Return the file, and keep it while the block runs, even if its checkpoint is deleted.
-        Raise `AddressForged`, `AddressExpired` for an address that was good, or
-        `UnknownWeights`."""
+        """Return the file and keep it for the block, even if its checkpoint is deleted. Raises
+        `AddressForged`, `AddressExpired` or `UnknownWeights`.
+        """
         check_address(
             self._key,
             _PURPOSE,

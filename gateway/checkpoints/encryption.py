@@ -1,9 +1,8 @@
 """Encrypts weight versions to age recipients (age-encryption.org/v1).
 
-The library holds Python's interpreter lock while it works, which the gateway cannot afford for
-gigabytes, so encryption is a program of its own: `python -m gateway.checkpoints.encryption
-PARENT_PID PLAIN SEALED NAME` reads the recipients from its standard input, one a line, writes the
-version NAME to the folder SEALED, and prints its bytes.
+The library holds Python's interpreter lock, so encryption is a program of its own: `python -m
+gateway.checkpoints.encryption PARENT_PID PLAIN SEALED NAME`. It reads recipients from standard
+input, one a line, writes the version NAME to the folder SEALED, and prints its size in bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from tandem.protocol.worker import die_with_parent
 from tandem.weights import PartialVersion, checksum_file, open_version
 
 _MIN_BYTES_PER_SECOND = 4 * 2**20
-"""Encryption that is slower than this is given up."""
+"""Slower encryption is given up."""
 _MAX_RECIPIENTS = 20
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
-    """Raise `InvalidRequest` if files cannot be encrypted to these recipients."""
+    """Raise `InvalidRequest` for invalid recipients."""
     if len(recipients) > _MAX_RECIPIENTS:
         raise InvalidRequest(
             f"there are {len(recipients)} age_encryption_recipients, {_MAX_RECIPIENTS} at most"
@@ -38,9 +37,9 @@ def check_recipients(recipients: Sequence[str]) -> None:
 async def encrypt_version(
     plain: Path, sealed: Path, *, name: str, recipients: Sequence[str]
 ) -> int:
-    """Write the version `name` to the folder `sealed`: the files of `plain`, encrypted, with
-    `.age` appended to their names. Return its bytes. Raise `PublishFailed`, and leave nothing
-    behind in that case."""
+    """Write the version `name` to the folder `sealed`: the encrypted files of `plain`, with `.age`
+    appended to their names. Return its bytes. On an error, leave nothing and raise `PublishFailed`.
+    """
     manifest = await asyncio.to_thread(open_version, plain, checksums=False)
     timeout = 60 + manifest.bytes / _MIN_BYTES_PER_SECOND
     process = await asyncio.create_subprocess_exec(
@@ -68,7 +67,7 @@ async def encrypt_version(
 
 
 def _parse_recipient(text: str) -> object:
-    """Parse a native key (`age1…`) or an SSH public key. Raise `InvalidRequest`."""
+    """Parse an age key (`age1…`) or an SSH public key. Raises `InvalidRequest`."""
     try:
         if text.startswith("ssh-"):
             return pyrage.ssh.Recipient.from_str(text)
@@ -87,8 +86,9 @@ def main(parent_pid: str, plain: str, sealed: str, name: str) -> None:
 
 
 def seal_version(plain: Path, sealed: Path, *, name: str, recipients: Sequence[object]) -> int:
-    """Write the version, and return its bytes. Raises `LoadFailed`, or `OSError` or pyrage's
-    `EncryptError` if the disk does not take it."""
+    """Write the version and return its bytes. Raises `LoadFailed`, `OSError` or pyrage's
+    `EncryptError`.
+    """
     manifest = open_version(plain, checksums=False)
     partial = PartialVersion(sealed)
     partial.create()

@@ -1,9 +1,9 @@
-"""Which folders are in use, so that the garbage collector leaves them alone.
+"""Marks folders in use, so that the garbage collector leaves them alone.
 
-A folder is named by its path relative to the data directory, for example
-`weights/s-ab12_train_0/v000001-9f2c41d0`. Code that reads or writes a folder pins it. Code that
-looks up which folder a checkpoint's name stands for marks the run as resolving until it has
-pinned the folder, because the name may be deleted in between.
+A folder is named by its path in the data directory, for example
+`weights/s-ab12_train_0/v000001-9f2c41d0`. Readers and writers pin their folder. A lookup of a
+checkpoint's name marks the run as resolving until the folder is pinned, because the name may be
+deleted in between.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from contextlib import contextmanager
 
 
 class Pins:
-    """Kept in memory only: pins end with the process that set them."""
+    """In memory only: pins end with the process."""
 
     def __init__(self) -> None:
         self._folders: Counter[str] = Counter()
         self._resolving: Counter[str] = Counter()
 
     def folders(self) -> set[str]:
-        """Return the folders that are pinned now."""
         return set(self._folders)
 
     def pin(self, folder: str) -> None:
-        """Pin a folder; it stays pinned until `unpin` was called as often."""
+        """Pin a folder until as many calls of `unpin`."""
         self._folders[folder] += 1
 
     def unpin(self, folder: str) -> None:
@@ -33,7 +32,6 @@ class Pins:
 
     @contextmanager
     def pinned(self, folder: str) -> Iterator[None]:
-        """Pin a folder while the block runs."""
         self.pin(folder)
         try:
             yield
@@ -42,7 +40,7 @@ class Pins:
 
     @contextmanager
     def resolving(self, run_id: str) -> Iterator[None]:
-        """Mark that a name of this run is being looked up while the block runs."""
+        """Mark, for the block, that a name of this run is being looked up."""
         self._resolving[run_id] += 1
         try:
             yield

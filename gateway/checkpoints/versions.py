@@ -1,4 +1,4 @@
-"""Weight versions: their rows, their files, and the disk space for more of them."""
+"""Weight versions: their rows, files and disk space."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import check_own_file, read_record
 
 _STATE_RECORD = "checkpoint.json"
-"""The file in which a trainer lists the files of its saved state."""
+"""A trainer's list of the files in its saved state."""
 FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
-"""One of these is in every folder that was written to its end."""
+"""Every complete folder has one of these files."""
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A published weight version, or a base model's (`base/NAME`). `path` is its folder;
-    `adapter` says that it is a LoRA adapter of the base model, in PEFT's layout. `parent` is the
-    version before it; `delta_of` the one without which it cannot be read, "" if it is whole.
-    `created_at` is in seconds since 1970."""
+    """A published weight version, or a base model's (`base/NAME`). `path` is its folder. `adapter`
+    means a LoRA adapter in PEFT's layout. `parent` is the version before it. `delta_of` is the
+    version needed to read it, "" if it is whole. `created_at` is in seconds since 1970.
+    """
 
     name: str
     path: str
@@ -68,15 +68,14 @@ class VersionStore:
     async def add_version(
         self, version: WeightVersion, *, facts: Mapping[str, object] | None = None
     ) -> None:
-        """Write the row of a version and, in the same transaction, these `facts` (columns) of its
-        run."""
+        """Write a version and, in one transaction, the columns `facts` of its run."""
         writes: list[Executable] = [insert_version(version)]
         if facts:
             writes.append(update(runs).where(runs.c.id == version.run_id).values(**facts))
         await self._database.write_together(*writes)
 
     async def find(self, name: str) -> WeightVersion | None:
-        """Return a version; None if it never existed or was collected."""
+        """Return a version, None if it never existed or was collected."""
         row = await self._database.read_one(
             select(weight_versions).where(
                 weight_versions.c.name == name, weight_versions.c.collected_at.is_(None)
@@ -87,19 +86,20 @@ class VersionStore:
         return from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
 
     async def version(self, name: str) -> WeightVersion:
-        """Raise `UnknownWeights` for a version that never existed or was collected."""
+        """Return a version. Raises `UnknownWeights`."""
         if (found := await self.find(name)) is None:
             raise UnknownWeights(f"there is no weight version {name!r}")
         return found
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
-        """Return the files of a checkpoint by name. Raise `CheckpointDamaged`."""
+        """Return a checkpoint's files by name. Raises `CheckpointDamaged`."""
         folder = self._data_dir / checkpoint.relative_folder
         return await asyncio.to_thread(files_of, checkpoint, folder)
 
     async def check_space(self, *, expected_bytes: int, what: str) -> None:
-        """Raise `StorageFull` if the disk has no room to `what` (a phrase such as "publish the
-        weights"). Call it before anything is written."""
+        """Raise `StorageFull` without disk space to `what`, a phrase such as "publish the weights".
+        Call it before any write.
+        """
         free = (await asyncio.to_thread(shutil.disk_usage, self._data_dir)).free
         if free < self._min_free_bytes + expected_bytes:
             raise StorageFull(
@@ -115,10 +115,8 @@ def insert_version(version: WeightVersion) -> Insert:
 
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
-    """Return the files that make up a checkpoint, by name: those that its manifest or record
-    lists, and no others in the folder. A trainer's state includes its record.
-
-    Raises `CheckpointDamaged` if that list cannot be read or leads out of the folder.
+    """Return the files in the checkpoint's manifest or record, by name. A trainer's state includes
+    its record. Raises `CheckpointDamaged` for an unreadable list or a path outside the folder.
     """
     try:
         if checkpoint.path.kind == "weights":

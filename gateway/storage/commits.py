@@ -56,7 +56,9 @@ def write_batch(
 
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:
-    """Set whether SQLite syncs its log at each commit, which makes single writes ten times slower."""
+    """Set whether SQLite syncs its log at each commit. That makes a single write ten times
+    slower.
+    """
     is_sqlite = connection.dialect.name == "sqlite"  # PostgreSQL syncs at every commit
     if is_sqlite and connection.info.get("durable", False) != durable:
         level = "FULL" if durable else "NORMAL"
