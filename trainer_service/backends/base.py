@@ -42,25 +42,17 @@ Mark = list[tuple["Parameter", "Tensor | None", int]]
 
 
 class Capability(enum.StrEnum):
-    """What a backend may be able to do besides, each with the methods that it then has."""
+    """What a backend may be able to do besides. A trainer is refused before its start if its run
+    needs one that the backend does not have."""
 
-    THREADS = "compute several micro-batches at once, in threads of one process"
-    """`gradients`, `accumulate`; `logprobs`, `loss_of` and `inputs` are thread-safe."""
-    UNDO = "go on after a computation that failed in the middle"
-    """`mark`, `undo`; asked of a single rank alone."""
     SLEEP = "let its state leave the device between two operations"
     """`live_state` (`compute/offload.py`)."""
     ADAPTERS = "train adapters"
-    """`export_adapter`, `adapter_targets`; without it, a LoRA run is refused before the start."""
-    SHARING = "let several runs share one model"
-    """`share`, `activate`."""
-    REPLICAS = "keep more than one copy of a model"
-    """`training.layout.replicas` of them; without it, a run with more than one is refused before
-    the start."""
-    TENSOR_PARALLEL = "divide matrices among ranks that compute the same datums"
-    """`training.layout.tensor_parallel` of them, alike."""
-    OFFLOAD = "keep weights in the host's memory while it computes on a GPU"
-    """`training.weights_on_host`; without it, a run that wants it is refused before the start."""
+    """`export_adapter`, `adapter_targets`, and `share` and `activate` for several runs of one
+    model."""
+    LAYOUTS = "copy a model, divide its matrices among ranks, or keep its weights on the host"
+    """More than one of `training.layout.replicas` or `training.layout.tensor_parallel`, and
+    `training.weights_on_host`."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +111,8 @@ class TrainerBackend(ABC):
     | checkpoints | `parameters`; the optimizer's state goes with them |
     | publishing | `exports`, `export_weights` |
 
+    A backend with `mark` and `undo` goes on after a batch for which memory ran out.
+
     A backend whose gradients come about in another way overrides the nearest of these:
 
         backward           what to do with the loss of a micro-batch
@@ -127,7 +121,7 @@ class TrainerBackend(ABC):
 
     **What it may have.** `capabilities` names what it can do besides; each comes with methods that
     otherwise raise `UnsupportedByBackend`. A class says what it can, an instance may take some
-    back (`self.capabilities -= {Capability.THREADS}`) once its model is loaded.
+    back (`self.capabilities -= {Capability.SLEEP}`) once its model is loaded.
 
     **What holds.** A loss is a sum over datums, so gradients are summed, over ranks too, never
     averaged: N ranks must compute what one computes. The same operations give the same bits.
@@ -147,6 +141,9 @@ class TrainerBackend(ABC):
     """"float32" or "bfloat16", of the computation and of published weights."""
     device: str
     optimizer: Optimizer
+    threads: bool = False
+    """Whether several threads may compute micro-batches at once: `logprobs`, `loss_of`, `inputs`
+    and `gradients` are thread-safe then, and the loop calls `accumulate`."""
     packs: bool = False
     """Whether micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
@@ -208,6 +205,24 @@ class TrainerBackend(ABC):
         """Adds the gradients of this rank's `loss` to those held."""
         loss.backward()
 
+    def gradients(self, loss: Tensor) -> Gradients:
+        """Return the gradients of `loss` alone. Only where `threads` is true."""
+        raise NotImplementedError
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Add the result of `gradients` to the gradients held. Only where `threads` is true."""
+        raise NotImplementedError
+
+    def mark(self) -> Mark | None:
+        """What `undo` needs to know of the gradients held; None: this backend cannot undo. Asked of
+        a single rank alone, before each batch."""
+        return None
+
+    def undo(self, mark: Mark) -> bool:
+        """Forgets what was computed since the mark, and frees its memory. Returns whether the
+        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
+        return False
+
     def sum_gradients(self) -> None:
         """Called before each step. The gradients held are sums over ranks afterwards; backends
         whose `backward` sums them have nothing to do."""
@@ -245,23 +260,6 @@ class TrainerBackend(ABC):
 
     # --- Capabilities ----------------------------------------------------------------------
 
-    def gradients(self, loss: Tensor) -> Gradients:
-        """THREADS: the gradients of `loss` alone, added to nothing."""
-        raise self.cannot(Capability.THREADS)
-
-    def accumulate(self, gradients: Gradients) -> None:
-        """THREADS: adds what `gradients` returned to the gradients held."""
-        raise self.cannot(Capability.THREADS)
-
-    def mark(self) -> Mark:
-        """UNDO: what `undo` needs to know of the gradients held."""
-        raise self.cannot(Capability.UNDO)
-
-    def undo(self, mark: Mark) -> bool:
-        """UNDO: forgets what was computed since the mark, and frees its memory. Returns whether the
-        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
-        raise self.cannot(Capability.UNDO)
-
     def live_state(self) -> LiveState:
         """SLEEP: everything that must outlast the sleep: parameters, frozen ones too, buffers,
         gradients and optimizer state. What else there is on the device, such as gathered
@@ -278,12 +276,12 @@ class TrainerBackend(ABC):
         raise self.cannot(Capability.ADAPTERS)
 
     def share(self, training: TrainingSpec) -> TrainerBackend:
-        """SHARING: the backend of another run, with adapters and an optimizer of its own upon the
+        """ADAPTERS: the backend of another run, with adapters and an optimizer of its own upon the
         same model. Raises `UnsuitableLora`, or `InvalidRequest` where runs cannot share a model."""
-        raise self.cannot(Capability.SHARING)
+        raise self.cannot(Capability.ADAPTERS)
 
     def activate(self) -> None:
-        """SHARING: called before each operation of the run."""
+        """ADAPTERS: called before each operation of the run."""
         return
 
     @classmethod

@@ -115,9 +115,9 @@ class Fsdp2Backend(TrainerBackend):
         self._device = torch.device(world.device)
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
+        whole = world.size == 1 and not self.training.weights_on_host
         # Several threads would add up gradients in bfloat16.
-        if world.size > 1 or world.device != "cpu" or self._casts or self.training.weights_on_host:
-            self.capabilities -= {Capability.THREADS}
+        self.threads = whole and world.device == "cpu" and not self._casts
         self._compiled = compiles(settings.compile, world.device)
         self._warm: set[str] = set()  # of all runs that share the model
         training = self.training

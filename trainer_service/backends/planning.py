@@ -15,7 +15,7 @@ from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose
 from tandem.worker_settings import TrainerSettings
-from trainer_service.backends.base import Capability, TrainerBackend, World
+from trainer_service.backends.base import TrainerBackend, World
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.huggingface import empty_model
 from trainer_service.models.tensor_parallel import shapes_on_a_rank
@@ -26,7 +26,7 @@ _Shapes = Mapping[str, Sequence[int]]
 
 def at_once(backend: TrainerBackend, settings: TrainerSettings, *, threads: int) -> int:
     """How many micro-batches a rank computes at the same time."""
-    if Capability.THREADS not in backend.capabilities:
+    if not backend.threads:
         return 1
     return min(settings.parallel_micro_batches or 2, threads)
 

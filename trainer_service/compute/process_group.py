@@ -185,13 +185,10 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
         raise backend.cannot(Capability.ADAPTERS)
-    if training.layout.replicas > 1 and Capability.REPLICAS not in backend.capabilities:
-        raise backend.cannot(Capability.REPLICAS)
-    divides = training.layout.tensor_parallel > 1
-    if divides and Capability.TENSOR_PARALLEL not in backend.capabilities:
-        raise backend.cannot(Capability.TENSOR_PARALLEL)
-    if training.weights_on_host and Capability.OFFLOAD not in backend.capabilities:
-        raise backend.cannot(Capability.OFFLOAD)
+    layout = training.layout
+    special = layout.replicas > 1 or layout.tensor_parallel > 1 or training.weights_on_host
+    if special and Capability.LAYOUTS not in backend.capabilities:
+        raise backend.cannot(Capability.LAYOUTS)
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "

@@ -21,7 +21,7 @@ from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.trainer_memory import wanted_tokens
 from tandem.v1 import trainer_pb2
-from trainer_service.backends.base import Capability, TrainerBackend
+from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.loop import ShareResult
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
 from trainer_service.batches.memory import MicroBatchTooLarge, free_on, largest
@@ -159,10 +159,10 @@ class RankTrainer:
         self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
         # Others would wait for this rank in collectives, and cannot be told.
-        undoes = Capability.UNDO in backend.capabilities and self.control.size == 1
+        alone = self.control.size == 1
         repeated = 0
         while True:
-            mark = backend.mark() if undoes else []
+            mark = backend.mark() if alone else None
             try:
                 computed = self._attempt(batch, plan)
             except MicroBatchTooLarge as error:
@@ -171,7 +171,7 @@ class RankTrainer:
                 self.micro_batch_tokens = min(self.micro_batch_tokens, plan)
                 return computed
             # The error is gone here, and what it held of the attempt with it.
-            if not undoes or not backend.undo(mark):
+            if mark is None or not backend.undo(mark):
                 raise MicroBatchTooLarge(tokens, reason)
             if plan != repeated and free_on(backend.device) > free:
                 repeated = plan

@@ -122,7 +122,7 @@ class Operations:
             micro_batch_tokens=trainer.micro_batch_tokens,
             asleep=self.switching.asleep,
             memory=_memory(trainer.backend.plan),
-            shares=Capability.SHARING in trainer.backend.capabilities,
+            shares=Capability.ADAPTERS in trainer.backend.capabilities,
             packs=trainer.backend.packs,
             peak_allocated_bytes=peaks[0],
             peak_reserved_bytes=peaks[1],

@@ -95,14 +95,10 @@ def test_an_unknown_backend_is_refused_with_those_known(name):
 
 
 CALLS: dict[Callable[[TrainerBackend], object], Capability] = {
-    lambda backend: backend.gradients(torch.zeros(())): Capability.THREADS,
-    lambda backend: backend.accumulate([]): Capability.THREADS,
-    lambda backend: backend.mark(): Capability.UNDO,
-    lambda backend: backend.undo([]): Capability.UNDO,
     lambda backend: backend.live_state(): Capability.SLEEP,
     lambda backend: backend.export_adapter(): Capability.ADAPTERS,
     lambda backend: backend.adapter_targets(): Capability.ADAPTERS,
-    lambda backend: backend.share(TrainingSpec()): Capability.SHARING,
+    lambda backend: backend.share(TrainingSpec()): Capability.ADAPTERS,
 }
 
 

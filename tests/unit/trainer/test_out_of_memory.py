@@ -159,6 +159,14 @@ def test_a_rank_ends_that_has_added_to_gradients_of_earlier_batches(model, group
     assert caught.value.tokens > 20
 
 
+def test_a_rank_ends_whose_backend_cannot_undo(model, monkeypatch):
+    small = make(model, most=20)
+    monkeypatch.setattr(type(small.backend), "mark", lambda self: None)
+    with pytest.raises(MicroBatchTooLarge):
+        compute(small, request(data_of(count=9)))
+    assert small.backend.failed == 1
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_pass_is_divided_too(model, group, way):
     small = make(model, way, most=20)

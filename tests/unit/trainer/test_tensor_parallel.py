@@ -103,15 +103,20 @@ def check(training: TrainingSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "what"),
+    "training",
     [
-        (Layout(replicas=2), "keep more than one copy of a model"),
-        (Layout(tensor_parallel=2), "divide matrices among ranks"),
+        TrainingSpec(layout=Layout(replicas=2)),
+        TrainingSpec(layout=Layout(tensor_parallel=2)),
+        TrainingSpec(offload="weights"),
     ],
 )
-def test_a_backend_that_does_not_know_a_layout_is_refused_before_the_start(
-    monkeypatch, layout, what
-) -> None:
+def test_a_backend_that_knows_no_layouts_is_refused_before_the_start(monkeypatch, training) -> None:
     monkeypatch.setattr(Fsdp2Backend, "capabilities", frozenset())
-    with pytest.raises(UnsupportedByBackend, match=f"Fsdp2Backend cannot {what}"):
-        check(TrainingSpec(layout=layout))
+    with pytest.raises(UnsupportedByBackend, match="Fsdp2Backend cannot copy a model, divide"):
+        check(training)
+
+
+@pytest.mark.parametrize("training", [TrainingSpec(), TrainingSpec(offload="moments")])
+def test_a_backend_without_capabilities_starts_a_plain_run(monkeypatch, training) -> None:
+    monkeypatch.setattr(Fsdp2Backend, "capabilities", frozenset())
+    check(training)
