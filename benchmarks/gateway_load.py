@@ -34,9 +34,9 @@ from gateway.workers.worker import Worker
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.worker import WorkerSpec
+from tandem.settings.workers import SamplerSettings
 from tandem.stack import Stack
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker_settings import SamplerSettings
 
 HEARTBEAT_SECONDS = 10.0
 MAX_TOKENS = 16

@@ -122,7 +122,7 @@ def measure_training(
     import torch
 
     from tandem.protocol.worker import LoraSpec, TrainingSpec
-    from tandem.worker_settings import TrainerSettings
+    from tandem.settings.workers import TrainerSettings
     from tests.support.trainer_worker import datum, request
     from trainer_service.backends import World, backend_named
     from trainer_service.batches.validation import BatchLimits, parse, validate
@@ -193,7 +193,7 @@ def measure_loading(model: Path, rank: int, ranks: int, store: Path) -> dict[str
     import torch
     import torch.distributed as dist
 
-    from tandem.worker_settings import TrainerSettings
+    from tandem.settings.workers import TrainerSettings
     from trainer_service.backends import World, backend_named
 
     torch.set_num_threads(1)

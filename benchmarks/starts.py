@@ -29,8 +29,8 @@ from benchmarks.recovery import batch
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 from tandem.stack import Stack
-from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 KINDS: tuple[WorkerKind, WorkerKind] = ("trainer", "sampler")
 MODEL = "bench/model"

@@ -29,7 +29,7 @@ from tinker import types
 
 from benchmarks import record
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tandem.stack import Stack
 
 MODEL = "bench/timeslice"

@@ -54,8 +54,8 @@ def plain(model: Path, *, compiled: bool) -> Callable[[], None]:
 
 def trainer(model: Path, *, compiled: bool) -> Callable[[], None]:
     from tandem.protocol.worker import TrainingSpec
+    from tandem.settings.workers import TrainerSettings
     from tandem.wire.v1 import tinker_pb2 as wire
-    from tandem.worker_settings import TrainerSettings
     from trainer_service.batches.validation import BatchLimits, parse, validate
     from trainer_service.compute.process_group import Assignment, join
     from trainer_service.optimizers import AdamWSettings

@@ -18,8 +18,8 @@ from pydantic_settings import SettingsError
 from gateway.app import run
 from tandem.errors import UnknownSetting
 from tandem.protocol.worker import end_with_supervisor
-from tandem.setting_names import check_environment
-from tandem.settings import GatewaySettings, settings_fault
+from tandem.settings.gateway import GatewaySettings, settings_fault
+from tandem.settings.variables import check_environment
 from tandem.stack import SENTENCE
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ from tandem.agent.process_birth import born
 from tandem.errors import StorageFailed, TandemError, UserError, describe
 from tandem.protocol.heartbeat import send_heartbeats
 from tandem.protocol.worker import set_process_limits
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.stack import ENDPOINT_NAME, SENTENCE, Endpoint
 from tandem.telemetry import configure_logging, get_log
 

@@ -59,7 +59,7 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _BEYOND_STOP = 30.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
-from tandem.names import is_run_id, model_name_fault, name_fault
+from tandem.settings.chosen_names import is_run_id, model_name_fault, name_fault
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.api.routing import ROLE, RULES
 from gateway.app import create_app
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 _GENERATED = "<!-- Generated from here on by `make api-docs`; do not edit. -->\n"

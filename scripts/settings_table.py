@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tandem.setting_names import settings_by_name
+from tandem.settings.variables import settings_by_name
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 _SUBJECTS = {

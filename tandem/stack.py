@@ -25,7 +25,7 @@ from tandem.agent.process_birth import born
 from tandem.agent.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
 from tandem.protocol.own_machine import http_client
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.weights.model_config import Json, experts_of
-from tandem.worker_settings import TrainerSettings
 
 SPARE = 0.1
 """This part of the free memory is left for needs outside of the formula."""

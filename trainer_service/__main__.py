@@ -28,9 +28,9 @@ from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import WorkerReport, WorkerSpec
 from tandem.protocol.worker_link import LauncherLink, launcher_link
 from tandem.protocol.worker_server import WorkerServer
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
-from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.libraries import import_libraries, set_environment

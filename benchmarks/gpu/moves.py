@@ -35,8 +35,8 @@ from benchmarks.gpu.workers import (
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import group_members
 from tandem.errors import SuspendFailed
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker_settings import SamplerSettings
 
 _KV_CACHE_BYTES = 4 * 2**30
 

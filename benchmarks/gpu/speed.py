@@ -48,9 +48,9 @@ from benchmarks.gpu.workers import (
     worker,
 )
 from tandem.protocol.worker import LoraSpec, WorkerSpec
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import SamplerSettings
 
 _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 FLOP/s that NVIDIA's data sheets name, by a part of the device's name."""

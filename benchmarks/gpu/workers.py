@@ -30,10 +30,10 @@ from tandem.protocol.worker import (
     TrainingSpec,
     WorkerSpec,
 )
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import new_version_name, version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import TrainerSettings
 
 SIZES = {
     "0.5B": TinyShape(

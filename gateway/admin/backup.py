@@ -57,7 +57,7 @@ from gateway.storage.tables import (
 )
 from tandem import __version__
 from tandem.errors import CheckpointDamaged, GatewayRestarted, InvalidRequest, TandemError
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import configure_logging
 from tandem.weights.store import fsync_path
 

@@ -27,7 +27,7 @@ from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from tandem.errors import InvalidRequest, TandemError
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import configure_logging
 
 

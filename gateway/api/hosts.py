@@ -16,7 +16,7 @@ from gateway.api.errors import ErrorResponses
 from gateway.metrics import Metrics
 from tandem.errors import InvalidRequest
 from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 
 class HostBoundary:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded, Overloaded
-from tandem.request_settings import LimitSettings
+from tandem.settings.requests import LimitSettings
 
 _CLOSE = 'close the sessions that are no longer needed (ServiceClient.close("success"))'
 _FREE: Mapping[str, str] = {

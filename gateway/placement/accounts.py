@@ -16,7 +16,7 @@ from gateway.placement.lease_records import LeaseRecord, LeaseRecords
 from gateway.placement.memory import HostMemory
 from gateway.placement.switches import RECENT
 from tandem.errors import StorageFailed
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
 

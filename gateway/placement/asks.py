@@ -16,9 +16,9 @@ from gateway.placement.groups import DeviceGroup, Role
 from gateway.workers.launchers.kubernetes.resources import most_memory
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, TrainingSpec, WorkerSpec
-from tandem.settings import GatewaySettings
-from tandem.sharing_settings import Share
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import Share
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0

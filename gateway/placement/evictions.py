@@ -10,7 +10,7 @@ from gateway.placement.accounts import Accounts
 from gateway.placement.lease import Lease
 from gateway.placement.memory import HostMemory, Way, room_on_device
 from gateway.placement.switches import Switches
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
 REFUSED_PAUSE = 5.0

@@ -20,12 +20,12 @@ from typing import Literal
 
 from tandem.agent.host import Accelerator, Host, accelerator_named
 from tandem.backends.registry import known_backends
-from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device, parse_device
-from tandem.settings import GatewaySettings
-from tandem.sharing_settings import GroupSettings
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.cluster import ClaimPoolSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import GroupSettings
+from tandem.settings.workers import TrainerSettings
 
 Role = Literal["trainer", "sampler"]
 

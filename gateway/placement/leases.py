@@ -29,7 +29,7 @@ from gateway.placement.memory import HostMemory, Residence, enough_bytes
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.placement.switches import PAUSE, Switches
 from gateway.storage.database import Database
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
 _SILENCE = 15.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gateway.placement.groups import DeviceGroup
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2
-from tandem.worker_settings import SamplerSettings
 
 if TYPE_CHECKING:
     from gateway.placement.lease import Switched

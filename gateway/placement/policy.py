@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 
 ROUND_TRIP = 0.02
 """Within which a client that has just been answered sends its next request."""

@@ -18,7 +18,7 @@ from gateway.placement.lease import Lease, Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, Way
 from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
 from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, describe
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
 RECENT = 0.3

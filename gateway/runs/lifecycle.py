@@ -26,7 +26,7 @@ from gateway.runs.training_run import TrainingRun
 from gateway.storage.database import Database
 from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 

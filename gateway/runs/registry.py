@@ -49,7 +49,7 @@ from tandem.errors import (
     UnsuitableLora,
 )
 from tandem.protocol.worker import LORA_FLAGS, TrainingSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.weights.model_config import (
     head_alone,

@@ -16,7 +16,7 @@ from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
 from gateway.runs.operations import Body, Kind
 from tandem.errors import CheckpointDamaged, CustomLossFailed, InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
 
 METADATA_KEY = "tandem.recovery"

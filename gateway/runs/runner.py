@@ -50,7 +50,7 @@ from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.storage.futures.table import Outcome, Result
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
 from tandem.weights import new_version_name
 

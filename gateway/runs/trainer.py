@@ -45,7 +45,7 @@ from tandem.errors import (
     WorkerDied,
     describe,
 )
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 

@@ -28,7 +28,7 @@ from gateway.workers.fleet import Fleet
 from gateway.workers.worker import Worker
 from tandem.errors import CannotSleep, TandemError, WorkerDied, describe, from_failure
 from tandem.protocol.worker import WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 

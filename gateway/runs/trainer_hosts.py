@@ -16,8 +16,8 @@ from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.fleet import Fleet
-from tandem.settings import GatewaySettings
-from tandem.sharing_settings import MOST_RUNS
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import MOST_RUNS
 
 _SHARES = "fsdp2"
 """The backend of which it is known before it starts that runs can share a trainer of it. Of others,

@@ -38,10 +38,10 @@ from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
+from tandem.settings.workers import SamplerSettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker_settings import SamplerSettings
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
 """`idle`: it starts with the next request. `queued`: it waits for its place, or for its start."""

@@ -28,10 +28,10 @@ from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from gateway.workers.sampler_client import Tell
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
 from tandem.protocol.worker import WorkerHandle
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
-from tandem.worker_settings import SamplerSettings
 
 MAX_WAITING_SAMPLES = 8192
 """Of one sampler."""

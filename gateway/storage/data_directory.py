@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, unusable_directory
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.weights.store import fsync_path, make_folder
 
 

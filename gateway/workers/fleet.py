@@ -37,7 +37,7 @@ from tandem.protocol.worker import (
     WorkerSpec,
     own_version,
 )
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _ASK_AGAIN = 5.0

@@ -16,7 +16,7 @@ from tandem.protocol.worker import (
     VERSION_METADATA_KEY,
     own_version,
 )
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 MOST_SECONDS = 5.0

@@ -39,9 +39,9 @@ from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import WorkerReport, WorkerSpec
 from tandem.protocol.worker_link import LauncherLink, launcher_link
 from tandem.protocol.worker_server import WorkerServer
+from tandem.settings.workers import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
-from tandem.worker_settings import SamplerSettings
 
 _STOP_GRACE_SECONDS = 1.0
 _PATIENCE = 2.0

@@ -13,8 +13,8 @@ from vllm.usage.usage_lib import UsageContext
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.memory import memory_share
 from tandem.errors import WorkerStartFailed
+from tandem.settings.workers import SamplerSettings
 from tandem.weights.model_config import has_experts, model_length, text_config, why_unserved_by_cpu
-from tandem.worker_settings import SamplerSettings
 
 _DEFAULT_LENGTH = 8192
 """Of a model whose configuration names none."""

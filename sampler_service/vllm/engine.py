@@ -75,10 +75,10 @@ from tandem.errors import (
     describe,
     without_paths,
 )
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2
 from tandem.weights.model_config import end_tokens, model_length
 from tandem.weights.sums import sums_of_workers
-from tandem.worker_settings import SamplerSettings
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")

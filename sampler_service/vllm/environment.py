@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # this process replaces itself first
-    from tandem.worker_settings import SamplerSettings
+    from tandem.settings.workers import SamplerSettings
 
 _MARK = "TANDEM_SAMPLER_ENVIRONMENT"
 _ALWAYS = {

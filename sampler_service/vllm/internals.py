@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
 
-    from tandem.worker_settings import SamplerSettings
+    from tandem.settings.workers import SamplerSettings
 
     LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
     Find = Callable[[object, int], object]

@@ -17,8 +17,8 @@ from sampler_service.vllm.internals import (
 )
 from sampler_service.vllm.libraries import import_libraries
 from tandem.errors import WorkerStartFailed
+from tandem.settings.workers import SamplerSettings
 from tandem.telemetry import get_log
-from tandem.worker_settings import SamplerSettings
 
 if TYPE_CHECKING:
     from sampler_service.vllm.engine import VllmEngine

@@ -19,7 +19,7 @@ import psutil
 from tandem.backends.registry import known_backends
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import NO_MIG
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")

@@ -27,7 +27,6 @@ from tandem.errors import (
     describe,
     without_paths,
 )
-from tandem.names import is_name
 from tandem.protocol.exit_watchers import ExitWatchers
 from tandem.protocol.worker import (
     LOOPBACK,
@@ -38,8 +37,9 @@ from tandem.protocol.worker import (
     WorkerKind,
     WorkerSpec,
 )
+from tandem.settings.chosen_names import is_name
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import append_line, get_log
-from tandem.worker_settings import TrainerSettings
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 256

@@ -26,8 +26,8 @@ from tandem.agent.worker_process import kill_group
 from tandem.errors import describe
 from tandem.protocol.background import make_nicer
 from tandem.protocol.worker import WorkerKind
+from tandem.settings.workers import PoolSettings
 from tandem.telemetry import get_log
-from tandem.worker_settings import PoolSettings
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
 """A library without which there are no workers of the kind."""

@@ -37,11 +37,11 @@ from tandem.protocol.worker import (
     compile_caches,
     set_process_limits,
 )
-from tandem.setting_names import check_environment
-from tandem.settings import settings_fault
+from tandem.settings.gateway import settings_fault
+from tandem.settings.variables import check_environment
+from tandem.settings.workers import PoolSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
-from tandem.worker_settings import PoolSettings
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]

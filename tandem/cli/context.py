@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from tandem.errors import ServerError, UserError, describe
 from tandem.protocol.own_machine import http_client
-from tandem.setting_names import check_environment
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.variables import check_environment
 from tandem.stack import Endpoint, read_endpoint
 
 

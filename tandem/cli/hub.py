@@ -26,7 +26,7 @@ from typing import cast
 
 from tandem.cli.tables import byte_size
 from tandem.errors import InvalidRequest, ServerError, StorageFull, UserError, describe
-from tandem.names import model_name_fault
+from tandem.settings.chosen_names import model_name_fault
 from tandem.weights.model_config import INDEX_NAME
 from tandem.weights.model_files import PICKLES, SINGLE_NAME, check_weights
 from tandem.weights.model_store import RECORD_NAME, ModelRecord, read_record

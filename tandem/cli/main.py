@@ -25,7 +25,7 @@ from tandem.cli import (
 )
 from tandem.cli.context import fail, new_commands
 from tandem.errors import TandemError, UnknownSetting, describe
-from tandem.settings import settings_fault
+from tandem.settings.gateway import settings_fault
 
 app = new_commands("Reinforcement learning of language models on your own machines.")
 app.command("up")(up.up)

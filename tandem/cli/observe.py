@@ -21,7 +21,7 @@ from tandem.cli.context import (
     say,
 )
 from tandem.cli.tables import Column, byte_size, show_table
-from tandem.settings import without_password
+from tandem.settings.gateway import without_password
 
 Rows = list[dict[str, object]]
 

@@ -29,7 +29,7 @@ from tandem.cli.context import (
     say_aside,
 )
 from tandem.protocol.own_machine import follows_proxy
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Stack
 
 

@@ -26,7 +26,7 @@ from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_mode
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.own_machine import is_own_machine, without_proxies
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Endpoint, Stack
 
 if TYPE_CHECKING:

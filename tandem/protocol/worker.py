@@ -31,8 +31,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem import __version__
 from tandem.protocol.certificate import Certificate
-from tandem.request_settings import MOST_PAYLOAD_BYTES
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.settings.requests import MOST_PAYLOAD_BYTES
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler"]
 

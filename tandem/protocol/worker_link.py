@@ -34,7 +34,7 @@ from tandem.protocol.worker import (
     own_version,
     set_process_limits,
 )
-from tandem.setting_names import check_environment
+from tandem.settings.variables import check_environment
 
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""

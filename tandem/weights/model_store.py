@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tandem.names import is_model_name
+from tandem.settings.chosen_names import is_model_name
 
 RECORD_NAME = ".tandem-model.json"
 """Hidden, so that nothing takes it for a file of the model."""

@@ -135,7 +135,7 @@ def test_the_example_of_an_engine_runs_in_a_plain_script(tmp_path):
 from pathlib import Path
 from sampler_service.engine import EngineRequest
 from sampler_service.vllm.engine import VllmEngine
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 {make}
 request = EngineRequest(id="op-1", prompt=[5, 6], num_samples=2, max_tokens=4, temperature=1.0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.protocol.worker import TrainingSpec, WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from trainer_service.compute.process_group import bring_up
 from trainer_service.compute.topology import Topology
 from trainer_service.service.operations import Operations

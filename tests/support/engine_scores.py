@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sampler_service.engine import EngineRequest, PromptScoring
 from sampler_service.vllm.libraries import import_libraries
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 
 def scores(base: Path, tokens: list[int], *, full: str = "", adapter: str = "") -> list[float]:

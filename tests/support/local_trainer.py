@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.protocol.worker import LoraSpec, TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import TrainerSettings
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, logprobs_of, request
 from tests.support.worker_process import RUN

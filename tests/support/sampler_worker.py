@@ -17,6 +17,7 @@ import psutil
 
 from tandem.protocol.fencing import LEASE_METADATA_KEY
 from tandem.protocol.worker import WorkerSpec
+from tandem.settings.workers import SamplerEnvironment, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 from tandem.weights import (
     Canary,
@@ -27,7 +28,6 @@ from tandem.weights import (
     version_path,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import SamplerEnvironment, SamplerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,
     RUN,

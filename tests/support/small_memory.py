@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tandem.protocol.worker import TrainingSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.other_packages import register
 from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from tandem.protocol.worker import TrainingSpec, WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import TrainerSettings
 from tests.support.worker_process import (
     CALL_SECONDS,
     RUN,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tandem.backends.registry import known_backends, registered
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.trainer_memory import MemoryPlan
-from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch

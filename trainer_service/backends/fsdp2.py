@@ -18,9 +18,9 @@ from torch import nn
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.trainer_memory import LOGITS_BYTES, MemoryPlan
-from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,
     Export,

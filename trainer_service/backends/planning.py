@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tandem.agent.host import free_memory_bytes
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.trainer_memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose
-from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import TrainerBackend, World
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.huggingface import empty_model

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from tandem.errors import WorkerStartFailed, describe
 from tandem.protocol.devices import Device, parse_device
 from tandem.protocol.worker import LOOPBACK, TrainingSpec, WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import configure_logging
-from tandem.worker_settings import TrainerSettings
 from trainer_service.backends.base import (
     Capability,
     TrainerBackend,

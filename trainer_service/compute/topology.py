@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 
 _NODE_RANK = "TANDEM_NODE_RANK"
 

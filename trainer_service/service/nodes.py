@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.protocol.devices import Device
 from tandem.protocol.worker import WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.worker_settings import TrainerSettings
 from trainer_service.compute.topology import Topology
 from trainer_service.service.deaths import Death, Deaths, RankReport
 from trainer_service.service.node_connection import (

@@ -16,7 +16,7 @@ from gateway.admin.doctor.host import check_host
 from gateway.admin.doctor.volume import check_volume
 from tandem.agent.host import this_host
 from tandem.errors import TandemError
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 
 def run_checks(request: Mapping[str, Any]) -> Iterator[Check]:

@@ -21,10 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from gateway.admin.doctor.check import Check, Level, judge
 from gateway.workers.launchers.kubernetes.objects import service_account
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest, describe
 from tandem.protocol.worker import WorkerKind
-from tandem.setting_names import check_environment
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.variables import check_environment
 
 Object: TypeAlias = dict[str, Any]
 """An object of Kubernetes, as JSON."""

@@ -18,7 +18,7 @@ from tandem.agent.host import Host, driver_version
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 FindPackage = Callable[[str], str | None]
 """Returns the version of an installed package."""

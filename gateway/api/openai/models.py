@@ -19,7 +19,7 @@ from gateway.identifiers import relative_version_folder
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
-from tandem.names import is_run_id
+from tandem.settings.chosen_names import is_run_id
 
 _SCHEME = "tinker://"
 _MAX_LISTED = 1000

@@ -25,7 +25,7 @@ from gateway.runs.operations import Call, Progress
 from gateway.workers.worker import Worker
 from tandem import __version__
 from tandem.errors import UnknownModel
-from tandem.settings import without_password
+from tandem.settings.gateway import without_password
 
 _ABOUT = (
     "The routes of a Tandem gateway: those of the `tinker` SDK under /api/v1, those for OpenAI's "

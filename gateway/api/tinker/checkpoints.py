@@ -40,7 +40,7 @@ from tandem.errors import (
     UnknownSession,
     UnknownWeights,
 )
-from tandem.names import Label
+from tandem.settings.chosen_names import Label
 
 _TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "weights": "training",

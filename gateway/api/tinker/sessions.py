@@ -28,7 +28,7 @@ from gateway.owners.usage.trace_exports import PREFIX
 from gateway.placement.asks import asks_of
 from gateway.runs.queries import Storage
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
-from tandem.names import Label
+from tandem.settings.chosen_names import Label
 
 _LONGEST_DETAIL = 4000
 """Characters. Every operation that the end of a session fails repeats them."""

@@ -14,7 +14,7 @@ from gateway.owners.auth.audit import AuditLog, Entry
 from gateway.owners.auth.identity import urn_of
 from gateway.owners.auth.keys import BOOTSTRAP_NAME, LOCAL_OWNER, Key, KeyStore
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _KEY = re.compile(r"tml-[A-Za-z0-9_-]{32,200}")

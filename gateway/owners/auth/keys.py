@@ -24,9 +24,9 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
-from tandem.names import OWNER_PATTERN, Label
 from tandem.protocol.http_host import is_loopback
-from tandem.settings import GatewaySettings
+from tandem.settings.chosen_names import OWNER_PATTERN, Label
+from tandem.settings.gateway import GatewaySettings
 
 Role = Literal["admin", "member", "reader", "metrics"]
 """The last is for what scrapes metrics, and sees nothing that anybody owns."""

@@ -17,7 +17,7 @@ from gateway.workers.launchers.by_kind import LauncherByKind
 from tandem.errors import InvalidRequest
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 __all__ = ["Launcher", "load_launcher", "make_launcher"]
 

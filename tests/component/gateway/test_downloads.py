@@ -12,7 +12,7 @@ import pytest
 import tinker
 
 from gateway.owners.auth.signing import sign
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.weights import Manifest
 from tests.support.gateway.checkpoints import error_of, expire, listed, place, step
 from tests.support.gateway.running import running_gateway

@@ -30,7 +30,7 @@ from vllm.lora.layers import MergedColumnParallelLinearWithLoRA
 from vllm.lora.lora_weights import LoRALayerWeights
 from sampler_service.vllm.engine import VllmEngine
 from tandem.errors import LoadFailed
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 2**24, "max_lora_rank": 8}
 engine = VllmEngine(Path(sys.argv[1]), SamplerSettings(**settings))

@@ -41,7 +41,7 @@ import_libraries()
 import sampler_service.vllm.engine as module
 from sampler_service.engine import EngineRequest, PromptScoring
 from sampler_service.structured_output import Grammar, GrammarCache
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 configure = module.engine_config
 

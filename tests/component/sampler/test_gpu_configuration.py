@@ -12,7 +12,7 @@ import torch
 from sampler_service.vllm import configuration
 from sampler_service.vllm.configuration import engine_args
 from tandem.errors import WorkerStartFailed
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 GIB = 2**30
 

@@ -49,7 +49,7 @@ from sampler_service.vllm.libraries import import_libraries
 import_libraries()
 
 from sampler_service.vllm.engine import VllmEngine
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 settings = SamplerSettings(device="cpu", max_num_seqs=2, kv_cache_bytes=2**20)
 engine = VllmEngine(Path(sys.argv[1]), settings)

@@ -164,7 +164,7 @@ def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(
 
 def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):
     from sampler_service.vllm.configuration import engine_args
-    from tandem.worker_settings import SamplerSettings
+    from tandem.settings.workers import SamplerSettings
 
     arguments = engine_args(model, SamplerSettings())
     assert (arguments.load_format, arguments.trust_remote_code) == ("safetensors", False)

@@ -31,7 +31,7 @@ from sampler_service.engine import WeightsTouched
 from sampler_service.service.engine_process import EngineProcess
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 model, old, new = map(Path, sys.argv[1:4])
 rank, engine_process, threads = int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
@@ -173,7 +173,7 @@ from sampler_service.engine import WeightsTouched
 from sampler_service.vllm.libraries import import_libraries
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.errors import LoadFailed
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 def main():
     import_libraries()

@@ -23,8 +23,8 @@ from tandem.agent.worker_process import group_members, kill_group
 from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import Certificate
 from tandem.protocol.worker import Layout, TrainingSpec, WorkerReport, WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.weights import open_version
-from tandem.worker_settings import TrainerSettings
 from tests.support import failing_ranks
 from tests.support.hosts import Host, two_hosts
 from tests.support.tiny_model import VOCABULARY

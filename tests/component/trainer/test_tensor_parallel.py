@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.architectures import write_model
 from tests.support.ranks import end_together
 from tests.support.tiny_model import VOCABULARY

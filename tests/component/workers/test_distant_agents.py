@@ -23,7 +23,7 @@ from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.authority import Authority, write_certificate
 from tandem.protocol.certificate import AGENT_NAME
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.ports import known_port
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

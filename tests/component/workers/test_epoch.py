@@ -18,8 +18,8 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
 from tandem.protocol.worker import WorkerSpec
-from tandem.settings import GatewaySettings
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 
 RUN = "s-1:train:0"

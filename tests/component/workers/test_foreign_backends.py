@@ -13,8 +13,8 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.fencing import LEASE_METADATA_KEY
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker_settings import TrainerSettings
 from tests.support.other_packages import register
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import datum, request

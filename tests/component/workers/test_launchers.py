@@ -23,7 +23,7 @@ from tandem.agent.service import serving
 from tandem.agent.worker_process import WorkerProcess, group_members, wait_until_serving
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
 from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

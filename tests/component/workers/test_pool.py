@@ -21,7 +21,7 @@ from tandem.agent.pool import pool_sizes, seconds_until_the_next
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import WorkerKind, WorkerSpec
-from tandem.worker_settings import PoolSettings, TrainerSettings
+from tandem.settings.workers import PoolSettings, TrainerSettings
 from tests.support.waiting import PATIENCE, until, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")

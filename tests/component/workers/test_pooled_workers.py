@@ -16,7 +16,7 @@ import pytest
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import _NICENESS
 from tandem.protocol.worker import WorkerHandle, WorkerKind, WorkerReport, WorkerSpec
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 from tests.support.processes import cores_of
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by
 from tests.support.tiny_model import write_tiny_model

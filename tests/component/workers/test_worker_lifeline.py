@@ -27,7 +27,7 @@ from tandem.protocol.worker import (
     WorkerSpec,
 )
 from tandem.protocol.worker_link import FileLink, PipeLink
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 from tests.support.ports import known_port
 from tests.support.waiting import wait_until
 

@@ -14,7 +14,7 @@ from gateway.identifiers import parse_checkpoint_path
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.storage.database import Database
-from tandem.request_settings import LimitSettings
+from tandem.settings.requests import LimitSettings
 from tests.support.postgres import url_for
 
 RUN = "s-1:train:0"

@@ -42,7 +42,7 @@ from gateway.storage.tables import (
 )
 from gateway.workers.epoch import Epoch
 from tandem.protocol.worker import LoraSpec, TrainingSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop
 from tests.support.gateway.constants import changed
 from tests.support.gateway.crash_client import Client, Script

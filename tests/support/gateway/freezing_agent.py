@@ -26,7 +26,7 @@ from gateway.workers.fleet import Fleet
 from tandem.agent.host import Host
 from tandem.errors import WorkerMayRun
 from tandem.protocol.worker import WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import common_pb2, trainer_pb2
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_host import ModelHost, ModelLauncher

@@ -19,7 +19,7 @@ from gateway.placement.leases import GroupLeases
 from gateway.placement.memory import HostMemory, SleepPlan
 from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import OutOfMemory, StorageFailed, StorageFull
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 
 _TO_HOST_MEMORY = SleepPlan()
 _LOOKS = 4

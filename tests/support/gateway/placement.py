@@ -17,7 +17,7 @@ from gateway.storage.tables import drained_groups, scaled_samplers
 from tandem.agent.host import Host
 from tandem.errors import StorageFull
 from tandem.protocol.devices import parse_device
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.waiting import PATIENCE
 
 WHOLE_MACHINE = groups_of(GatewaySettings(), Host("host", cores=(0, 1)))

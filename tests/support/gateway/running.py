@@ -20,7 +20,7 @@ import tinker
 
 from gateway.api.tinker.sampling import sampler_of
 from gateway.app import GatewayServer, create_app, make_server
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.constants import changed
 from tests.support.gateway.fake_launcher import FakeLauncher

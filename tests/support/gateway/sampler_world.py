@@ -30,10 +30,10 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from tandem.errors import SessionFinished
 from tandem.protocol.worker import WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import Manifest
-from tandem.worker_settings import SamplerSettings
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.leased_workers import not_leased
 from tests.support.gateway.model_host import ModelHost, ModelLauncher

@@ -23,8 +23,8 @@ from gateway.workers.launchers.kubernetes.names import (
     WORKER_ID,
 )
 from gateway.workers.launchers.kubernetes.objects import WorkerObjects
-from tandem.cluster_settings import KubernetesSettings
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
+from tandem.settings.cluster import KubernetesSettings
 
 SETTINGS = {
     "pending_timeout": 60,

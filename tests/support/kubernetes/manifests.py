@@ -13,10 +13,10 @@ import yaml
 from gateway.workers.launchers.kubernetes.objects import Home, WorkerObjects, render_worker
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import read_templates
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.protocol.worker import WorkerKind, WorkerSpec
-from tandem.settings import GatewaySettings
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.workers import TrainerSettings
 
 K8S = Path(__file__).parents[3] / "k8s"
 OVERLAYS = ("cpu-dev", "gpu-nfs", "monitoring")

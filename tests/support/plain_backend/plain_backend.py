@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.worker_settings import TrainerSettings
 from trainer_service.backends import TrainerBackend, World
 from trainer_service.backends.base import Export
 from trainer_service.backends.loop import Done, ShareResult

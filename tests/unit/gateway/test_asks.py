@@ -11,7 +11,7 @@ from gateway.placement.groups import DeviceGroup
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.devices import parse_device
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (

@@ -11,7 +11,7 @@ from gateway.owners.auth.bootstrap import read_bootstrap_key, take_bootstrap_key
 from gateway.owners.auth.keys import BOOTSTRAP_NAME, KeyStore, NewKey
 from gateway.storage.database import Database
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.audit_log import days_of_tests
 from tests.support.postgres import url_for
 

@@ -22,7 +22,7 @@ from gateway.storage.futures.table import Future, Result
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.gateway.sample_streams import answered

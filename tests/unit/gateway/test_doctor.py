@@ -7,7 +7,7 @@ from pathlib import Path
 from gateway.admin.doctor.check import Check
 from gateway.admin.doctor.host import check_host
 from tandem.agent.host import Accelerator, Host
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 GIB = 2**30
 HOST = Host("box", cores=(0, 1, 2, 3), memory_bytes=64 * GIB)

@@ -8,7 +8,7 @@ from gateway.placement.groups import groups_of
 from tandem.agent.host import Accelerator, Host
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device, parse_device
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, engine_settings, free_on_disk
 from tandem.protocol.devices import parse_device
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 from tests.support.virtual_time import run_in_virtual_time
 
 GIB = 2**30

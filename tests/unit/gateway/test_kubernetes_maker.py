@@ -10,7 +10,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers import make_launcher
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.authority import Authority
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.kubernetes.world import Gateway, on_cluster, spec
 
 POOLS = [

@@ -16,8 +16,8 @@ from gateway.workers.launchers.kubernetes.objects import _USER_OF_IMAGES
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.agent.host import Host
-from tandem.cluster_settings import KubernetesSettings
-from tandem.settings import GatewaySettings
+from tandem.settings.cluster import KubernetesSettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.kubernetes.manifests import (
     K8S,
     OVERLAYS,

@@ -27,10 +27,10 @@ from gateway.workers.launchers.kubernetes.objects import (
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.protocol.certificate import Certificate
 from tandem.protocol.worker import WorkerSpec
-from tandem.worker_settings import SamplerSettings, TrainerSettings
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 VERSIONS = ("1.34", "1.37")
 RESOURCES = PodResources(cpu="4", memory=2**33, shared_memory=2**28, ephemeral=2**33)

@@ -12,9 +12,9 @@ import yaml
 from gateway.workers.launchers.kubernetes.objects import Home, check_templates, render_worker
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import WorkerSpec
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 
 POOLS = [
     ClaimPoolSettings(name="gpu", roles=["trainer", "sampler"], device_class="gpu.nvidia.com"),

@@ -7,9 +7,9 @@ import pytest
 
 from gateway.app import create_app
 from gateway.workers.launchers import load_launcher
-from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.cluster import KubernetesSettings
+from tandem.settings.gateway import GatewaySettings
 
 
 def a_gateway(tmp_path, template: str) -> GatewaySettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.leased_workers import World
 from tests.support.virtual_time import in_virtual_time, now
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.leased_workers import World
 from tests.support.virtual_time import in_virtual_time, now, run_in_virtual_time
 

@@ -11,7 +11,7 @@ from gateway.placement.groups import DeviceGroup
 from gateway.placement.occupancy import Occupant, occupants
 from gateway.placement.places import Place
 from tandem.protocol.devices import parse_device
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.leased_workers import World, not_leased
 from tests.support.virtual_time import in_virtual_time
 

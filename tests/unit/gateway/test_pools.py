@@ -22,8 +22,8 @@ from gateway.workers.launchers.kubernetes.templates import Object, read_template
 from tandem.agent.host import Host
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import WorkerSpec
-from tandem.settings import GatewaySettings
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.gateway.placement import Rows
 from tests.support.waiting import PATIENCE
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.runs.replay import Recovery, ReplayLog, SentCall, Snapshot, recovery_of
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 STATE = ("forward_backward", "optim_step", "load_weights")
 

@@ -18,9 +18,9 @@ from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.storage.futures.table import Future, Result
 from gateway.workers.worker import Worker
 from tandem.errors import SessionFinished
-from tandem.sharing_settings import SharingSettings
+from tandem.settings.sharing import SharingSettings
+from tandem.settings.workers import SamplerSettings
 from tandem.v1 import sampler_pb2
-from tandem.worker_settings import SamplerSettings
 from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.gateway.placement import open_places
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
-from tandem.request_settings import LimitSettings
+from tandem.settings.requests import LimitSettings
 from tests.support.postgres import url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

@@ -16,7 +16,7 @@ from gateway.runs.trainer_hosts import TrainerHosts
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import parse_device
 from tandem.protocol.worker import LoraSpec, TrainingSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
 from tests.support.gateway.placement import Rows, open_on, places_for
 

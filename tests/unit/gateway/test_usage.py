@@ -13,7 +13,7 @@ from gateway.owners.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.owners.usage.reports import BillingReports, Used
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints
-from tandem.request_settings import LimitSettings
+from tandem.settings.requests import LimitSettings
 from tests.support.postgres import url_for
 
 pytestmark = pytest.mark.usefixtures("each_database")

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from sampler_service.vllm import environment
-from tandem.worker_settings import SamplerSettings
+from tandem.settings.workers import SamplerSettings
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.settings import GatewaySettings, settings_fault
+from tandem.settings.gateway import GatewaySettings, settings_fault
 
 GPUS = {"name": "train", "roles": ["trainer"], "device_class": "gpu.nvidia.com"}
 

@@ -9,7 +9,7 @@ import pytest
 from tandem.agent import host
 from tandem.agent.host import Accelerator, Host, describe_found, usual_ranks
 from tandem.errors import InvalidRequest
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tests.support.fake_nvml import pynvml
 
 GPUS = ("GPU-11aa-1", "GPU-11aa-2", "GPU-22bb-3")

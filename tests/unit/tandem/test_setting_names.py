@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import UnknownSetting
-from tandem.setting_names import FREE_PREFIXES, OTHER_NAMES, check_environment, settings_by_name
+from tandem.settings.variables import (
+    FREE_PREFIXES,
+    OTHER_NAMES,
+    check_environment,
+    settings_by_name,
+)
 
 ROOT = Path(__file__).parents[3]
 _SOURCES = ("tandem", "gateway", "trainer_service", "sampler_service", "tests", "scripts")

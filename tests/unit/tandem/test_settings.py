@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.settings import GatewaySettings, settings_fault, without_password
+from tandem.settings.gateway import GatewaySettings, settings_fault, without_password
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from scripts import settings_table
 from scripts.settings_table import PAGE, with_settings
-from tandem.setting_names import settings_by_name
+from tandem.settings.variables import settings_by_name
 
 MOST_SETTINGS = 85
 

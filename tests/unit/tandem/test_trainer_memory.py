@@ -8,8 +8,8 @@ import pytest
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.trainer_memory import Available, MemoryPlan, ModelSize, TrainerMemory, choose
-from tandem.worker_settings import TrainerSettings
 
 GIB = 2**30
 SHAPES = {

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tandem.backends.registry import known_backends
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights.store import make_folder
-from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import (
     batch_of,
     compute,

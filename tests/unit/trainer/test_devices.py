@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.devices import parse_device
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.local_trainer import compute, data_of
 from tests.support.trainer_worker import request
 from trainer_service.backends.base import TrainerBackend

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.protocol.worker import Layout, TrainingSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from tests.support.allocations import allocations
 from tests.support.architectures import write_model
 from trainer_service.backends import World

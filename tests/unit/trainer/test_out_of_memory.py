@@ -12,9 +12,9 @@ import torch
 
 from tandem.errors import OutOfMemory
 from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker_settings import TrainerSettings
 from tests.support.local_trainer import (
     compute,
     data_of,

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.worker_settings import TrainerSettings
 from tests.support.fake_device import FakeDevice
 from tests.support.local_trainer import (
     data_of,

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import Layout, TrainingSpec, WorkerSpec
+from tandem.settings.workers import TrainerSettings
 from tandem.weights import model_config
 from tandem.weights.model_config import why_undivided
-from tandem.worker_settings import TrainerSettings
 from tests.support.architectures import CONFIGURATIONS
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.compute.process_group import check_capabilities

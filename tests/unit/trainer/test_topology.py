@@ -6,7 +6,7 @@ import pytest
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import WorkerSpec
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.workers import TrainerSettings
 from trainer_service.compute.topology import Topology, node_number, topology_of
 
 

@@ -29,7 +29,6 @@ from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.host import Host
 from tandem.agent.worker_process import wait_until_serving
-from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
 from tandem.protocol.authority import Authority
 from tandem.protocol.exit_watchers import ExitWatchers
@@ -40,7 +39,8 @@ from tandem.protocol.worker import (
     WorkerHandle,
     WorkerSpec,
 )
-from tandem.settings import GatewaySettings
+from tandem.settings.cluster import KubernetesSettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _BEYOND_STOP = 30.0

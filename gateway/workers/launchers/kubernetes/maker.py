@@ -20,11 +20,11 @@ from gateway.workers.launchers.kubernetes.objects import (
 )
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
-from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import WorkerStartFailed, unusable_directory
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
-from tandem.settings import GatewaySettings
+from tandem.settings.cluster import ClaimPoolSettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.weights.store import make_folder
 

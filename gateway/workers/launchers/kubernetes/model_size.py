@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import InvalidRequest, describe, without_paths
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 from tandem.trainer_memory import ModelSize
 from tandem.weights.model_config import model_files, text_config
 

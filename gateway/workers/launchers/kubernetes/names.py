@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from tandem.cluster_settings import ClaimPoolSettings
+from tandem.settings.cluster import ClaimPoolSettings
 
 CONTAINER = "worker"
 """The name of the worker's container; others in its pod are an administrator's."""

@@ -42,11 +42,11 @@ from gateway.workers.launchers.kubernetes.names import (
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.errors import InvalidRequest
 from tandem.protocol.certificate import Certificate
 from tandem.protocol.worker import COMPILED, WorkerKind, WorkerSpec, compile_caches
-from tandem.worker_settings import TrainerSettings
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.workers import TrainerSettings
 
 FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
     "trainer": {

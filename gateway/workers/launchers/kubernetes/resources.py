@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gateway.workers.launchers.kubernetes.model_size import known_size, read_size
-from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest, TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
-from tandem.settings import GatewaySettings
-from tandem.sharing_settings import MOST_RUNS
+from tandem.settings.cluster import ClaimPoolSettings
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import MOST_RUNS
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 from tandem.trainer_memory import SPARE, ModelSize, TrainerMemory, compute_width
-from tandem.worker_settings import SamplerSettings, TrainerSettings
 
 _MIB, _GIB = 2**20, 2**30
 _STEP = 64 * _MIB

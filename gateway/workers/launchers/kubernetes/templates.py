@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from tandem.cluster_settings import KubernetesSettings
 from tandem.errors import InvalidRequest, describe
 from tandem.protocol.worker import WorkerKind
+from tandem.settings.cluster import KubernetesSettings
 
 Object: TypeAlias = dict[str, Any]
 """An object of Kubernetes, or a part of one, as JSON."""

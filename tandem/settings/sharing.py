@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tandem.names import GROUP_PATTERN
+from tandem.settings.chosen_names import GROUP_PATTERN
 
 Share = Literal["when_full", "always", "never"]
 MOST_RUNS = 8

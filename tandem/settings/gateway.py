@@ -12,10 +12,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
-from tandem.request_settings import MOST_PAYLOAD_BYTES, LimitSettings
-from tandem.sharing_settings import GroupSettings, SharingSettings
-from tandem.worker_settings import PoolSettings, SamplerEnvironment, TrainerEnvironment
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.requests import MOST_PAYLOAD_BYTES, LimitSettings
+from tandem.settings.sharing import GroupSettings, SharingSettings
+from tandem.settings.workers import PoolSettings, SamplerEnvironment, TrainerEnvironment
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
 """A file that a setting names; an empty variable names none."""

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from tandem.errors import UnknownSetting
-from tandem.settings import GatewaySettings
+from tandem.settings.gateway import GatewaySettings
 
 _PREFIX = "TANDEM_"
 
