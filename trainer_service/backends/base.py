@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from tandem.backends.memory import MemoryPlan
 from tandem.backends.registry import known_backends, registered
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from tandem.trainer_memory import MemoryPlan
 from trainer_service.backends.loop import Done, ShareResult, compute_share
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
@@ -148,7 +148,7 @@ class TrainerBackend(ABC):
     """Whether micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
     """The tokens of a micro-batch that fit into memory, if the backend plans it
-    (`tandem/trainer_memory.py`)."""
+    (`tandem/backends/memory.py`)."""
 
     @abstractmethod
     def __init__(

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tandem.backends.memory import LOGITS_BYTES, MemoryPlan
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.trainer_memory import LOGITS_BYTES, MemoryPlan
 from trainer_service.backends.base import (
     Capability,
     Export,

@@ -1,4 +1,4 @@
-"""Plans the memory of a backend that shards with FSDP2: the formula of `tandem/trainer_memory.py`,
+"""Plans the memory of a backend that shards with FSDP2: the formula of `tandem/backends/memory.py`,
 with the shapes of a model that has no memory yet."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tandem.agent.host import free_memory_bytes
+from tandem.backends.memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.trainer_memory import SPARE, Available, MemoryPlan, ModelSize, TrainerMemory, choose
 from trainer_service.backends.base import TrainerBackend, World
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.huggingface import empty_model

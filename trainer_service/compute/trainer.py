@@ -16,10 +16,10 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
+from tandem.backends.memory import wanted_tokens
 from tandem.errors import CustomLossFailed, OutOfMemory
 from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
-from tandem.trainer_memory import wanted_tokens
 from tandem.v1 import trainer_pb2
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.loop import ShareResult

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import Message
 
+from tandem.backends.memory import MemoryPlan
 from tandem.errors import (
     GradientsIncomplete,
     GradientsNotFinite,
@@ -25,7 +26,6 @@ from tandem.errors import (
     TandemError,
     UserError,
 )
-from tandem.trainer_memory import MemoryPlan
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability

@@ -12,12 +12,12 @@ import pytest
 from gateway.placement.asks import Asks, with_pod_memory
 from gateway.workers.launchers.kubernetes.model_size import known_size, read_ahead, read_size
 from gateway.workers.launchers.kubernetes.resources import resources_of, table
+from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import SamplerSettings, TrainerSettings
-from tandem.trainer_memory import ModelSize
 from tests.support.model_files import write_weights
 
 GIB = 2**30

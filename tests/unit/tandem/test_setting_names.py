@@ -24,7 +24,7 @@ _WRONG_ON_PURPOSE = {
     "test_unknown_settings.py",
     "test_environment.py",  # of what an agent inherits
     "test_cluster_settings.py",
-    "setting_names.py",
+    "variables.py",
 }
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.backends.memory import Available, MemoryPlan, ModelSize, TrainerMemory, choose
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from tandem.trainer_memory import Available, MemoryPlan, ModelSize, TrainerMemory, choose
 
 GIB = 2**30
 SHAPES = {

@@ -17,9 +17,9 @@ import torch
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch._inductor.exc import InvalidCxxCompiler
 
+from tandem.backends.memory import Available
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import LoraSpec
-from tandem.trainer_memory import Available
 from tests.support.architectures import WINDOW, write_model
 from tests.support.local_trainer import (
     WITHOUT_MLP,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.trainer_memory import TrainerMemory
+from tandem.backends.memory import TrainerMemory
 from tests.support.architectures import write_model
 from tests.support.local_trainer import (
     SPEC,

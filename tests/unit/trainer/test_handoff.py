@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from sampler_service.weights.handoff import open_handoff
+from tandem.backends.memory import Available, MemoryPlan
 from tandem.errors import LoadFailed
-from tandem.trainer_memory import Available, MemoryPlan
 from tandem.v1 import common_pb2
 from tandem.weights.sums import sum_of
 from tests.support.files import memory_files

@@ -13,9 +13,9 @@ import torch
 
 from gateway.workers.launchers.kubernetes.model_size import read_size
 from gateway.workers.launchers.kubernetes.resources import TrainerPod
+from tandem.backends.memory import Available
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from tandem.trainer_memory import Available
 from tests.support.allocations import allocations
 from tests.support.architectures import CONFIGURATIONS, HEAD_ALONE, lora_of, write_model
 from tests.support.local_trainer import SPEC, compute, data_of, gradients, make_rank

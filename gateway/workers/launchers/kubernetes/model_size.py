@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest, describe, without_paths
 from tandem.settings.gateway import GatewaySettings
-from tandem.trainer_memory import ModelSize
 from tandem.weights.model_config import model_files, text_config
 
 _LARGEST_HEADER = 100 * 2**20

@@ -5,7 +5,7 @@ sleep where it is. It is computed from the number of the model's weights, which 
 files tell, by what the trainer and the engine do with them:
 
     trainer   each rank reads its part of one tensor after the other. Then it has the parts of the
-              trainer's own formula (`tandem/trainer_memory.py`): on a CPU all parts, on a GPU the
+              trainer's own formula (`tandem/backends/memory.py`): on a CPU all parts, on a GPU the
               snapshot, the offloaded parts, and all states while the trainer sleeps
     sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
               while the engine samples; on a CPU the weights, those of the next version, and a KV
@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gateway.workers.launchers.kubernetes.model_size import known_size, read_size
+from tandem.backends.memory import SPARE, ModelSize, TrainerMemory, compute_width
 from tandem.errors import InvalidRequest, TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import MOST_RUNS
 from tandem.settings.workers import SamplerSettings, TrainerSettings
-from tandem.trainer_memory import SPARE, ModelSize, TrainerMemory, compute_width
 
 _MIB, _GIB = 2**20, 2**30
 _STEP = 64 * _MIB
