@@ -8,4 +8,4 @@ starts workers. For users: the `tandem` command (`cli`), `stack` (a gateway and 
 import.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

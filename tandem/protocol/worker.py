@@ -335,7 +335,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def own_version() -> str:
     """Return the version of Tandem in this process, and the tag that its image was built with where
-    that is another. Literal example: "0.1.0 (image 2026-11-23)"."""
+    that is another. Literal example: "0.2.0 (image 2026-11-23)"."""
     image = os.environ.get("TANDEM_IMAGE_VERSION", "")
     return __version__ if image in ("", __version__) else f"{__version__} (image {image})"
 
