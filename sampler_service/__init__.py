@@ -1,15 +1,17 @@
-"""The sampler: one process that samples from weight versions.
+"""The sampler: one process with one engine, which samples from weight versions.
 
-- `service`: the process, its gRPC server, and the process of an engine.
-- `scheduler`: chooses the next action of the engine. `work`: the samples and loads that others hand
-  to it. `in_flight`: the samples that go on with newer weights.
-- `lifecycle`: the weights that the engine holds, and its sleeps and wakes.
+- `service`: the process, its gRPC server, and an engine's own process.
+- `scheduler`: chooses the engine's next action. `work`: the queue of requests and loads.
+  `in_flight`: samples that continue with newer weights.
+- `lifecycle`: the engine's state, its loaded weights, its sleeps and wakes.
 - `weights`: verifies and loads weight versions and LoRA adapters.
 - `structured_output`: compiles regexes, JSON schemas and Lark grammars for the model's tokens.
-- `engine`: the protocol that separates all these from `vllm`, the only folder that knows vLLM.
+- `engine`: the protocol between all these and `vllm`, the only folder that imports vLLM.
 
-A sample: servicer -> request parser -> scheduler -> engine -> response. Token ids come in; token
-ids, their logprobs and the name of the weight version go out. A load: servicer -> scheduler ->
-lifecycle -> loader -> engine, which loads in its worker and scores the canary. A sleep or a wake:
-servicer -> scheduler -> lifecycle -> engine.
+A sample passes servicer, request parser, scheduler, engine and response encoder. Token ids come in.
+Token ids, logprobs and the name of the weight version go out. A load passes servicer, scheduler,
+lifecycle, loader and engine. A sleep or wake passes servicer, scheduler, lifecycle and engine.
+
+To add an engine, implement `Engine` in a folder beside `vllm` and construct it in
+`service/process.py`. To add a metric, add it to `metrics`.
 """

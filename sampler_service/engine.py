@@ -1,10 +1,10 @@
-"""The protocol between the sampler and an inference engine: plain values, no types of a library.
+"""The protocol between the sampler and an inference engine: plain values, no library types.
 
-`vllm.engine.VllmEngine` implements it, and so does `service.engine_process.EngineProcess`, for an
-engine in another process; tests of the scheduler inject a fake. An engine belongs to the thread
-that made it: that thread steps it, and no other calls it.
+`vllm.engine.VllmEngine` implements it. `service.engine_process.EngineProcess` implements it for an
+engine in another process. Tests of the scheduler inject a fake. Only the thread that made an engine
+may call it.
 
-An engine may compute ahead: more than what `step` has returned. `settle` ends that.
+An engine may compute ahead of the output of `step`. `settle` ends that.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class WeightsTouched(LoadFailed):
-    """A load failed after it had begun to change the weights: sampling must wait for a load that
-    succeeds."""
+    """A load failed after it began to change the weights. The engine must not sample before another
+    load succeeds."""
 
 
 class EngineState(Enum):
-    """What an engine may do: samples are computed only while it is awake. docs/sharing.md."""
+    """The state of an engine. It computes samples only while it is awake. See docs/sharing.md."""
 
     AWAKE = "awake"
     LOADING = "loading"
@@ -58,19 +58,22 @@ _MOVES = {
 
 
 class SleepLevel(IntEnum):
-    """What becomes of the weights while an engine is asleep. The KV cache is given back anyway."""
+    """The place of the weights while an engine sleeps. It gives back its KV cache at both
+    levels."""
 
     KEEP_WEIGHTS = 1
-    """They wait in host memory."""
+    """Host memory."""
     DROP_WEIGHTS = 2
-    """They are dropped, and all adapters with them: the engine computes nothing before a load."""
+    """Nowhere. Adapters are dropped too, and the engine needs a load before it computes again."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What is in use, in bytes. On a CPU device and host are the same memory: `device` is the
-    resident memory of the process, `host` 0. On a GPU, `device` counts all processes' memory, and
-    `host` the weights of an engine that is asleep."""
+    """Memory in use, in bytes.
+
+    On a GPU, `device` counts the memory of all processes, and `host` the weights of a sleeping
+    engine. On a CPU, `device` is the resident memory of the process, and `host` is 0.
+    """
 
     device: int
     host: int
@@ -78,12 +81,11 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine is.
+    """The properties of an engine.
 
-    `max_length` counts prompt and sampled tokens together; where it is less than `model_length`,
-    the KV cache holds no longer sequence, or a setting says so. `end_tokens` are the model's
-    end-of-sequence tokens. `max_lora_rank` 0 means no adapters; otherwise the engine holds up to
-    `max_adapters` of them.
+    `max_length` limits prompt and sampled tokens together. It is below `model_length` if the KV
+    cache is smaller or a setting says so. `end_tokens` are the model's end-of-sequence tokens.
+    `max_lora_rank` 0 means no adapters. Otherwise the engine holds up to `max_adapters`.
     """
 
     vocabulary: int
@@ -99,13 +101,16 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """What to compute about a prompt's tokens. Position p >= 1 is scored by the logprobs, at
-    temperature 1, of tokens in place of prompt[p], given the tokens before it.
+    """The scores to compute for a prompt.
 
-    `first`: the first position whose own token is scored, or None for none; the `topk` likeliest
-    tokens are listed from `first` on. `target_ids` [m] are scored at `target_positions` [m], which
-    ascend. `draws` tokens are drawn at every position with `draw_temperature` (0: the likeliest),
-    from `draw_seed` if it is set.
+    The score of position p >= 1 is the logprob of a token at that position, given the tokens before
+    it, at temperature 1.
+
+    - `first`: the first position whose own token is scored, or None. From there on, the `topk`
+      likeliest tokens are listed too.
+    - `target_ids` [m]: tokens to score at `target_positions` [m], which ascend.
+    - `draws`: the number of tokens to draw at every position, with `draw_temperature` (0: the
+      likeliest) and, if set, `draw_seed`.
     """
 
     first: int | None = None
@@ -118,8 +123,8 @@ class PromptScoring:
 
     @property
     def start(self) -> int | None:
-        """The first position to compute, None for none. The prefix cache may serve tokens more
-        than one position before it."""
+        """The first position to compute, or None. The prefix cache may serve tokens more than one
+        position before it."""
         starts = [self.first] if self.first is not None else []
         starts += [int(self.target_positions[0])] if len(self.target_positions) else []
         starts += [1] if self.draws else []
@@ -130,13 +135,13 @@ class PromptScoring:
 class EngineRequest:
     """One prompt, sampled `num_samples` times.
 
-    Literal example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
-    temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`. Sample i with seed s is a
-    function of (s, i), the request and the weights; without a seed it is random. Temperature 0 is
-    greedy. With `max_tokens` 0, samples are empty: the prompt is scored alone. `topk` alternatives
-    are recorded per sampled token. `adapter` names an adapter that was added to the engine; None
-    samples from the loaded weights alone. A `streamed` request yields an `EngineDelta` per sample
-    and step.
+    Example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
+    temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`.
+
+    With a seed s, sample i depends only on (s, i), the request and the weights. Without a seed it
+    is random. Temperature 0 is greedy. `max_tokens` 0 scores the prompt only. `topk` is the number
+    of alternatives recorded per sampled token. `adapter` names an added adapter, and None means the
+    loaded weights alone. A `streamed` request yields one `EngineDelta` per sample and step.
     """
 
     id: str
@@ -157,20 +162,20 @@ class EngineRequest:
 
     @property
     def distinct_samples(self) -> int:
-        """How many samples are computed: greedy and empty samples of one prompt are all alike."""
+        """The number of samples to compute. Greedy or empty samples of one prompt are equal, so one
+        is enough."""
         return self.num_samples if self.temperature > 0 and self.max_tokens else 1
 
     @property
     def computed_prompt(self) -> list[int]:
-        """The prompt tokens that are computed: nothing follows from the last one, unless tokens are
-        sampled."""
+        """The prompt tokens to compute. Without sampling, the last token is not needed."""
         return self.prompt if self.max_tokens else self.prompt[:-1] or self.prompt
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The likeliest tokens per position. `token_ids` and `logprobs` are [length, k]; an empty cell
-    has id 0 and logprob -99999."""
+    """The likeliest tokens per position. Both arrays are [length, k]. An empty cell has id 0 and
+    logprob -99999."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -180,10 +185,9 @@ class TopK:
 class SampledTokens:
     """One sample. `tokens` and `logprobs` are [n] and include the stop token.
 
-    The logprobs are those of the distribution that was sampled from, after temperature, top_k and
-    top_p; those of a greedy sample are at temperature 1. `stopped` is False when the length ended
-    the sample. `carried_at` says how many tokens it had each time that it was carried over to other
-    weights.
+    The logprobs belong to the sampled distribution, after temperature, top_k and top_p. A greedy
+    sample has logprobs at temperature 1. `stopped` is False if the length limit ended the sample.
+    `carried_at` lists the sample's length at each change of weights.
     """
 
     tokens: Int32Array
@@ -195,10 +199,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The answer to a `PromptScoring`; a part that was not asked for is None.
+    """The answer to a `PromptScoring`. Parts that were not requested are None.
 
-    `logprobs` is [prompt], and NaN at positions without a score. `topk` is [prompt, k]. `targets`
-    is [m]. `draws` is [prompt - 1, k], where row i is about position i + 1.
+    `logprobs` is [prompt], with NaN at positions without a score. `topk` is [prompt, k]. `targets`
+    is [m]. `draws` is [prompt - 1, k], and its row i is about position i + 1.
     """
 
     logprobs: Float32Array | None = None
@@ -211,8 +215,8 @@ class PromptScores:
 class EngineResult:
     """All samples of a request, or the `failure` that ended it.
 
-    `cached_tokens` counts the prompt tokens that the prefix cache held when the first sample began;
-    `computed_tokens` the prompt tokens that were computed, for all samples together.
+    `cached_tokens` counts the prompt tokens found in the prefix cache for the first sample.
+    `computed_tokens` counts computed prompt tokens of all samples.
     """
 
     id: str
@@ -225,8 +229,11 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class EngineDelta:
-    """The tokens that one step added to one sample of a streamed request. When it is `finished`,
-    `new.stopped` says how it ended. A greedy request reports sample 0 only."""
+    """The tokens that one step added to one sample of a streamed request.
+
+    In the last delta, `finished` is True and `new.stopped` gives the reason. A greedy request
+    reports only sample 0.
+    """
 
     id: str
     index: int
@@ -236,8 +243,10 @@ class EngineDelta:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The requests that ended in a step, and the deltas of streamed ones, those that ended
-    included. `begun` names those that were computed for the first time and have not ended."""
+    """The output of a step: results of ended requests, and deltas of all streamed requests.
+
+    `begun` names requests that were computed for the first time and have not ended.
+    """
 
     results: list[EngineResult] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
@@ -245,7 +254,7 @@ class StepOutput:
 
 
 class Engine(Protocol):
-    """An engine that holds one set of weights, and adapters beside them."""
+    """An engine with one set of weights and several adapters."""
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -254,68 +263,79 @@ class Engine(Protocol):
         """Admit a request. Its id must not be in use."""
 
     def step(self) -> StepOutput:
-        """Compute the next token of every admitted request, as far as there is room: the others
-        wait for the end of those before them."""
+        """Compute the next token of the admitted requests. Requests without room wait for earlier
+        ones to end."""
 
     def settle(self) -> StepOutput:
-        """Compute nothing more before the next `step`, and return what was computed ahead. Before a
-        sleep, a load, a `pause`, or a `carry_over` to another adapter, it must be called."""
+        """Stop computing until the next `step`, and return the output that was computed ahead.
+
+        Call it before a sleep, a load, a `pause`, or a `carry_over` to another adapter.
+        """
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Drop requests without a result; ignore unknown ids."""
+        """Drop requests without a result. Unknown ids are ignored."""
 
     def load(self, directory: Path) -> frozenset[str]:
-        """Replace the weights in place by a directory of safetensors, and drop all adapters. Return
-        the names of the parameters that got no value.
+        """Replace the weights in place by a directory of safetensors, and drop all adapters.
 
-        The engine must be idle or paused; its KV cache may be asleep. Raises `WeightsTouched`; only
-        another load is allowed then.
+        Returns the names of parameters without a value. The engine must be idle or paused, and its
+        KV cache may be asleep. Raises `WeightsTouched`, after which only another load is allowed.
         """
 
     def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
-        """As `load`, of the weights that a trainer hands over in memory (`weights/handoff.py`)."""
+        """Load weights that a trainer hands over in memory (`weights/handoff.py`). See `load`."""
 
     def pause(self) -> None:
-        """Set aside what is under way, between two steps: it keeps its tokens, loses its keys and
-        values, and is not computed before `resume`. Meanwhile the engine counts as idle."""
+        """Set running requests aside between two steps. The engine counts as idle until `resume`.
+
+        The requests keep their tokens and lose their keys and values.
+        """
 
     def resume(self) -> None:
-        """Go on with what was under way: its keys and values are computed again."""
+        """Continue the paused requests. Their keys and values are computed again."""
 
     def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
-        """Note that requests go on with the weights that are loaded now, after a `pause`; or let
-        them go on with another adapter, for which what they had computed is computed again. Ignore
-        unknown ids."""
+        """Continue requests with the new weights after a `pause`, or with another adapter.
+
+        A change of adapter computes their keys and values again. Unknown ids are ignored.
+        """
 
     def weight_sums(self) -> dict[str, int]:
-        """Return the sums (`tandem/weights/sums.py`) of the numbers that the engine computes with,
-        in the type of its `facts`. The engine must be idle or paused, its weights awake."""
+        """Return the sums (`tandem/weights/sums.py`) of the engine's numbers, in the dtype of its
+        `facts`.
+
+        The engine must be idle or paused, and its weights awake.
+        """
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give the KV cache back, and move the weights off the device, or drop them with all
-        adapters. The engine must be idle; nothing may be added before `wake_cache`."""
+        """Give back the KV cache, and move the weights off the device or drop them with all
+        adapters.
+
+        The engine must be idle. Add no request before `wake_cache`.
+        """
 
     def wake_weights(self) -> None:
-        """Bring the weights back. Dropped ones get their memory, and no values before a `load`."""
+        """Bring the weights back. Dropped weights get memory, but no values before a `load`."""
 
     def wake_cache(self) -> None:
-        """Give the KV cache its memory again, after the weights. It must be reset: what is cached
-        is lost."""
+        """Allocate the KV cache again, after the weights. Its contents are lost, so it must be
+        reset."""
 
     def memory(self) -> EngineMemory:
-        """Measure what is in use."""
+        """Measure the memory in use."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts. False if the engine could not."""
+        """Forget all cached prompts. Returns False if the engine could not."""
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
-        """Logprobs [T-1] of tokens[1:] at temperature 1. The engine must be idle or paused."""
+        """Return the logprobs [T-1] of tokens[1:] at temperature 1. The engine must be idle or
+        paused."""
 
     def add_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter beside the weights, while requests may be running.
+        """Load an adapter beside the weights. Requests may be running.
 
-        Raises `LoadFailed`, and has changed nothing then.
+        Raises `LoadFailed` and then has changed nothing.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Unload an adapter. No running request may use it."""
+        """Unload an adapter that no running request uses."""

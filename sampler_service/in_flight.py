@@ -1,8 +1,8 @@
-"""In-flight updates: requests that go on with newer weights of their run instead of draining.
+"""In-flight updates: requests continue with newer weights of their run instead of draining.
 
-A request that is in flight names the version that it needs at least. Any newer version of the same
-run serves it, too, once a request or a load that is itself in flight has named that. Versions of a
-run are numbered in the order in which it published them; no request ever goes back.
+An in-flight request names the oldest version that it accepts. A newer version of the same run
+serves it as soon as another in-flight request or load names that version. A run numbers its
+versions in the order of publication. A request never returns to an older version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tandem.weights import version_number
 
 
 def may_follow(work: Work, version: WeightVersion) -> bool:
-    """Whether work is in flight, and the version a newer one of its run."""
+    """Return whether the work is in flight and `version` is a newer one of its run."""
     mine = work.version
     return (
         work.in_flight
@@ -24,7 +24,7 @@ def may_follow(work: Work, version: WeightVersion) -> bool:
 
 
 class Followed:
-    """The newest version of each run that what is in flight has gone on with."""
+    """The newest version of each run to which in-flight work was carried over."""
 
     def __init__(self) -> None:
         self._newest: dict[str, WeightVersion] = {}
@@ -33,6 +33,7 @@ class Followed:
         self._newest[version.run_id] = version
 
     def for_arrival(self, work: Work) -> WeightVersion | None:
-        """Return the version that work is to follow which has just arrived, None if it has it."""
+        """Return the version that newly arrived work must follow, or None if it has that
+        version."""
         newest = self._newest.get(work.version.run_id)
         return newest if newest is not None and may_follow(work, newest) else None

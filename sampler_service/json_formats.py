@@ -1,8 +1,8 @@
-"""Patterns of the formats that pydantic writes into JSON schemas.
+"""Patterns for the string formats that pydantic writes into JSON schemas.
 
-Each string that matches a pattern is valid for pydantic. The patterns are narrower than the
-formats: they leave out rare forms, such as a URL whose host is an IPv6 address. llguidance knows
-some formats itself; of these, a pattern stands here where llguidance's is too wide for pydantic.
+Every string that matches a pattern is valid for pydantic. Rare forms are left out, such as a URL
+with an IPv6 host. llguidance knows some formats itself. If its version is too wide for pydantic, a
+pattern here replaces it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _IPV6_INTERFACE = rf"{_IPV6}(?:/(?:[1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
 _HOST = rf"(?:(?:{_LABEL}\.)*{_TOP}|{_IPV4})"
 _IN_URL = "(?:[A-Za-z0-9._~!$&()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _SEGMENT = f"(?:(?:[A-Za-z0-9_~!$&()*+,;=:@-]|%[013-9A-Fa-f][0-9A-Fa-f]){_IN_URL}*)?"
-"""Of a path; none begins with a dot, for `..` is taken out of a URL."""
+"""A segment of a path. None begins with a dot, because pydantic removes `..` from a URL."""
 _REST = rf"(?:\?(?:{_IN_URL}|[/?])*)?(?:#(?:{_IN_URL}|[/?])*)?"
 _PLACE = rf"{_HOST}(?::[1-9][0-9]{{3}})?(?:/{_SEGMENT})+"
 _HTTP = rf"https?://{_PLACE}{_REST}"
-"""A URL as pydantic writes it, so that its length stays the same: with a path, and without a
-scheme's own port."""
+"""A URL in pydantic's own form, so that its length stays equal: with a path, and without the
+scheme's default port."""
 _TOP_OF_MAIL = "(?:com|org|net|edu|gov|info|biz|dev|app|[a-z]{2})"
-"""A few: pydantic refuses some, such as `local` and `test`."""
+"""A few top-level domains. Pydantic refuses some others, such as `local` and `test`."""
 _MAIL = (
     r"[A-Za-z0-9_+-]{1,30}(?:\.[A-Za-z0-9_+-]{1,30})?@"
     rf"(?:[A-Za-z0-9]{{1,20}}(?:-[A-Za-z0-9]{{1,20}})?\.){{1,3}}{_TOP_OF_MAIL}"
@@ -64,7 +64,7 @@ PATTERNS = {
         for n in (1, 3, 4, 5, 6, 7, 8)
     },
 }
-"""In place of the format."""
+"""Patterns that replace a format."""
 
 _DATE = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-[0-9-]{5}"
 _TIME = r"[0-9:]{6}[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-][0-9:]{5})"
@@ -74,14 +74,14 @@ BESIDE = {
     "time": _TIME,
     "duration": "P(?:[0-9]{1,6}[YMWD])*(?:T(?:[0-9]{1,6}[HMS])*)?",
 }
-"""Beside the format, which llguidance knows: without the year 0, leap seconds, and durations above
-a thousand million days, which Python does not have."""
+"""Patterns beside a format that llguidance knows. They exclude the year 0, leap seconds, and
+durations above a thousand million days, because Python has none of them."""
 
 IN_BYTES = frozenset(("binary", "password"))
-"""Formats of strings that pydantic counts in bytes of UTF-8, or may count so."""
+"""String formats whose length pydantic counts, or may count, in bytes of UTF-8."""
 ASCII = "[ -~]*"
-"""Of ASCII's characters, each is a byte."""
+"""ASCII characters, which have one byte each."""
 
 NO_NUMBER = "^(?!^[-+.]*$)"
-"""Begins the pattern of a decimal that pydantic writes: it has a digit. llguidance cannot
-look ahead."""
+"""The look-ahead at the start of pydantic's pattern for decimals: the text has a digit. llguidance
+supports no look-ahead."""

@@ -1,13 +1,13 @@
-"""Rewrites a client's JSON schema in the keywords that llguidance implements.
+"""Rewrites a client's JSON schema into keywords that llguidance implements.
 
-llguidance refuses every keyword that it does not implement. Some of them have an equivalent:
+llguidance refuses any other keyword. Some of them have an equivalent:
 
-- `format` has a pattern where pydantic writes it (`json_formats`). It is a note where a validator
-  does not know the format (JSON Schema 2020-12, section 7).
-- `propertyNames` with an enum or a pattern is a schema of properties without additional ones.
-- `uniqueItems` of an enum's values is an enum of all arrangements of them.
+- `format` gets a pattern if pydantic writes it (`json_formats`). An unknown format is an annotation
+  (JSON Schema 2020-12, section 7).
+- `propertyNames` with an enum or a pattern becomes a schema of properties without additional ones.
+- `uniqueItems` of an enum's values becomes an enum of all arrangements.
 
-llguidance intersects the members of `allOf`, so that an equivalent stands beside other keywords.
+Equivalents go into `allOf`, whose members llguidance intersects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Schema = dict[str, object]
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-"""The formats that llguidance knows."""
+"""Formats that llguidance knows."""
 
 _ONE = frozenset(
     {"items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not"}
@@ -32,7 +32,7 @@ _ONE = frozenset(
 )
 _SEVERAL = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
-"""The keywords whose values are schemas: one schema, a list of them, or schemas by name."""
+"""Keywords whose values are schemas: one schema, a list, or schemas by name."""
 
 _NOTES = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "type")
@@ -49,8 +49,10 @@ _MOST_REFERENCES = 32
 
 
 def rewrite_schema(text: str) -> str:
-    """Return an equivalent schema that llguidance takes. Raises `StructuredOutputInvalid`, which
-    names the keyword, where there is none."""
+    """Return an equivalent schema that llguidance accepts.
+
+    Raises `StructuredOutputInvalid`, which names a keyword without an equivalent.
+    """
     try:
         root = json.loads(text, strict=False)
         return json.dumps(_Rewriter(root).rewritten(root))
@@ -59,14 +61,14 @@ def rewrite_schema(text: str) -> str:
 
 
 class _Rewriter:
-    """Rewrites the schemas within `root`, to which their references point."""
+    """Rewrites schemas within `root`, the target of their references."""
 
     def __init__(self, root: object) -> None:
         self._root = root
 
     def rewritten(self, schema: object) -> object:
         if not isinstance(schema, dict):
-            return schema  # true and false are schemas, too
+            return schema  # true and false are schemas too
         found = {keyword: self._value(keyword, value) for keyword, value in schema.items()}
         equivalents = self._format(found)
         if isinstance(pattern := found.get("pattern"), str) and pattern.startswith(NO_NUMBER):
@@ -82,7 +84,7 @@ class _Rewriter:
         return found
 
     def _value(self, keyword: str, value: object) -> object:
-        """Rewrite the schemas in a keyword's value."""
+        """Rewrite the schemas within a keyword's value."""
         if keyword in _NAMED and isinstance(value, dict):
             return {name: self.rewritten(one) for name, one in value.items()}
         if keyword in _SEVERAL and isinstance(value, list):
@@ -91,8 +93,10 @@ class _Rewriter:
 
     @staticmethod
     def _format(string: Schema) -> list[Schema]:
-        """Return the pattern of a format, and drop the format itself unless llguidance is to keep
-        it. Where values or a pattern stand beside the format, it gets none: they say more."""
+        """Return the pattern of a format, and drop the format if llguidance cannot use it.
+
+        A format beside values or a pattern gets no pattern, because those are narrower.
+        """
         name = string.get("format")
         if not isinstance(name, str):
             return []
@@ -106,7 +110,7 @@ class _Rewriter:
         return [] if pattern is None else [{"pattern": f"^(?:{pattern})$"}]
 
     def _property_names(self, names: object) -> list[Schema]:
-        """Return what the schema of an object's names says of its properties."""
+        """Return the schemas of properties that are equivalent to a schema of property names."""
         names = self._resolved(names)
         if names is True:
             return []
@@ -133,8 +137,10 @@ class _Rewriter:
         )
 
     def _unique_items(self, array: Schema) -> list[Schema]:
-        """Return the arrays of different items, in place of the array's own keywords. A grammar
-        compares no items, so that they must be few values."""
+        """Return the enum of all arrays of different items. It replaces the array's own keywords.
+
+        A grammar cannot compare items, so there must be few values.
+        """
         least, most = array.get("minItems", 0), array.get("maxItems")
         values = self._values(self._resolved(array.get("items")))
         if values is None and "prefixItems" not in array and isinstance(most, int) and most <= 1:
@@ -154,7 +160,8 @@ class _Rewriter:
 
     @staticmethod
     def _values(schema: object) -> list[object] | None:
-        """Return the different values that a schema lists, None if it is no list of values."""
+        """Return the different values that a schema lists, or None if it is not a list of
+        values."""
         if not isinstance(schema, dict):
             return None
         rules = {key: value for key, value in schema.items() if key not in _NOTES}
@@ -172,7 +179,8 @@ class _Rewriter:
         return list({json.dumps(value, sort_keys=True): value for value in fitting}.values())
 
     def _resolved(self, schema: object) -> object:
-        """Return the schema that a reference points to, if it is one and points within `root`."""
+        """Follow a schema's references within `root`. Returns None for a reference that leads
+        nowhere."""
         for _ in range(_MOST_REFERENCES):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str) or not reference.startswith("#"):
@@ -186,7 +194,7 @@ class _Rewriter:
 
 
 def _only(properties: Schema, *, patterns: Schema | None = None) -> Schema:
-    """Return the schema of an object that has no other properties."""
+    """Return the schema of an object without other properties."""
     return {
         "properties": properties,
         "patternProperties": patterns or {},

@@ -1,9 +1,9 @@
-"""What an engine holds, and whether it is awake: the version that it serves, and its moves.
+"""The loaded weights of an engine, and its loads, sleeps and wakes.
 
-An `EngineLifecycle` belongs to the engine's thread, and is used while the engine is idle or paused;
-the scheduler decides when. Whatever fails, an engine serves a version whose files were verified, or
-nothing: after weights were dropped or touched it must load one, and when neither the version wanted
-nor the one before can be loaded, its state is `failed`.
+The scheduler uses an `EngineLifecycle` in the engine's thread, while the engine is idle or paused.
+An engine serves only verified weights. After a failed load or a sleep that dropped the weights, it
+must load before it serves. If it can load neither the wanted nor the previous version, its state is
+`failed`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SwitchPhase = Literal["drain", "sleep", "wake_weights", "read", "load", "wake_ca
 
 
 class EngineLost(LoadFailed):
-    """Neither the version wanted nor the one before could be loaded: nothing is served any more."""
+    """Neither the wanted nor the previous version could be loaded. The engine serves nothing."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A sleep or a wake that was carried out. `phases` are seconds; without any, the engine already
-    was as wanted."""
+    """A completed sleep or wake. `phases` are in seconds, and empty if the engine was in the wanted
+    state already."""
 
     before: EngineMemory
     after: EngineMemory
@@ -39,19 +39,22 @@ class Switch:
 
     @property
     def seconds(self) -> float:
-        """What the switch cost, without the wait for what ran."""
+        """The duration, without the wait for running requests."""
         return sum(seconds for phase, seconds in self.phases.items() if phase != "drain")
 
     @property
     def bytes_moved(self) -> int:
-        """By how much the use of the device has changed."""
+        """The change of device memory, in bytes."""
         return abs(self.after.device - self.before.device) if self.phases else 0
 
 
 @dataclass(frozen=True)
 class Woken:
-    """A wake that succeeded. `loaded` is the load that it took, if any; `failure` why the version
-    that was wanted could not be loaded: then the version before serves."""
+    """A successful wake.
+
+    `loaded` is its load, if it needed one. `failure` tells why the wanted version could not be
+    loaded. The previous version serves then.
+    """
 
     switch: Switch
     loaded: LoadOutcome | None = None
@@ -69,8 +72,8 @@ class EngineLifecycle:
         base: WeightVersion,
         on_state: Callable[[EngineState], None],
     ) -> None:
-        """`base` is the base model, which the engine was started with. `on_state` is called with
-        each new state."""
+        """`base` is the base model, with which the engine was started. `on_state` receives each new
+        state."""
         self._engine = engine
         self._loader = loader
         self._reader = reader
@@ -85,13 +88,13 @@ class EngineLifecycle:
 
     @property
     def loaded(self) -> WeightVersion:
-        """The version that serves, or that served before the engine fell asleep."""
+        """The version that serves, or that served before the sleep."""
         return self._placed.version
 
     def load(self, version: WeightVersion) -> LoadOutcome:
-        """Load a version in place of that which serves.
+        """Replace the serving version.
 
-        Raises `LoadFailed`, after which the version before serves, or `EngineLost`.
+        Raises `LoadFailed` if the previous version serves again, and `EngineLost` if it does not.
         """
         self._move_to(EngineState.LOADING)
         try:
@@ -106,7 +109,7 @@ class EngineLifecycle:
         return outcome
 
     def sleep(self, level: SleepLevel, *, drained: float) -> Switch:
-        """Put the engine to sleep. `drained` are the seconds that what ran took to end."""
+        """Put the engine to sleep. `drained` is the wait for running requests, in seconds."""
         phases: dict[SwitchPhase, float] = {"drain": drained}
         before = self._engine.memory()
         self._cache_awake = False
@@ -118,9 +121,9 @@ class EngineLifecycle:
         return Switch(before=before, after=self._engine.memory(), phases=phases)
 
     def wake(self, version: WeightVersion) -> Woken:
-        """Wake the engine, to serve this version.
+        """Wake the engine to serve this version.
 
-        If it cannot be loaded, the version before serves. Raises `EngineLost` if neither does.
+        If the load fails, the previous version serves. Raises `EngineLost` if that fails too.
         """
         self._move_to(EngineState.WAKING)
         phases: dict[SwitchPhase, float] = {}
@@ -138,30 +141,32 @@ class EngineLifecycle:
         return Woken(switch, loaded=loaded, failure=failure)
 
     def unchanged(self) -> Switch:
-        """The answer to a sleep or a wake that there is nothing to do for."""
+        """Return the answer to a sleep or wake that has no effect."""
         memory = self._engine.memory()
         return Switch(before=memory, after=memory)
 
     def fail(self) -> None:
-        """Note that the engine itself has failed."""
+        """Note a failure of the engine itself."""
         if self.state is not EngineState.FAILED:
             self._move_to(EngineState.FAILED)
 
     def _serve(
         self, version: WeightVersion, phases: dict[SwitchPhase, float]
     ) -> LoadOutcome | None:
-        """Load a version, unless its weights are in the engine, wake the KV cache if it is asleep,
-        and check what the engine computes. Return the outcome of the load, None without one."""
+        """Load a version if needed, wake a sleeping KV cache, and check the engine's numbers.
+
+        Returns the outcome of the load, or None without one.
+        """
         started = time.monotonic()
         placed = self._placed
         needs_load = not self._intact or version != self.loaded
         try:
             if needs_load:
-                with _timed(phases, "read"):  # at once, if it was read before
+                with _timed(phases, "read"):  # immediate if already read
                     placed = self._reader.take(version)
                 with _timed(phases, "load"):
                     self._loader.place(placed)
-                self._forget_weights()  # until they are checked
+                self._forget_weights()  # until the check
             if not self._cache_awake:
                 with _timed(phases, "wake_cache"):
                     self._engine.wake_cache()
@@ -181,7 +186,8 @@ class EngineLifecycle:
         if not needs_load:
             return None
         return LoadOutcome(
-            version=self.loaded,  # by its files: others go on with it when nothing is kept any more
+            # Named by its files: others continue with it when the handoff is gone.
+            version=self.loaded,
             bytes=placed.bytes,
             seconds=time.monotonic() - started,
             canary_difference=difference,
@@ -192,7 +198,7 @@ class EngineLifecycle:
     def _serve_previous(
         self, cause: LoadFailed, phases: dict[SwitchPhase, float]
     ) -> LoadOutcome | None:
-        """Serve the version before. Raises `EngineLost` if it cannot be loaded again either."""
+        """Serve the previous version again. Raises `EngineLost` if it cannot be loaded."""
         try:
             outcome = self._serve(self.loaded, phases)
         except LoadFailed as error:
@@ -206,7 +212,7 @@ class EngineLifecycle:
         return outcome
 
     def _forget_weights(self) -> None:
-        """Note that the engine must load weights before it serves, and holds no adapters."""
+        """Note that the engine has no adapters and needs a load before it serves."""
         self._intact = False
         self._adapters.clear()
 
@@ -216,13 +222,12 @@ class EngineLifecycle:
 
 
 def _of_files(placed: Verified) -> Verified:
-    """As the version is to be loaded from now on: what was handed over is there once."""
+    """Return the version without its handoff, which can be read only once."""
     return replace(placed, version=replace(placed.version, handoff=None))
 
 
 @contextmanager
 def _timed(phases: dict[SwitchPhase, float], phase: SwitchPhase) -> Iterator[None]:
-    """Add the seconds of the block to a phase."""
     started = time.monotonic()
     try:
         yield

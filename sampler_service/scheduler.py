@@ -1,35 +1,30 @@
-"""Decides which request runs when, and when the engine changes its weights, sleeps and wakes.
+"""Decides when each request runs, and when the engine loads weights, sleeps and wakes.
 
 One thread owns the engine: it admits requests, steps, answers, and changes the weights. Other
-threads call `submit`, `load`, `sleep` and `wake`, which return at once; the answer is a
-`concurrent.futures.Future`. Cancelling the future drops a request, waiting or running, and a load
-or a switch before its turn.
+threads call `submit`, `load`, `sleep` and `wake`, which return a `concurrent.futures.Future` at
+once. Cancelling the future drops a request at any time, and a load or switch before its turn.
 
-- A request for the loaded version is admitted before the next step. Requests that wait together
-  are admitted in the order of (session, seq_id), whatever order they arrived in.
-- The weights of the oldest request or load that needs others are read and verified in a thread,
-  while the engine serves the loaded ones (`weights/read_ahead.py`). If they cannot be read, what
-  needs them fails, and nothing has changed.
-- Once they are read, what needs them waits until the engine is idle. Once it has waited longer than
-  `patience`, nothing that arrived after it is admitted. Then the engine switches to these weights.
-  The patience with an adapter that finds no room is the same.
-- What is in flight does not drain for a newer version of its run (`in_flight.py`): once that was
-  read and nothing else runs, the engine pauses, takes the weights, and goes on. Of adapters, it is
-  moved from one to the other between two steps.
-- An adapter, the one that was wanted first, is read and verified in a thread as well, whatever is
-  loaded. Then it needs the base model's weights. While these are loaded, it is added beside running
-  requests (`weights/adapters.py`), and requests for several adapters and for the base model run
-  together. While others are loaded, a request for an adapter waits for the base model.
-- A load that fails leaves the previous version serving: untouched, or loaded again. Only work for
-  the new version gets `LoadFailed`. If the previous version is lost as well, the state is `failed`
-  and every request is refused.
-- A sleep waits until the running requests have ended, and admits no others. They wait, also those
-  that arrive while the engine is asleep. Sleeps and wakes keep the order in which they came.
-- A wake loads at most once, and what is wanted next: the version that it names, else that of the
-  oldest waiter, else that which was loaded. Adapters that were dropped are added again when a
-  request wants them.
-- A request may take `timeout` from when the engine begins to compute it, however long it waited.
-  So may the reading of weights.
+- A request for the loaded version is admitted before the next step. Waiting requests are admitted
+  in the order of (session, seq_id).
+- If the oldest waiting work needs other weights, a thread reads and verifies them while the engine
+  samples (`weights/read_ahead.py`). If that fails, the work fails and the engine is unchanged.
+- After the reading, the switch waits until the engine is idle. Once the work has waited longer than
+  `patience`, later work is not admitted before it. An adapter without room has the same patience.
+- In-flight work does not drain for a newer version of its run (`in_flight.py`). If only such work
+  runs, the engine pauses, takes the weights and continues. A change of adapter happens between two
+  steps.
+- The oldest missing adapter is also read and verified in a thread, whichever weights are loaded. It
+  needs the base model's weights. While they are loaded, it is added beside running requests
+  (`weights/adapters.py`). Requests for several adapters and for the base model run together.
+- After a failed load the previous version serves, untouched or loaded again. Only work for the new
+  version gets `LoadFailed`. If the previous version is lost too, the state is `failed` and all
+  requests are refused.
+- A sleep waits until running requests have ended, and admits no others. Requests wait while the
+  engine sleeps. Sleeps and wakes keep their order.
+- A wake loads at most once: the named version, else the oldest waiter's, else the previous one.
+  Dropped adapters are added again on demand.
+- A request may take `timeout` from the start of its computation. The reading of weights has the
+  same limit.
 """
 
 from __future__ import annotations
@@ -75,17 +70,17 @@ class Status:
 
 
 _LOGGED_REQUESTS = 8
-"""How many requests a log line names, of all that it concerns."""
+"""The largest number of request ids in a log line."""
 
 
 def _request_ids(works: Iterable[Work]) -> list[str]:
-    """Return the ids of some requests, as the gateway knows them, for a log line."""
+    """Return up to `_LOGGED_REQUESTS` request ids in the gateway's form."""
     samples = (work.job.request.id for work in works if isinstance(work, QueuedSample))
     return [id_.partition("#")[0] for id_ in islice(samples, _LOGGED_REQUESTS)]
 
 
 class Scheduler:
-    """Runs an engine in the thread that calls `run`. After the engine itself has failed, nothing is
+    """Runs an engine in the thread that calls `run`. After a failure of the engine, nothing is
     served."""
 
     def __init__(
@@ -102,9 +97,11 @@ class Scheduler:
         on_fatal: Callable[[TandemError], None] = lambda _: None,
         start_reading: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """`base` is the base model, which the engine was started with. `patience` and `timeout`
-        are in seconds. `on_fatal` is called once, in the engine's thread, when the engine has
-        failed. `start_reading` runs what reads weights."""
+        """Makes a scheduler for an engine that was started with `base`.
+
+        `patience` and `timeout` are in seconds. `on_fatal` is called once, in the engine's thread,
+        when the engine fails. `start_reading` runs a function that reads weights.
+        """
         self._engine = engine
         self._adapters = adapters
         self._base = base
@@ -155,8 +152,11 @@ class Scheduler:
         return work.future
 
     def load(self, version: WeightVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
-        """Load a version; the future ends when it serves, at once if it does already, or if it is
-        `in_flight` and a newer one does, which the outcome then names."""
+        """Load a version. The future ends when it serves.
+
+        An `in_flight` load also ends when a newer version of the run serves. The outcome names that
+        version.
+        """
         work = QueuedLoad(
             version=version,
             weights=self._weights_for(version),
@@ -172,13 +172,13 @@ class Scheduler:
             self._has_cancelled = True
 
     def sleep(self, level: SleepLevel) -> Future[Switch]:
-        """Put the engine to sleep once what runs has ended; at once if it is asleep."""
+        """Put the engine to sleep after its running requests. Immediate if it is asleep."""
         switch = QueuedSleep(arrived=self._clock(), level=level)
         self._submissions.put(switch)
         return switch.future
 
     def wake(self, version: WeightVersion | None = None) -> Future[Switch]:
-        """Wake the engine, with the version that is wanted next; at once if it is awake."""
+        """Wake the engine. Immediate if it is awake. The module describes the choice of version."""
         switch = QueuedWake(
             arrived=self._clock(), weights=None if version is None else self._weights_for(version)
         )
@@ -216,7 +216,7 @@ class Scheduler:
             self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
 
     def turn(self) -> None:
-        """Take what has arrived, then do one thing: a step, a switch, a load, or a wait."""
+        """Take new work, then do one thing: a step, a switch, a load, or a wait."""
         self._take()
         self._read_ahead()
         if not self._sleep_due:
@@ -240,12 +240,12 @@ class Scheduler:
 
     @property
     def _sleep_due(self) -> bool:
-        """Whether nothing may be admitted: the engine is asleep, or is to be."""
+        """Whether admission is closed: the engine is asleep, or a switch waits."""
         return self._asleep or bool(self._switches)
 
     @property
     def _idle(self) -> bool:
-        """Whether there is nothing to do before something arrives, or was read."""
+        """Whether there is nothing to do before new work arrives or a reading ends."""
         if self._running or self._adapters.verifying or self._switches:
             return False
         target = self._next_weights
@@ -254,15 +254,17 @@ class Scheduler:
             return reading
         for work in self._waiting.oldest:
             if work.weights == self._loaded and not self._awaits_reading(work):
-                # As an adapter that found no room beside those of other candidates, of which none
-                # entered the engine (loads, refusals): the next turn has room.
+                # An adapter can find no room beside other candidates that then never enter the
+                # engine, such as loads and refused requests. The next turn has room.
                 return False
         return reading and self._ready_weights is None
 
     @property
     def _next_weights(self) -> WeightVersion | None:
-        """The weights that the oldest waiter needs in place of the loaded ones. For an adapter,
-        they are not needed before it was read."""
+        """The weights that the oldest waiting work needs in place of the loaded ones.
+
+        An adapter needs them only after its own reading.
+        """
         needed = (
             work.weights
             for work in self._waiting.oldest
@@ -272,12 +274,12 @@ class Scheduler:
 
     @property
     def _next_adapter(self) -> WeightVersion | None:
-        """The adapter that the oldest waiter needs and the engine does not have."""
+        """The oldest needed adapter that the engine lacks."""
         needed = (work.version for work in self._waiting.oldest if work.version.adapter)
         return next((version for version in needed if version not in self._adapters), None)
 
     def _awaits_reading(self, work: Work) -> bool:
-        """Whether work needs an adapter that is being read, or comes after that."""
+        """Whether work needs an adapter that is being read, or that is read next."""
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapter_reader.seconds_left is not None
 
@@ -291,7 +293,7 @@ class Scheduler:
         return target if target is not None and self._was_read(target) else None
 
     def _can_load(self, target: WeightVersion) -> bool:
-        """Whether nothing runs, or only what goes on with these weights."""
+        """Whether nothing runs, or only work that continues with these weights."""
         if self._adapters.verifying:
             return False
         if not self._running:
@@ -300,15 +302,16 @@ class Scheduler:
         return goes_on and self._leads(target)
 
     def _leads(self, version: WeightVersion) -> bool:
-        """Whether what is in flight follows to a version that something waits for."""
+        """Whether waiting in-flight work names the version, so that other in-flight work
+        follows."""
         return any(work.in_flight for work in self._waiting.of(version))
 
     def _was_read(self, version: WeightVersion) -> bool:
         return isinstance(self._reader.outcome(version), Verified)
 
     def _read_ahead(self) -> None:
-        """Have the next weights and the next adapter read; fail the work for those that cannot
-        be."""
+        """Start to read the next weights and the next adapter. If a reading failed, fail its
+        work."""
         while (adapter := self._next_adapter) is not None:
             self._adapter_reader.want(adapter)
             outcome = self._adapter_reader.outcome(adapter)
@@ -318,7 +321,7 @@ class Scheduler:
         else:
             self._adapter_reader.want(None)
         if self._switches:
-            return  # a wake says itself what is read
+            return  # a wake chooses its own weights
         while (target := self._next_weights) is not None:
             self._reader.want(target)
             outcome = self._reader.outcome(target)
@@ -328,8 +331,8 @@ class Scheduler:
         self._reader.want(None)
 
     def _take(self) -> None:
-        """Move new work to the waiting list, and drop work that was cancelled or takes too long;
-        block if there is none."""
+        """Move new work to the waiting list, and drop cancelled or late work. Block if there is
+        none."""
         readers = (self._reader.seconds_left, self._adapter_reader.seconds_left)
         seconds = min((left for left in readers if left is not None), default=None)
         for each in self._submissions.take(wait=self._idle, seconds=seconds):
@@ -360,15 +363,16 @@ class Scheduler:
             self._engine.abort(ended)
 
     def _answer_switches(self) -> None:
-        """Drop switches that were cancelled, and answer those that there is nothing to do for, up
-        to the first that there is."""
+        """Drop cancelled switches, and answer leading switches that have no effect."""
         self._switches = deque(each for each in self._switches if not each.future.cancelled())
         while self._switches and isinstance(self._switches[0], QueuedSleep) is self._asleep:
             self._switches.popleft().succeed(self._lifecycle.unchanged())
 
     def _admit(self) -> None:
-        """Admit the work that the loaded weights and adapters serve, but nothing that arrived after
-        blocked work that is out of patience; start to add missing adapters."""
+        """Admit work for the loaded weights and adapters, and start to add missing adapters.
+
+        If blocked work is out of patience, later work is not admitted.
+        """
         oldest = self._waiting.oldest
         blocked = next((work.arrived for work in oldest if self._is_blocked(work)), math.inf)
         limit = blocked if self._clock() - blocked > self._patience else math.inf
@@ -383,20 +387,22 @@ class Scheduler:
             else:
                 work.succeed(LoadOutcome(work.version, 0, 0.0, math.nan))
         samples.sort(key=lambda sample: sample.order)
-        # All of them before the first enters the engine: if that fails at it, all are answered.
+        # All are registered before the first enters the engine, so that a failure there answers
+        # all.
         self._running |= {sample.job.request.id: sample for sample in samples}
         for sample in samples:
             self._start(sample)
 
     def _take_served(self, candidates: list[Work], limit: float) -> Iterator[Work]:
-        """Take from the waiting list what is of a candidate's version, if that serves now, and
-        arrived by `limit`."""
+        """Take waiting work that arrived by `limit`, for each candidate's version that serves
+        now."""
         for version in [candidate.version for candidate in candidates]:
             if self._serves(version):
                 yield from self._waiting.take(version, lambda work: work.arrived <= limit)
 
     def _is_blocked(self, work: Work) -> bool:
-        """Whether work needs other weights, or the room of another adapter, for what was read."""
+        """Whether work waits for a switch, or for an adapter's room, after its weights were
+        read."""
         if work.weights != self._loaded:
             return self._was_read(work.weights)
         missing = work.version.adapter and work.version not in self._adapters
@@ -408,9 +414,10 @@ class Scheduler:
         return version == self._loaded
 
     def _add_adapters(self, candidates: list[Work]) -> None:
-        """Start to add the adapters that candidates wait for, in the order of their arrival, as far
-        as they were read and there is room. No adapter is evicted that running work or a candidate
-        needs."""
+        """Start to add the adapters of candidates, by arrival, if they were read and have room.
+
+        An adapter that running work or a candidate needs is not evicted.
+        """
         versions = [candidate.version for candidate in candidates]
         missing = [each for each in versions if each.adapter and each not in self._adapters]
         if not missing:
@@ -435,7 +442,7 @@ class Scheduler:
             work.fail(error)
 
     def _serving(self, outcome: LoadOutcome) -> None:
-        """Record that a version or an adapter serves, and answer its loads."""
+        """Record a version or adapter that now serves, and answer its loads."""
         self._metrics.loaded(outcome)
         self._log.info(
             "loaded",
@@ -454,9 +461,9 @@ class Scheduler:
             load.succeed(outcome)
 
     def _carry_over(self, outcome: LoadOutcome) -> None:
-        """Let what is in flight, running or waiting, go on with a version that serves now."""
+        """Let running and waiting in-flight work continue with a version that now serves."""
         version = outcome.version
-        if version.adapter:  # for other weights it is paused already
+        if version.adapter:  # full weights: the engine is already paused
             self._take_output(self._engine.settle())
         self._followed.note(version)
         self._waiting.update(version, lambda work: may_follow(work, version))
@@ -476,7 +483,6 @@ class Scheduler:
         )
 
     def _start(self, work: QueuedSample) -> None:
-        """Hand a request to the engine."""
         request = work.job.request
         if work.version.adapter:
             self._adapters.touch(work.version)
@@ -496,9 +502,9 @@ class Scheduler:
         self._take_output(output)
 
     def _take_output(self, output: StepOutput) -> None:
-        """Answer what has ended, and pass on what was drawn."""
+        """Answer ended requests, and pass on new tokens."""
         for id_ in output.begun:
-            if work := self._running.get(id_):  # else a canary
+            if work := self._running.get(id_):  # otherwise a canary
                 work.begun = self._clock()
         for id_, deltas in groupby(output.deltas, key=lambda delta: delta.id):
             work = self._running[id_]
@@ -510,7 +516,7 @@ class Scheduler:
                 canaries.append(canary)
             else:
                 self._answer(self._running.pop(result.id), result)
-        for version, outcome in canaries:  # after what has ended: the rest may be carried over
+        for version, outcome in canaries:  # after the results: the rest may be carried over
             if isinstance(outcome, LoadFailed):
                 self._adapter_failed(version, outcome)
             else:
@@ -525,8 +531,8 @@ class Scheduler:
         work.succeed(Sampled(result=result, versions=versions, seconds=seconds))
 
     def _load(self, target: WeightVersion) -> None:
-        """Load weights that were read, and carry over what runs. If they fail, that goes on with
-        those that served before."""
+        """Load weights that were read, and carry over running work. After a failure it continues
+        with the old weights."""
         self._take_output(self._engine.settle())
         self._engine.pause()
         try:
@@ -541,12 +547,12 @@ class Scheduler:
         self._engine.resume()
 
     def _switch(self) -> None:
-        """Carry out the first sleep or wake; the engine is idle."""
+        """Carry out the first sleep or wake. The engine is idle."""
         switch = self._switches[0]
         if not switch.begin():
-            return  # it was cancelled
+            return  # cancelled
         if isinstance(switch, QueuedSleep):
-            self._take_output(self._engine.settle())  # nothing of a request that it knows
+            self._take_output(self._engine.settle())  # no results: no request is running
             done = self._lifecycle.sleep(switch.level, drained=self._clock() - switch.arrived)
         else:
             done = self._wake(switch.weights)
@@ -565,7 +571,7 @@ class Scheduler:
         return woken.switch
 
     def _weights_failed(self, version: WeightVersion, error: LoadFailed) -> None:
-        """Fail the work for weights that cannot be loaded; others serve."""
+        """Fail the work for weights that cannot be loaded. Other work continues."""
         self._record_failure(version, error)
         for first in [work for work in self._waiting.oldest if work.weights == version]:
             for work in self._waiting.take(first.version):
@@ -581,7 +587,7 @@ class Scheduler:
         )
 
     def _fail(self, error: TandemError) -> None:
-        """Refuse everything, now and later, and report the failure."""
+        """Refuse all work, now and later, and report the failure."""
         self._submissions.close(error)
         for work in (*self._switches, *self._waiting, *self._running.values()):
             work.fail(error)

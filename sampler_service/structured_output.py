@@ -1,12 +1,11 @@
-"""Structured output: what a client may ask a sample to look like, compiled for the model's tokens.
+"""Structured output: compiles a client's grammar for the model's tokens.
 
-A request asks for a regex, a JSON schema, a Lark grammar, a choice of texts or any JSON object. All
-become one of three kinds of grammar, which llguidance compiles. It takes milliseconds and runs
-beside other threads. It computes each step's token mask within a budget ("fuel") whatever the
-grammar. It refuses the parts of JSON schema that it does not implement instead of ignoring them.
-It supports neither look-around nor back-references.
+A request asks for a regex, a JSON schema, a Lark grammar, a choice of texts, or any JSON object.
+Each becomes one of three kinds of grammar for llguidance. llguidance compiles it in milliseconds,
+beside other threads. It computes each step's token mask within a budget ("fuel"). It refuses
+unsupported parts of JSON schema, look-around and back-references.
 
-The tokenizer is loaded for the first grammar, so that no start of a sampler pays for it.
+The tokenizer is loaded for the first grammar, not at the start of the sampler.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ _GRAMMAR_SIZE = 100_000
 _MOST_ITEMS = 100_000
 _PROBED_TOKENS = 4
 _OTHER_GRAMMARS = ("%json", "%lark")
-"""In a Lark grammar, what begins a grammar of another kind."""
+"""Signs in a Lark grammar that begin a grammar of another kind."""
 _NAMES = {"regex": "the regex", "json_schema": "the JSON schema", "lark": "the Lark grammar"}
 _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
-"""How llguidance's errors say that no token can follow."""
+"""Parts of llguidance's errors which mean that no token can follow."""
 
 
 # --- The request -------------------------------------------------------------------------
@@ -68,15 +67,15 @@ _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
 
 @dataclass(frozen=True)
 class Grammar:
-    """Literal examples: `Grammar("regex", "[ab]+")`,
-    `Grammar("json_schema", '{"type": "object"}')`."""
+    """A grammar's source: `Grammar("regex", "[ab]+")`, `Grammar("json_schema", '{"type":
+    "object"}')`."""
 
     kind: Literal["regex", "json_schema", "lark"]
     text: str
 
 
 def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | None:
-    """Return the grammar of a request, None without one. Raises `StructuredOutputInvalid`."""
+    """Return the grammar of a request, or None without one. Raises `StructuredOutputInvalid`."""
     kind = message.WhichOneof("form")
     if kind is None:
         return None
@@ -85,7 +84,7 @@ def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | 
         return Grammar("regex", message.regex)
     if kind == "json_schema":
         _check_size("the JSON schema", message.json_schema, limit=MAX_SCHEMA_BYTES)
-        schema = message.json_schema.strip()  # llguidance takes true and false as objects only
+        schema = message.json_schema.strip()  # llguidance takes no bare true or false
         return Grammar("json_schema", _BOOLEAN_SCHEMAS.get(schema, message.json_schema))
     if kind == "lark":
         _check_size("the Lark grammar", message.lark, limit=MAX_LARK_BYTES)
@@ -113,23 +112,24 @@ def _check_size(name: str, text: str, *, limit: int) -> None:
 
 
 class CompiledGrammar:
-    """A grammar compiled for one model's tokens. All samples share it; each starts from a copy.
-    `source` is what it was compiled from: in another process it is compiled again."""
+    """A grammar compiled for one model's tokens. Each sample starts from a copy.
+
+    `source` allows another process to compile it again.
+    """
 
     def __init__(self, source: Grammar, initial: LLMatcher) -> None:
         self.source = source
         self._initial = initial
 
     def matcher(self) -> LLMatcher:
-        """Return a matcher at the grammar's start."""
         return self._initial.deep_copy()
 
 
 class GrammarCompiler:
-    """Compiles grammars in threads of its own, and caches the latest.
+    """Compiles grammars in its own threads, and caches the latest.
 
-    Literal use: `compiler = GrammarCompiler(Path("models/tiny"), vocabulary=96, end_tokens=(1,))`,
-    then `compiled = await compiler.compile(Grammar("regex", "yes|no"))`.
+    Example: `compiler = GrammarCompiler(Path("models/tiny"), vocabulary=96, end_tokens=(1,))`, then
+    `compiled = await compiler.compile(Grammar("regex", "yes|no"))`.
     """
 
     def __init__(
@@ -142,8 +142,10 @@ class GrammarCompiler:
         load: Callable[[], LLTokenizer] | None = None,
         compile_one: Callable[[Grammar, LLTokenizer], CompiledGrammar] | None = None,
     ) -> None:
-        """`compile_seconds` limits one grammar, and before that its wait for others. `load` and
-        `compile_one` default to `load_tokenizer` and `compile_grammar`."""
+        """`compile_seconds` limits one compilation, and separately its wait for others.
+
+        `load` and `compile_one` default to `load_tokenizer` and `compile_grammar`.
+        """
         self._load = load or partial(
             load_tokenizer, model, vocabulary=vocabulary, end_tokens=end_tokens
         )
@@ -153,15 +155,15 @@ class GrammarCompiler:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._compiling: dict[Grammar, asyncio.Task[CompiledGrammar]] = {}
-        """Those that threads are at or come to, also beyond their time: a thread cannot be ended,
-        and no second one is to begin the same."""
+        """Queued or running compilations, also beyond their time limit. A thread cannot be ended,
+        and a grammar must not be compiled twice at once."""
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar, while the engine goes on. All who ask for one together get
-        the same.
+        """Return the compiled grammar. The engine continues meanwhile, and concurrent callers share
+        the work.
 
-        Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the
-        model is, and `Overloaded` if earlier grammars keep the threads busy.
+        Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the model
+        is, and `Overloaded` if earlier grammars keep the threads busy.
         """
         known = self._cache.get(grammar)
         if known is not None:
@@ -181,7 +183,8 @@ class GrammarCompiler:
         return await asyncio.shield(task)
 
     async def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
-        """Compile it in a thread. Its time begins with that: what it waits for is others' fault."""
+        """Compile in a thread. The time limit begins with the thread's work, because a wait is not
+        the grammar's fault."""
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def work() -> CompiledGrammar:
@@ -191,7 +194,7 @@ class GrammarCompiler:
         def ended(job: asyncio.Future[CompiledGrammar]) -> None:
             del self._compiling[grammar]
             if not job.cancelled():
-                job.exception()  # nobody else may look at it any more
+                job.exception()  # marks the exception as seen
 
         job = asyncio.wrap_future(self._threads.submit(work))
         job.add_done_callback(ended)
@@ -213,8 +216,10 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """Compiles in the engine's process what a `GrammarCompiler` of another has let pass; keeps the
-    latest."""
+    """Compiles grammars again in the engine's process, and caches the latest.
+
+    The `GrammarCompiler` of the sampler's process has accepted them before.
+    """
 
     def __init__(self, model: Path) -> None:
         self._load = lru_cache(1)(partial(load_tokenizer, model))
@@ -223,12 +228,12 @@ class GrammarCache:
     def compile(
         self, grammar: Grammar, *, vocabulary: int, end_tokens: tuple[int, ...]
     ) -> CompiledGrammar:
-        """Return the compiled grammar. Raises what `GrammarCompiler` does."""
+        """Return the compiled grammar. Raises the same errors as `GrammarCompiler`."""
         return self._compile(grammar, self._load(vocabulary=vocabulary, end_tokens=end_tokens))
 
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
-    """Compile within the budgets above. Raises `StructuredOutputInvalid`."""
+    """Compile a grammar within the budgets above. Raises `StructuredOutputInvalid`."""
     import xgrammar  # noqa: F401 (vLLM applies masks with it; imported here instead of in a step)
     from llguidance import LLMatcher, LLParserLimits
 
@@ -259,7 +264,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar
 
 
 def _source_of(grammar: Grammar) -> str:
-    """Return a grammar as llguidance reads it. Raises `ValueError`."""
+    """Return a grammar in llguidance's form. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     if grammar.kind == "regex":
@@ -267,13 +272,15 @@ def _source_of(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         schema = rewrite_schema(grammar.text)
         return LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
-    # `grammar_from_lark` would take a text that begins with { for grammars in JSON.
+    # `grammar_from_lark` would read a text that begins with { as grammars in JSON.
     return json.dumps({"grammars": [{"lark_grammar": grammar.text}]})
 
 
 def _check_plain(lark: str) -> None:
-    """Raise `StructuredOutputInvalid` if a Lark grammar has another one in it: an array of a JSON
-    schema there would escape `_check_items`."""
+    """Raise `StructuredOutputInvalid` if a Lark grammar contains another grammar.
+
+    An array in a JSON schema there would escape `_check_items`.
+    """
     for sign in _OTHER_GRAMMARS:
         if sign in lark:
             raise StructuredOutputInvalid(
@@ -283,12 +290,14 @@ def _check_plain(lark: str) -> None:
 
 
 def _check_items(schema: str) -> None:
-    """Raise `StructuredOutputInvalid` if the arrays of a schema may have too many items in all.
-    llguidance makes a symbol for each before it looks at the size of a grammar: with 2⁴⁰ of them it
-    takes all of the host's memory."""
+    """Raise `StructuredOutputInvalid` if a schema's arrays may have too many items in total.
+
+    llguidance makes a symbol per item before it checks the size of a grammar. 2⁴⁰ items would take
+    all of the host's memory.
+    """
     items = 0.0
 
-    def add(pairs: list[tuple[str, object]]) -> None:  # also those of a name that comes twice
+    def add(pairs: list[tuple[str, object]]) -> None:  # also sees repeated names
         nonlocal items
         items += sum(
             value
@@ -310,7 +319,7 @@ def _check_items(schema: str) -> None:
 
 
 def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:
-    """Follow a grammar for a few tokens: most that exceed the budget do so at once."""
+    """Follow a grammar for a few tokens. Most grammars that exceed the budget fail at once."""
     import llguidance.numpy
 
     probe = matcher.deep_copy()
@@ -329,7 +338,7 @@ def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:
 
 
 def on_one_line(message: str) -> str:
-    """Return a message of llguidance without its line breaks and markers."""
+    """Return an error of llguidance without line breaks and markers."""
     lines = [line.strip() for line in message.splitlines()]
     shown = [line for line in lines if line and line != "<non-verbose/>" and set(line) != {"^"}]
     return " ".join(shown)[:500]
@@ -361,13 +370,13 @@ def load_tokenizer(model: Path, *, vocabulary: int, end_tokens: tuple[int, ...])
     build = partial(LLTokenizer, n_vocab=vocabulary, eos_token=list(end_tokens))
     try:
         return build(tokenizer.to_str())
-    except ValueError:  # llguidance reads byte-level tokenizers and those with byte tokens only
+    except ValueError:  # llguidance reads only tokenizers with byte-level or byte tokens
         plain = _PlainTokens(tokenizer, vocabulary=vocabulary, end_tokens=end_tokens)
         return build(TokenizerWrapper(plain))
 
 
 class _PlainTokens:
-    """The attributes that llguidance reads from a tokenizer whose tokens are plain text."""
+    """The attributes that llguidance reads from a tokenizer with plain-text tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocabulary: int, end_tokens: tuple[int, ...]
@@ -388,6 +397,6 @@ class _PlainTokens:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> Sequence[int]:
-        """Tokenize a text up to the first part that has no token."""
+        """Tokenize a text up to the first part without a token."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return list(takewhile(self._text.__contains__, ids))

@@ -1,6 +1,6 @@
-"""What other threads ask of the engine's: samples, loads, sleeps and wakes, each with its future.
+"""Work for the engine's thread: samples, loads, sleeps and wakes, each with its future.
 
-Cancelling a future drops the work, unless it is a switch that has begun.
+Cancelling a future drops the work, except a sleep or wake that has begun.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _BURST_LONGEST_SECONDS = 0.050
 
 @dataclass(frozen=True)
 class SampleJob:
-    """A request for a version. Requests that wait together are admitted by (session, seq_id).
+    """A request for a version. Waiting requests are admitted in the order of (session, seq_id).
 
-    With `in_flight`, a newer version of the run serves as well (`in_flight.py`). `on_deltas` is
-    called in the engine's thread with the deltas of a streamed request after each step and the
-    version that they came from, the last time before the future is resolved. It must return at
-    once.
+    With `in_flight`, a newer version of the run serves too (`in_flight.py`). For a streamed
+    request, the engine's thread calls `on_deltas` after each step, with the deltas and their
+    version. It must return at once. The last call comes before the future is resolved.
     """
 
     request: EngineRequest
@@ -45,8 +44,8 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of a request and the versions that computed it: several if it was carried over,
-    in their order. `seconds` counts from its admission into the engine."""
+    """The result of a request, and the versions that computed it, in order. `seconds` counts from
+    the admission into the engine."""
 
     result: EngineResult
     versions: tuple[WeightVersion, ...]
@@ -54,19 +53,19 @@ class Sampled:
 
     @property
     def version(self) -> WeightVersion:
-        """The last one."""
+        """The last version."""
         return self.versions[-1]
 
 
 @dataclass(eq=False, kw_only=True)
 class Queued(Generic[_Result]):
-    """Something that was asked for. `arrived` is in seconds of the scheduler's clock."""
+    """One piece of work. `arrived` is in seconds of the scheduler's clock."""
 
     arrived: float
     future: Future[_Result] = field(default_factory=Future)
 
     def begin(self) -> bool:
-        """Return False if it was cancelled; from now on it cannot be."""
+        """Return False if the work was cancelled. After True, it can no longer be."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def succeed(self, result: _Result) -> None:
@@ -80,22 +79,22 @@ class Queued(Generic[_Result]):
 
 @dataclass(eq=False, kw_only=True)
 class QueuedWork(Queued[_Result]):
-    """What needs a version. `weights` are those that must be loaded for it: its own, or the base
-    model's for an adapter. If it is `in_flight`, a newer version of the run may take its place."""
+    """Work that needs a version. `weights` are its full weights: its own, or the base model's for
+    an adapter."""
 
     version: WeightVersion
     weights: WeightVersion
     in_flight: bool = False
 
     def update(self, version: WeightVersion) -> None:
-        """Need a newer version of the run from now on."""
+        """Replace the needed version by a newer one of the run."""
         self.version, self.weights = version, self.weights if version.adapter else version
 
 
 @dataclass(eq=False, kw_only=True)
 class QueuedSample(QueuedWork[Sampled]):
-    """A request; `admitted` is when it entered the engine, `begun` when this began to compute
-    it, `before` the versions that it was carried over from."""
+    """A request and its times: its admission, and its first computed step (`begun`). `before` lists
+    the versions before it was carried over."""
 
     job: SampleJob
     admitted: float = 0.0
@@ -103,7 +102,7 @@ class QueuedSample(QueuedWork[Sampled]):
     before: tuple[WeightVersion, ...] = ()
 
     def carry_over(self, version: WeightVersion) -> None:
-        """Go on in the engine with a newer version of the run."""
+        """Continue a running request with a newer version of the run."""
         self.before = (*self.before, self.version)
         self.update(version)
 
@@ -113,7 +112,7 @@ class QueuedSample(QueuedWork[Sampled]):
 
 
 class QueuedLoad(QueuedWork[LoadOutcome]):
-    """An explicit load of a version."""
+    """A requested load of a version."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,7 +122,7 @@ class QueuedSleep(Queued[Switch]):
 
 @dataclass(eq=False, kw_only=True)
 class QueuedWake(Queued[Switch]):
-    """`weights` are wanted next; None leaves it to what waits."""
+    """A requested wake. `weights` None means the weights of the oldest waiting work."""
 
     weights: WeightVersion | None
 
@@ -140,15 +139,17 @@ def _key(version: WeightVersion) -> _Key:
 
 
 class WaitingList:
-    """Work that waits for its version. It is kept by version, so that a step of the engine does not
-    look at all that wait: what is true of the first of a version is true of the others."""
+    """Work that waits, grouped by version.
+
+    Work for one version needs the same decision, so a step looks only at the first of each.
+    """
 
     def __init__(self) -> None:
         self._of_version: dict[_Key, dict[Work, None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        """Return how many there are; other threads may ask, too."""
+        """Return the number of waiting items. Any thread may call this."""
         return self._count
 
     def __iter__(self) -> Iterator[Work]:
@@ -160,22 +161,21 @@ class WaitingList:
 
     @property
     def oldest(self) -> list[Work]:
-        """The work that came first, of each version, in the order in which it came."""
+        """The first work of each version, by arrival."""
         firsts = (next(iter(works)) for works in self._of_version.values())
         return sorted(firsts, key=lambda work: work.arrived)
 
     def of(self, version: WeightVersion) -> Iterable[Work]:
-        """Return the work for a version."""
         return self._of_version.get(_key(version), {})
 
     def take(
         self, version: WeightVersion, matches: Callable[[Work], bool] = lambda _: True
     ) -> list[Work]:
-        """Remove and return the work for a version that matches."""
+        """Remove and return matching work for a version."""
         return self._take(_key(version), matches)
 
     def update(self, version: WeightVersion, matches: Callable[[Work], bool]) -> None:
-        """Let what matches need this version instead, in the order in which all of that arrived."""
+        """Let matching work need this version instead. The order of arrival is kept."""
         taken = []
         for older in {work.version for work in self if matches(work)}:
             taken += self.take(older, matches)
@@ -201,7 +201,7 @@ class WaitingList:
 
 
 class SubmissionQueue:
-    """Hands work from any thread to the engine's, which alone calls `take`."""
+    """Hands work from any thread to the engine's thread, the only caller of `take`."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -213,7 +213,7 @@ class SubmissionQueue:
         return len(self._work)
 
     def put(self, work: Work | QueuedSwitch) -> None:
-        """Add work; fail it at once if the queue is closed."""
+        """Add work. If the queue is closed, the work fails at once."""
         with self._condition:
             if self._refusal is None:
                 self._work.append(work)
@@ -223,7 +223,7 @@ class SubmissionQueue:
         work.fail(self._refusal)
 
     def notify(self) -> None:
-        """Let a `take` that waits return."""
+        """Let a waiting `take` return."""
         with self._condition:
             self._notified = True
             self._condition.notify()
@@ -233,7 +233,7 @@ class SubmissionQueue:
             self.notify()
 
     def close(self, refusal: TandemError) -> None:
-        """Fail all work in the queue, and all that is put later."""
+        """Fail all queued and future work."""
         with self._condition:
             self._refusal = refusal
             work, self._work = self._work, []
@@ -241,8 +241,10 @@ class SubmissionQueue:
             each.fail(refusal)
 
     def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
-        """Return new work. With `wait`, block until there is some, or a notification, for `seconds`
-        at most: an idle engine waits without a deadline, because the process ends with it."""
+        """Return new work. With `wait`, block for it or for a notification, at most `seconds`.
+
+        An idle engine waits without a deadline, because the process ends with it.
+        """
         if wait:
             with self._condition:
                 self._condition.wait_for(lambda: self._work or self._notified, timeout=seconds)
@@ -255,8 +257,11 @@ class SubmissionQueue:
         return work
 
     def _await_burst(self) -> None:
-        """Let a burst of requests arrive before the first step of an idle engine: a step costs
-        nearly the same for one request as for fifty. Sleeping avoids waking up for each."""
+        """Let a burst of requests arrive before an idle engine's first step.
+
+        A step costs nearly the same for one request as for fifty. Sleeping avoids a wake-up for
+        each.
+        """
         deadline = time.monotonic() + _BURST_LONGEST_SECONDS
         seen = 0
         while seen != len(self._work) and time.monotonic() < deadline:

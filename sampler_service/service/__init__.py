@@ -1,9 +1,11 @@
-"""The sampler's process and its gRPC face: everything that speaks protobuf.
+"""The sampler's process and its gRPC server: all code that uses protobuf.
 
-`process` binds the port, makes the engine in a thread of its own and ends the process;
-`engine_process` and `engine_server` are the two ends of an engine in another process; `servicer`
-answers calls; `sample_stream` has the requests of one gateway, from their arrival to their replies;
-`request_parser` checks a request and turns it into an `EngineRequest`; `responses` encodes results
-and buffers tokens that are told as they are drawn. To add a field to a request: parse it in
-`request_parser`, carry it in `EngineRequest`, compute it in the engine, encode it in `responses`.
+- `process`: binds the port, makes the engine in its own thread, and ends the process.
+- `engine_process` and `engine_server`: the two ends of the pipe to an engine in another process.
+- `servicer`: answers calls. `sample_stream`: the open requests and ready replies of one gateway.
+- `request_parser`: turns a checked request into an `EngineRequest`.
+- `responses`: encodes results, and buffers the tokens of streamed requests.
+
+To add a field to a request, parse it in `request_parser`, carry it in `EngineRequest`, compute it
+in the engine, and encode it in `responses`.
 """

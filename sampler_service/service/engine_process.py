@@ -1,16 +1,15 @@
-"""An engine in a process of its own, which computes while this one answers.
+"""An engine in its own process, which computes while this process answers.
 
-`EngineProcess` implements `Engine`: it forks a process that makes an engine (`engine_server.py`),
-and hands on what is called. All that the engine is made of is there, the same code as in one
-process; here nothing of it is imported.
+`EngineProcess` implements `Engine`. It forks a process that makes the real engine
+(`engine_server.py`), and passes calls on. This process imports no engine code.
 
-The process goes on computing while what it has computed is answered, until `settle`: so `step`
-returns one step or several, and never waits for long. Requests that are added between two calls of
-`step` arrive there together. All other calls wait for their answer, in the order of what is said,
-so that whatever was computed before them is known when they return.
+The engine continues to compute until `settle`, while earlier output is answered. So `step` returns
+the output of one or more steps and never waits long. Requests added between two calls of `step`
+arrive together. All other calls wait for their answer, in order, so all earlier output is known
+when they return.
 
-It ends with this process, however that ends: the kernel kills it (`die_with_parent`), and the pipe
-closes. When it ends by itself, the engine is lost.
+The engine's process ends with this one in any case: the kernel kills it (`die_with_parent`), and
+the pipe closes. If it ends by itself, the engine is lost.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 _STEP_SECONDS = 1.0
-"""How long `step` waits for the end of one: requests arrive meanwhile."""
+"""The longest wait of `step` for output. Requests arrive meanwhile."""
 _END_SECONDS = 10.0
 
 
 class EngineProcessEnded(Exception):
-    """The process has ended or stands still: the engine is lost."""
+    """The engine's process has ended or hangs. The engine is lost."""
 
 
 class EngineProcess:
-    """Use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this
-    process has one thread; then `process.connect(on_lost)` is the engine, once it is there."""
+    """Use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this process has
+    one thread. Later, `process.connect(on_lost)` waits for the engine and returns it."""
 
     facts: EngineFacts
 
@@ -84,8 +83,10 @@ class EngineProcess:
 
     @classmethod
     def fork(cls, start: Start, *, model: Path, patience: float) -> EngineProcess:
-        """Let a new process make an engine by `start`, for the model in this directory. `patience`,
-        in seconds, is for its start, for each call, and for each step."""
+        """Fork a process that makes an engine by `start`, for the model in this directory.
+
+        `patience` limits its start, each call and each step, in seconds.
+        """
         ours, theirs = Pipe()
         _limit_waits(ours, patience)
         parent = os.getpid()
@@ -97,8 +98,11 @@ class EngineProcess:
         return cls(pid, ours, patience=patience)
 
     def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
-        """Wait until the engine is there, and return it. `on_lost` is called, in another thread,
-        when the process ends after that. Raises what `start` does, and `EngineProcessEnded`."""
+        """Wait for the engine and return it.
+
+        `on_lost` is called in another thread if the process ends later. Raises the errors of
+        `start`, and `EngineProcessEnded`.
+        """
         self.facts = cast("EngineFacts", self._answer("its start"))
         self._on_end = on_lost
         if self._status is not None:
@@ -106,7 +110,7 @@ class EngineProcess:
         return self
 
     def end(self) -> None:
-        """Kill the process, and wait until the kernel has taken its memory back."""
+        """Kill the process, and wait until the kernel has freed its memory."""
         self._on_end = lambda: None
         if self._status is None:
             os.kill(self._pid, signal.SIGKILL)
@@ -178,7 +182,7 @@ class EngineProcess:
         self._call(Engine.wake_cache)
 
     def memory(self) -> EngineMemory:
-        """On a CPU, what both processes have."""
+        """On a CPU, the sum of both processes."""
         theirs = self._call(Engine.memory)
         if self.facts.device != "cpu":
             return theirs
@@ -196,7 +200,7 @@ class EngineProcess:
     def remove_adapter(self, name: str) -> None:
         self._call(Engine.remove_adapter, name)
 
-    # --- What is said to the process, and by it
+    # --- Messages
 
     def _call(
         self,
@@ -221,7 +225,7 @@ class EngineProcess:
             self._added = []
 
     def _send(self, message: Add | Go | Call) -> None:
-        self._heard_at = time.monotonic()  # only now is there something to hear
+        self._heard_at = time.monotonic()  # no answer is due before this
         try:
             self._connection.send(message)
         except BlockingIOError as error:
@@ -230,7 +234,7 @@ class EngineProcess:
             raise self._ended() from error
 
     def _answer(self, what: str) -> object:
-        """Return the answer to the last call; keep what is computed before it."""
+        """Return the answer to the last call, and keep the output computed before it."""
         deadline = time.monotonic() + self._patience
         while (left := deadline - time.monotonic()) > 0:
             message = self._receive(left)
@@ -241,7 +245,7 @@ class EngineProcess:
         raise self._stands_still(f"end {what}")
 
     def _receive(self, seconds: float) -> Computed | Answer | Refusal | None:
-        """Return what the process says next, None if it says nothing for so long."""
+        """Return the next message, or None if there is none within `seconds`."""
         try:
             if not self._connection.poll(seconds):
                 return None
@@ -272,8 +276,10 @@ class EngineProcess:
 
 
 def _limit_waits(connection: Connection, seconds: float) -> None:
-    """Let a write to a full pipe, and a read of half a message, wait for so long at most: a process
-    that was stopped neither reads nor ends. They raise `BlockingIOError` then."""
+    """Limit the wait of a write to a full pipe and of a read of half a message.
+
+    A stopped process neither reads nor ends. After the limit they raise `BlockingIOError`.
+    """
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
         pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -1,6 +1,6 @@
-"""In the process of an engine: does with it what the sampler's process says, and computes ahead.
+"""The engine's process: executes the commands of the sampler's process, and computes ahead.
 
-`engine_process.py` is the other end of the pipe. What is said is at the top.
+`engine_process.py` is the other end of the pipe. The messages are defined below.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tandem.protocol.worker import die_with_parent
 from tandem.telemetry import get_log
 
 Start = Callable[[Callable[[], None]], Engine]
-"""Makes an engine; its argument is to be called when a process of the engine has died."""
+"""Makes an engine. Its argument must be called when one of the engine's processes dies."""
 
 
 @dataclass(frozen=True)
 class Add:
-    """Requests without their grammars, which are compiled there."""
+    """Requests with the source of their grammars, which are compiled in the engine's process."""
 
     requests: list[tuple[EngineRequest, Grammar | None]]
 
 
 @dataclass(frozen=True)
 class Go:
-    """Compute, until a `settle`."""
+    """Compute until a `settle`."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,21 @@ class Computed:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call has returned; the first is the engine's facts."""
+    """The return value of a call. The first one holds the engine's facts."""
 
     value: object
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a call has raised. The engine goes on."""
+    """The error that a call raised. The engine continues."""
 
     error: TandemError
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the engine is lost."""
+    """The reason for the loss of the engine."""
 
     reason: str
 
@@ -78,15 +78,15 @@ class Failure:
 def serve_engine(connection: Connection, start: Start, *, model: Path, parent: int) -> NoReturn:
     try:
         die_with_parent(parent)
-        for number in (signal.SIGTERM, signal.SIGINT):  # it is the sampler's to end both
+        for number in (signal.SIGTERM, signal.SIGINT):  # the sampler ends both processes
             signal.signal(number, signal.SIG_IGN)
         EngineServer(connection, model=model).run(start)
     finally:
-        os._exit(1)  # what this process shares with its parent is not this one's to clean up
+        os._exit(1)  # skips the clean-up of state shared with the parent
 
 
 class EngineServer:
-    """Makes an engine, and does with it what the other end of the pipe says."""
+    """Makes an engine, and executes the commands from the pipe."""
 
     def __init__(self, connection: Connection, *, model: Path) -> None:
         self._connection = connection
@@ -105,15 +105,17 @@ class EngineServer:
             self._connection.send(Answer(self._engine.facts))
             while True:
                 self._turn()
-        except TandemError as error:  # of the start alone
+        except TandemError as error:  # only from the start
             self._connection.send(Refusal(error))
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             get_log().exception("engine_failed")
             self._connection.send(Failure(describe(error)))
 
     def _receive(self) -> None:
-        """Read all that comes, at once: so that the other end never waits for this one to read, and
-        this process ends when that closes, or when anything else keeps this from reading."""
+        """Read all messages at once, and end the process when the pipe closes or reading fails.
+
+        So the other end never waits to send.
+        """
         try:
             while True:
                 message = self._connection.recv()
@@ -142,7 +144,7 @@ class EngineServer:
         return replace(request, grammar=compiled)
 
     def _turn(self) -> None:
-        """Do what was said, or else compute."""
+        """Execute a command, or compute if there is none."""
         try:
             command = self._commands.get(block=not (self._computing and self._unfinished))
         except Empty:

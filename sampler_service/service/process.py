@@ -1,8 +1,8 @@
 """Runs the sampler's process: bind, report, make the engine, serve, stop.
 
-The port is bound and reported before vLLM is imported. The engine is made in the thread that
-steps it, or in a process of its own, which is forked first (`engine_process.py`); the gRPC health
-service says NOT_SERVING until it is ready.
+The port is bound and reported before vLLM is imported. The engine is made in the thread that steps
+it, or in its own process, which is forked first (`engine_process.py`). Until it is ready, the gRPC
+health service reports NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
 
 _STOP_GRACE_SECONDS = 1.0
+"""Seconds in which calls still get the answer that the engine failed."""
 _PATIENCE = 2.0
-"""Seconds for which requests for the loaded version may overtake others."""
-"""Within which calls get the answer that the engine has failed."""
+"""Seconds during which requests for the loaded version may overtake others."""
 
 
 def run() -> NoReturn:
@@ -55,7 +55,7 @@ def run() -> NoReturn:
     link.preload(import_libraries)
     spec = link.read_spec()
     link.hold_lifeline()
-    faulthandler.enable()  # a crash in native code leaves its stacks in the log
+    faulthandler.enable()  # logs the stacks of a crash in native code
     configure_logging(service="sampler", level=spec.log_level)
     try:
         spec = _confined(spec)
@@ -72,13 +72,15 @@ def run() -> NoReturn:
             process.end()
         else:
             status = asyncio.run(_Process(spec, link, start).serve())
-    # The engine's thread may be inside a step, and nothing in this process needs cleaning up.
+    # The engine's thread may be inside a step, and this process needs no clean-up.
     os._exit(status)
 
 
 def _confined(spec: WorkerSpec) -> WorkerSpec:
-    """Confine this process to the devices of its specification, and return it with the settings for
-    them. Raises `WorkerStartFailed`."""
+    """Confine this process to its devices. Returns the specification with settings for them.
+
+    Raises `WorkerStartFailed`.
+    """
     if not spec.devices:
         return spec
     settings = spec.sampler or SamplerSettings()
@@ -106,7 +108,7 @@ class _Process:
         )
 
     async def serve(self) -> int:
-        """Serve until a signal or a failure; return the exit status."""
+        """Serve until a signal or a failure. Returns the exit status."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[TandemError | None] = loop.create_future()
 
@@ -127,7 +129,7 @@ class _Process:
             loop.call_soon_threadsafe(end, error)
 
         threading.Thread(
-            target=contextvars.copy_context().run,  # carries the ids of log lines
+            target=contextvars.copy_context().run,  # keeps the ids of log lines
             args=(self._run_engine, set_serving, fail),
             name="engine",
             daemon=True,
@@ -141,7 +143,7 @@ class _Process:
     def _run_engine(
         self, set_serving: Callable[[], None], fail: Callable[[TandemError], None]
     ) -> None:
-        """Make the engine and run its scheduler, in one thread from first to last."""
+        """Make the engine and run its scheduler, both in this thread."""
         try:
             scheduler = self._make_scheduler(fail)
             set_serving()

@@ -1,13 +1,13 @@
 """Parses and checks a `tandem.v1.SampleRequest`.
 
-The semantics are the Tinker protocol's. `stop`: absent, the model's end tokens stop; a list is the
-whole of what stops, so that an empty one stops nothing. The sample includes its stop token, or the
-token that completes a stop string. With structured output the model's end tokens always stop,
-because nothing else can follow a complete grammar.
+The semantics are those of the Tinker protocol. Without `stop`, the model's end tokens stop a
+sample. A `stop` list replaces them, so an empty list stops nothing. The sample includes its stop
+token, or the token that completes a stop string. With structured output, the end tokens always
+stop, because nothing can follow a complete grammar.
 
-`target_prompt_tokens` is an int64 tensor [prompt - 1, K] of token ids, dense or sparse (CSR), whose
-row i is about prompt token i + 1; -1 leaves a cell out. The answer has the same shape and layout,
-and 0.0 in cells that were left out.
+`target_prompt_tokens` is an int64 tensor [prompt - 1, K] of token ids, dense or sparse (CSR). Its
+row i is about prompt token i + 1, and -1 leaves a cell out. The answer has this shape and layout,
+with 0.0 in such cells.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 MIN_TEMPERATURE = 0.01
-"""A smaller one counts as this, as in vLLM, whose logits would overflow. 0 is greedy."""
+"""The smallest temperature except 0, which is greedy. Below it logits overflow, as in vLLM."""
 
 _DTYPES = {wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request for the engine, whose grammar has yet to be compiled, and what its response must
-    contain."""
+    """A request for the engine with its uncompiled grammar, and the options of its response."""
 
     request: EngineRequest
     prompt_logprobs: bool
@@ -49,9 +48,10 @@ class ParsedRequest:
 
 
 def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> ParsedRequest:
-    """Check a request against the model. Raises a `UserError` that says what to change.
+    """Check a request against the model. Raises a `UserError` that names the remedy.
 
-    `prompt_tokens` are little-endian int32. Without `max_tokens`, as many as fit are sampled.
+    `prompt_tokens` are little-endian int32. Without `max_tokens`, a sample may use all remaining
+    tokens.
     """
     limits = SampleLimits(
         vocabulary=facts.vocabulary,
@@ -88,11 +88,11 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
 
 
 def _temperature(params: sampler_pb2.SamplingParams) -> float:
-    """Return the temperature that is sampled with, after a check of the distribution."""
+    """Return the temperature, after a check of temperature, top_p and top_k."""
     temperature = params.temperature
     if not math.isfinite(temperature) or temperature < 0:
         raise InvalidRequest(f"temperature is {temperature}; it must be a number of at least 0")
-    if not 0 < params.top_p <= 1:  # NaN is refused, too
+    if not 0 < params.top_p <= 1:  # also refuses NaN
         raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1")
     if params.top_k < -1:
         raise InvalidRequest(f"top_k is {params.top_k}; use -1 for all tokens, or at least 1")
@@ -112,8 +112,11 @@ def _stops(
 
 @dataclass(frozen=True)
 class TargetTensor:
-    """The token ids to score in place of the prompt's. `ids` and `rows` are flat: cell j holds
-    `ids[j]` and is in row `rows[j]`. A sparse tensor keeps its indices, `crow` and `columns`."""
+    """Token ids to score in place of the prompt's.
+
+    `ids` and `rows` are flat: cell j holds `ids[j]` and is in row `rows[j]`. A sparse tensor keeps
+    its indices, `crow` and `columns`.
+    """
 
     ids: Int64Array
     rows: Int64Array
@@ -123,7 +126,7 @@ class TargetTensor:
 
     @property
     def asked(self) -> Int64Array:
-        """The indices of the flat cells that name a token."""
+        """The indices of flat cells with a token."""
         return np.flatnonzero(self.ids >= 0)
 
     def answer(self, logprobs: Float32Array) -> wire.Tensor:
@@ -141,7 +144,7 @@ class TargetTensor:
 
 
 def parse_targets(payload: bytes, *, prompt: int, facts: EngineFacts) -> TargetTensor | None:
-    """Return the targets of a request whose prompt has `prompt` tokens, None without any.
+    """Return the targets for a prompt of `prompt` tokens, or None.
 
     Raises `MalformedPayload`, `InvalidRequest` or `TokenOutOfVocabulary`.
     """
@@ -210,7 +213,7 @@ def _check_targets(targets: TargetTensor, *, prompt: int, facts: EngineFacts) ->
     distinct = len(np.unique(ids[targets.asked]))
     if not distinct:
         raise InvalidRequest("target_prompt_logprobs names no token: every cell is -1")
-    # Bound the answer's size, both with and without the cells that are left out.
+    # Limit the size of the answer, with and without empty cells.
     check_cells("target_prompt_logprobs", prompt * distinct)
     check_cells("target_prompt_logprobs", len(ids))
 
@@ -222,7 +225,7 @@ def _prompt_scoring(
     prompt: int,
     temperature: float,
 ) -> PromptScoring | None:
-    """Return what a request asks about its prompt of `prompt` tokens, None if nothing.
+    """Return the requested scores for a prompt of `prompt` tokens, or None.
 
     Raises `InvalidRequest` if a number is out of its range.
     """

@@ -1,10 +1,10 @@
-"""Encodes results as the messages that clients get, and buffers the deltas of streams.
+"""Encodes results for clients, and buffers the deltas of streams.
 
-Arrays are little-endian: tokens int32, logprobs float32, NaN where there is none.
+Arrays are little-endian: tokens int32, logprobs float32, NaN for a missing logprob.
 
-A stream's buffer lies between the engine's thread and the reader, so that the engine never waits.
-It merges what a slow reader has not taken into one delta per sample, and so holds at most as many
-bytes as the response that ends the stream.
+A stream's buffer lies between the engine's thread and the reader, so the engine never waits. It
+merges unread tokens into one delta per sample. It therefore never exceeds the size of the final
+response.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 Runs = Sequence[wire.TandemVersionRun]
-"""Which versions the tokens of a sample came from, in their order."""
+"""The versions of a sample's tokens, in order, each with its number of tokens."""
 
 
 def versions_of(sampled: Sampled) -> list[Runs]:
-    """Return, for each sample, which versions its tokens came from."""
+    """Return the versions of each sample's tokens."""
     return [_runs(sample, sampled.versions) for sample in sampled.result.samples]
 
 
 def _runs(sample: SampledTokens, versions: Sequence[WeightVersion]) -> Runs:
     ends = [*sample.carried_at, len(sample.tokens)]
     counts = [end - start for start, end in pairwise([0, *ends])]
-    # A sample that ended before the others of its request has nothing of the last versions.
+    # A sample that ended early has no tokens of the last versions.
     return [
         wire.TandemVersionRun(version=version.name, step=version.step, tokens=count)
         for version, count in zip(versions, counts, strict=False)
@@ -52,8 +52,10 @@ def _runs(sample: SampledTokens, versions: Sequence[WeightVersion]) -> Runs:
 def encode_response(
     result: EngineResult, *, version: str, parsed: ParsedRequest, versions: Sequence[Runs] = ()
 ) -> bytes:
-    """Return a `tandem.wire.v1.SampleResponse` with what the request asked for. `versions` are
-    those of each sample; without any, they are not told apart."""
+    """Return a `tandem.wire.v1.SampleResponse` with the requested parts.
+
+    `versions` lists the versions of each sample. Without it, samples name no versions.
+    """
     message = wire.SampleResponse(
         sequences=[
             _sequence(sample, runs) for sample, runs in zip_longest(result.samples, versions)
@@ -116,7 +118,7 @@ def _draws(draws: TopK) -> wire.PromptAltTokens:
 
 
 def _bytes(values: Int32Array | Float32Array) -> bytes:
-    return values.tobytes()  # little-endian, as are all machines that vLLM runs on
+    return values.tobytes()  # all hosts of vLLM are little-endian
 
 
 # --- Streams -----------------------------------------------------------------------------
@@ -124,8 +126,7 @@ def _bytes(values: Int32Array | Float32Array) -> bytes:
 
 @dataclass
 class _Unsent:
-    """Tokens of one sample, from one version, that the reader has not taken, as little-endian
-    bytes."""
+    """Unread tokens of one sample and one version, as little-endian bytes."""
 
     version: str
     tokens: bytearray = field(default_factory=bytearray)
@@ -166,14 +167,14 @@ class _Unsent:
 
 
 class StreamBuffer:
-    """Use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the
-    reader, in the event loop, `while deltas := await buffer.take(): ...`."""
+    """Use: the scheduler calls `buffer.add`, and the end of the request calls `buffer.close`. The
+    reader runs `while deltas := await buffer.take(): ...` in the event loop."""
 
     def __init__(
         self, *, topk: int, copies: int = 1, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """`topk` alternatives come with each token. Sample 0 stands for `copies` samples: greedy
-        ones are all alike."""
+        """`topk` alternatives come with each token. Sample 0 stands for `copies` equal, greedy
+        samples."""
         self._topk = topk
         self._copies = copies
         self._loop = loop or asyncio.get_running_loop()
@@ -184,8 +185,7 @@ class StreamBuffer:
         self._changed = asyncio.Event()
 
     def add(self, deltas: Sequence[EngineDelta], version: WeightVersion) -> None:
-        """Add deltas from a version, from any thread; wake the reader once for all that it will
-        find."""
+        """Add deltas of a version, from any thread. The reader is woken once per batch."""
         with self._lock:
             for delta in deltas:
                 unsent = self._unsent.setdefault(delta.index, [])
@@ -197,13 +197,12 @@ class StreamBuffer:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def close(self) -> None:
-        """End the stream, from the event loop."""
+        """End the stream. Call it in the event loop."""
         self._closed = True
         self._changed.set()
 
     async def take(self) -> list[sampler_pb2.SampleDelta]:
-        """Return what is new, merged by sample and version, waiting for it if need be; empty at the
-        end."""
+        """Wait for new deltas and return them, merged by sample and version. Empty at the end."""
         while True:
             self._changed.clear()
             with self._lock:

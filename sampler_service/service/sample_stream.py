@@ -1,7 +1,7 @@
-"""The requests of one caller on their way to the engine, and the replies on their way back.
+"""One gateway's open sample requests and the replies to them.
 
-Both go in batches: whatever has arrived, and whatever the engine's last step has ended. Nothing of
-it is done request by request by gRPC, whose price for a call is that of a short sample.
+Both travel in batches: all arrived requests, and all results of the last step. A gRPC call per
+request would cost as much as a short sample.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sampler_service.work import Sampled
 from tandem.v1 import sampler_pb2
 
 _BATCH_BYTES = 4 * 2**20
-"""Of replies, about so many go as one message; a single one may be larger."""
+"""The approximate size of a message of replies. A single larger reply is sent alone."""
 
 Encode = Callable[[Future[Sampled]], sampler_pb2.SampleReply]
-"""Returns the reply to a request that has ended; not called for one that was cancelled."""
+"""Encodes the result of a request. It is not called after a cancellation."""
 
 
 class _Cancellable(Protocol):
@@ -28,8 +28,8 @@ class _Cancellable(Protocol):
 
 
 class SampleStream:
-    """Use: the reader of the requests calls `add`, `add_late` or `put` for each of them,
-    and `cancel`; the writer `while batch := await stream.take(): ...`; at the end, `close`."""
+    """Use: the reader of requests calls `add`, `add_late` or `put` for each, and `cancel`. The
+    writer runs `while batch := await stream.take(): ...`. At the end, call `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -41,12 +41,12 @@ class SampleStream:
         self._complete = False
 
     def add(self, number: int, answer: Future[Sampled], encode: Encode) -> None:
-        """Expect the answer of the engine to a request."""
+        """Expect the engine's result for a request."""
         self._under_way[number] = answer
         answer.add_done_callback(partial(self._note_end, number, encode))
 
     def add_late(self, number: int, answer: Coroutine[None, None, sampler_pb2.SampleReply]) -> None:
-        """Expect the reply to a request that is not with the engine yet."""
+        """Expect the reply to a request that the engine does not have yet."""
 
         def replied(task: asyncio.Task[sampler_pb2.SampleReply]) -> None:
             if not task.cancelled():
@@ -57,32 +57,32 @@ class SampleStream:
         task.add_done_callback(replied)
 
     def put(self, number: int, reply: sampler_pb2.SampleReply) -> None:
-        """Send a reply."""
         self._under_way.pop(number, None)
         reply.number = number
         self._ready.append(reply)
         self._changed.set()
 
     def cancel(self, number: int) -> None:
-        """Drop a request, if it has not ended."""
+        """Drop a request that has not ended."""
         if (answer := self._under_way.pop(number, None)) is not None:
             answer.cancel()
 
     def complete(self) -> None:
-        """Expect no more requests: `take` returns nothing once all have their replies."""
+        """Expect no more requests. `take` returns None after the last reply."""
         self._complete = True
         self._changed.set()
 
     def close(self) -> None:
-        """Drop all that has not ended."""
+        """Drop all unfinished requests."""
         for number in [*self._under_way]:
             self.cancel(number)
 
     async def take(self) -> sampler_pb2.SampleReplies | None:
-        """Return the replies that are there, waiting for one if need be; None at the end."""
+        """Wait for replies and return them. None at the end."""
         while True:
             self._changed.clear()
-            self._notified = False  # before the look, so that what ends meanwhile wakes us again
+            # Reset before the look, so that a later result wakes this again.
+            self._notified = False
             if (batch := self._batch()).replies:
                 return batch
             if self._complete and not self._under_way:
@@ -95,7 +95,7 @@ class SampleStream:
             if self._ended:
                 number, answer, encode = self._ended.popleft()
                 if self._under_way.pop(number, None) is None:
-                    continue  # cancelled at the last moment
+                    continue  # cancelled meanwhile
                 reply = encode(answer)
                 reply.number = number
             else:
@@ -107,8 +107,7 @@ class SampleStream:
         return batch
 
     def _note_end(self, number: int, encode: Encode, answer: Future[Sampled]) -> None:
-        """Note that an answer is there, in the engine's thread; wake the writer once for all that
-        it will find."""
+        """Note a result, in the engine's thread. The writer is woken once per batch."""
         if answer.cancelled():
             return
         self._ended.append((number, answer, encode))

@@ -1,4 +1,4 @@
-"""Answers the sampler's gRPC calls."""
+"""The sampler's gRPC servicer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Serving:
-    """What answers calls once the engine is ready."""
+    """The parts that answer calls, once the engine is ready."""
 
     facts: EngineFacts
     scheduler: Scheduler
@@ -53,14 +53,15 @@ class Serving:
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
-    """Answers from the moment the port is bound; `ready` gives it the engine.
+    """Answers calls as soon as the port is bound. `ready` gives it the engine.
 
-    Until then a call ends with the gRPC status UNAVAILABLE. A user's mistake and a failed operation
-    are a `Failure` in the reply. `WorkerServer` checks the caller's secret, `fence` its lease.
+    Before that, a call ends with the gRPC status UNAVAILABLE. A user's mistake or a failed
+    operation becomes a `Failure` in the reply. `WorkerServer` checks the caller's secret, and
+    `fence` checks its lease.
     """
 
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
-        """The reader of a stream may stop reading for `timeout` seconds."""
+        """`timeout` limits the wait for the reader of a stream, in seconds."""
         self._fence = fence
         self._timeout = timeout
         self._metrics = metrics
@@ -73,8 +74,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._serving = serving
 
     def end(self) -> None:
-        """Let the streams of samples end, whose callers would keep them open, once all that is on
-        them has been answered. Call it when the engine has failed."""
+        """End the sample streams once all their requests are answered. Call it after the engine
+        failed."""
         for stream in self._streams:
             stream.complete()
 
@@ -141,7 +142,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         finally:
             reading.cancel()
             self._streams.remove(stream)
-            stream.close()  # and so the requests leave the engine
+            stream.close()  # drops its requests from the engine
 
     async def _read(
         self,
@@ -149,8 +150,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         stream: SampleStream,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
     ) -> None:
-        """Hand over what arrives. Whatever else it raises, the stream is of no use then, and what
-        has not been answered is cancelled."""
+        """Hand requests to the engine. After any error, cancel all unanswered requests of the
+        stream."""
         try:
             async for batch in requests:
                 serving = await self._leased_engine(context)
@@ -165,7 +166,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     def _begin(
         self, request: sampler_pb2.SampleRequest, serving: Serving, stream: SampleStream
     ) -> None:
-        if request.HasField("structured"):  # its grammar has to be compiled
+        if request.HasField("structured"):  # the grammar must be compiled
             stream.add_late(request.number, self._answer(request, serving))
             return
         try:
@@ -181,7 +182,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
     ) -> None:
-        """Write instead of yielding, so that a write that blocks has a deadline."""
+        """Write instead of yielding, so that a blocked write has a deadline."""
         serving = await self._leased_engine(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
@@ -193,12 +194,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                     await self._write(sampler_pb2.SampleEvent(delta=delta), context)
             await self._write(sampler_pb2.SampleEvent(reply=await answer), context)
         finally:
-            answer.cancel()  # and with it the request, if it is still in the engine
+            answer.cancel()  # also drops the request from the engine
 
     async def _write(
         self, event: _Reply, context: grpc.aio.ServicerContext[_Request, _Reply]
     ) -> None:
-        """Send a part of a stream; abort the call if its reader has stopped reading."""
+        """Send a part of a stream. Abort the call if its reader does not read in time."""
         try:
             async with asyncio.timeout(self._timeout):
                 await context.write(event)
@@ -257,7 +258,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         *,
         on_deltas: OnDeltas | None = None,
     ) -> sampler_pb2.SampleReply:
-        """Return the reply to a request; a refusal or a failure is a reply, too."""
+        """Return the reply to a request. A refusal or failure is a reply too."""
         try:
             asked = self._parse(request, serving)
             grammar = None
@@ -304,7 +305,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     def _reply(self, asked: _Asked, answer: Future[Sampled]) -> sampler_pb2.SampleReply:
-        """Return the reply to a request that has ended."""
+        """Return the reply to an ended request."""
         request, facts = asked.message, asked.serving.facts
         try:
             sampled = answer.result()
@@ -360,15 +361,17 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
-        """Return what answers calls; abort the call while the engine is still starting."""
+        """Return the serving parts. Abort the call while the engine starts."""
         if self._serving is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None
         return self._serving
 
     async def _leased_engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
-        """Return what answers calls that need the device; abort those without its lease, and all
-        while the engine is asleep."""
+        """Return the serving parts for calls that use the device.
+
+        Abort a call without the lease, and every call while the engine sleeps.
+        """
         serving = await self._engine(context)
         state = serving.scheduler.status.state
         self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)
@@ -378,7 +381,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request, as it came `at` a time on the monotonic clock, and what answers it."""
+    """A parsed request, its arrival on the monotonic clock (`at`), and the parts that answer it."""
 
     message: sampler_pb2.SampleRequest
     serving: Serving
@@ -401,7 +404,7 @@ def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
 
 
 def _parse_level(level: int) -> SleepLevel:
-    """Return the level that a number stands for, 0 for the first. Raises `InvalidRequest`."""
+    """Return a sleep level. 0 means the first. Raises `InvalidRequest`."""
     if level not in (0, *SleepLevel):
         raise InvalidRequest(f"a sampler cannot sleep at level {level}; 1 and 2 are possible")
     return SleepLevel(level or SleepLevel.KEEP_WEIGHTS)

@@ -1,12 +1,17 @@
-"""vLLM behind the `Engine` protocol; no other folder imports vLLM.
+"""vLLM behind the `Engine` protocol. No other folder imports vLLM.
 
-`environment` sets the process's environment before `libraries` imports vLLM, and `start` makes an
-engine, in the sampler's process or one of its own; `internals` says with which versions of vLLM all
-this was checked, and changes what is changed in it; `configuration` is what it is started with, and
-`engine` is `VllmEngine`, with what is `pending` in it and the `sampling_parameters` of each sample;
-`grammars` masks tokens with compiled grammars; `memory` is the engine's share of a GPU, and its
-sleep; `prefix_cache` lets samples share a prompt's prefill; `sampled_logprobs` collects what was
-drawn as arrays. The rest runs inside vLLM's worker: `worker_extension` loads weights in place,
-`prompt_scoring` scores prompts, `adapter_sums` says whether the engine holds an adapter. Another
-engine would be a folder like this one, constructed in `service/process.py`.
+- `environment`: sets the process's environment, before `libraries` imports vLLM.
+- `start`: makes an engine, in the sampler's process or its own.
+- `internals`: the checked versions of vLLM, and all changes to its internals.
+- `configuration`: vLLM's arguments and configuration.
+- `engine`: `VllmEngine`. `pending`: its open requests. `sampling_parameters`: the parameters of
+  each sample.
+- `grammars`: masks tokens with compiled grammars.
+- `memory`: the engine's share of a GPU, and its sleep.
+- `prefix_cache`: lets samples of one prompt share its prefill.
+- `sampled_logprobs`: collects logprobs as arrays.
+
+The other modules run in vLLM's worker. `worker_extension` loads weights in place, `prompt_scoring`
+scores prompts, and `adapter_sums` compares an adapter with its files. Another engine would be a
+folder like this one, constructed in `service/process.py`.
 """

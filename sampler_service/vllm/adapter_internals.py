@@ -1,9 +1,8 @@
-"""The part of `internals` that concerns adapters: their layers in vLLM's model, and the manager
-that holds them.
+"""The part of `internals` for adapters: their layers in vLLM's model, and their manager.
 
-vLLM lists for each class of models whether it adapts the output head. Most classes leave it out,
-and some have no adapters at all. All heads compute alike, so every head gets a layer for adapters
-here. The trainer adapts no embedding and no expert, so these get none.
+For each class of models, vLLM declares whether it adapts the output head. Most classes leave it
+out, and some allow no adapters. All heads compute alike, so every head gets an adapter layer here.
+The trainer adapts neither embeddings nor experts, so these get none.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from sampler_service.vllm.internals import padded_linear
 from tandem.weights.model_config import model_files
 from tandem.weights.tensors import read_header
 
-if TYPE_CHECKING:  # the version is checked before anything of this is imported
+if TYPE_CHECKING:  # the version is checked before these imports
     import torch
     from vllm.config import VllmConfig
     from vllm.lora.model_manager import LoRAModelManager
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # both runners share the used parts
 
 HEAD = "lm_head"
-"""The name of the output head in an adapter, once vLLM has renamed its layers."""
+"""The output head's name in an adapter, after vLLM has renamed its layers."""
 _DECLARED: dict[str, object] = {
     "supports_lora": True,
     "lora_manager": None,
@@ -33,11 +32,11 @@ _DECLARED: dict[str, object] = {
     "packed_modules_mapping": {},
     "lora_skip_prefixes": [],
 }
-"""What vLLM expects of a class with adapters besides `embedding_modules`."""
+"""The class attributes that vLLM expects for adapters, besides `embedding_modules`."""
 
 
 def adapt_heads(runner: GPUModelRunner) -> None:
-    """Let the model that the runner is about to load have adapters of its output head."""
+    """Let the runner's next model have adapters of its output head."""
     load = runner.load_lora_model
 
     def load_with_head(
@@ -46,7 +45,7 @@ def adapt_heads(runner: GPUModelRunner) -> None:
         for name, value in _DECLARED.items():
             if not hasattr(model, name):
                 setattr(model, name, value)
-        model.embedding_modules = {}  # vLLM's own list, which has the head of some models
+        model.embedding_modules = {}  # replaces vLLM's own list, which has some models' head
         model.packed_modules_mapping = {
             **model.packed_modules_mapping,
             **_whole_in_files(model, Path(config.model_config.model)),
@@ -59,8 +58,10 @@ def adapt_heads(runner: GPUModelRunner) -> None:
 
 
 def _whole_in_files(model: torch.nn.Module, directory: Path) -> dict[str, list[str]]:
-    """Return the layers that vLLM stacks from several, and that the files, and so adapters, have as
-    one already. Of some models vLLM's table says otherwise."""
+    """Return the layers that vLLM stacks but the files, and so the adapters, hold as one.
+
+    vLLM's table is wrong for some models.
+    """
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     stacked = {
@@ -81,7 +82,7 @@ def _adapt_head(manager: LoRAModelManager) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     class Head(LogitsProcessorWithLoRA):  # type: ignore[misc]
-        """vLLM's layer, without its limit of 258048 tokens, which no kernel in use has."""
+        """vLLM's layer without its limit of 258048 tokens, which no used kernel needs."""
 
         def create_lora_weights(self, slots: int) -> None:
             rank, dtype = manager.lora_config.max_lora_rank, manager.lora_config.lora_dtype
@@ -97,7 +98,7 @@ def _adapt_head(manager: LoRAModelManager) -> None:
 
     model = manager.model
     heads = [module for module in model.children() if isinstance(module, ParallelLMHead)]
-    # Gemma 2 and Cohere have no head of their own: they compute logits by the embeddings.
+    # Gemma 2 and Cohere compute logits with the embeddings.
     head = heads[0] if heads else model.model.embed_tokens
     order = head.get_sharded_to_full_mapping()
     layer = Head(
@@ -111,13 +112,15 @@ def _adapt_head(manager: LoRAModelManager) -> None:
 
 
 def leave_experts_plain() -> None:
-    """Let a mixture of experts have adapters of its other layers. The trainer adapts no expert, and
-    vLLM computes adapted experts on a GPU alone."""
+    """Let a mixture of experts have adapters of its other layers.
+
+    The trainer adapts no expert, and vLLM computes adapted experts only on a GPU.
+    """
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import MoERunner, layer
 
     if hasattr(layer.FusedMoEConfig, "without_adapters"):
-        return  # an engine of this process did so before
+        return  # another engine of this process did it
     supported = model_manager.get_supported_lora_modules
 
     class PlainExperts(layer.FusedMoEConfig):  # type: ignore[misc]
@@ -140,8 +143,11 @@ def leave_experts_plain() -> None:
 
 
 def multiply_by_slot() -> None:
-    """On a CPU, multiply an adapter's matrices with all of its rows at once. vLLM copies them for
-    each row. It takes -1, which is no adapter, for the last slot."""
+    """On a CPU, multiply an adapter's matrices with all of its rows at once.
+
+    vLLM copies the matrices for each row. It also takes -1, which means no adapter, for the last
+    slot.
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -182,14 +188,14 @@ def multiply_by_slot() -> None:
 
 
 def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:
-    """Return what holds the adapters of an engine that was started for them."""
+    """Return the adapter manager of an engine that was started with adapters."""
     manager: LoRAModelManager = runner.lora_manager._adapter_manager
     return manager
 
 
 @contextmanager
 def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None]:
-    """Map `rows` rows at the output head to one adapter (0: none) while the block runs."""
+    """Map `rows` rows at the output head to one adapter (0: none) during the block."""
     if getattr(runner, "lora_manager", None) is None:
         yield
         return

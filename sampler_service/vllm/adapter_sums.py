@@ -1,9 +1,8 @@
-"""Holds an adapter in the slot that batches compute with against its files, to the last bit.
+"""Compares an adapter in its computing slot with its files, bit by bit.
 
-vLLM keeps an adapter on the host, its B multiplied by alpha / rank, and copies it from there into a
-slot. This must hold the numbers of the files, wherever they lie in it (`tandem/weights/sums.py`).
-An adapter's canary alone would pass one that was not added: in bfloat16 its tolerance is wider than
-what many adapters change.
+vLLM keeps an adapter on the host, with B multiplied by alpha / rank, and copies it into a slot. The
+slot must hold the numbers of the files, in any order (`tandem/weights/sums.py`). The canary alone
+would accept a missing adapter: in bfloat16 its tolerance exceeds the effect of many adapters.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
 _EXPERTS = ".experts"
-"""Adapters of experts are stacked, and partly repeated: their canary has to do."""
+"""Expert layers are not compared, because they are stacked and partly repeated. Their canary must
+suffice."""
 
 
 @dataclass(frozen=True)
 class AdapterSums:
-    """What a worker `holds` of an adapter, by layer and part, and what all of it is in the
-    files."""
+    """The sums of an adapter: `held` by a worker, by layer and part, and `wanted` by its files in
+    total."""
 
     held: dict[str, int]
     wanted: int
@@ -52,7 +52,7 @@ def adapter_sums(manager: LoRAModelManager, number: int, directory: Path) -> Ada
 
 
 def adapters_differ(workers: Sequence[AdapterSums]) -> bool:
-    """Return whether the workers of an engine hold another adapter than that of the files."""
+    """Return whether the engine's workers hold other numbers than the adapter's files."""
     held = sums_of_workers([worker.held for worker in workers])
     return (sum(held.values()) - workers[0].wanted) % 2**64 != 0
 
@@ -69,9 +69,11 @@ def _of_files(directory: Path, scale: float, dtype: torch.dtype) -> Iterator[tor
 def _in_slot(
     manager: LoRAModelManager, slot: int, *, rank: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A [.., largest rank, in] and B [.., out, rank] of each layer, and of each part of one
-    (q, k, v), with a name. Beyond its rank, A is zeros, and so it does not matter what B is
-    there."""
+    """Yield the named matrices A [.., largest rank, in] and B [.., out, rank] of each part of a
+    layer.
+
+    Parts are q, k and v, for example. A is zero beyond its rank, so B has no effect there.
+    """
     for name, layer in manager.modules.items():
         if _EXPERTS in name:
             continue

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its arguments and its configuration, from a model and our settings."""
+"""vLLM's arguments and configuration, from a model and our settings."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from tandem.settings.workers import SamplerSettings
 from tandem.weights.model_config import has_experts, model_length, text_config, why_unserved_by_cpu
 
 _DEFAULT_LENGTH = 8192
-"""Of a model whose configuration names none."""
+"""The length for a model whose configuration names none."""
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512)
-"""The batches, in tokens, for which CUDA graphs are captured. vLLM captures 51 sizes. A batch in
-between is padded, which costs little: a small batch reads the same weights."""
+"""Batch sizes, in tokens, with a captured CUDA graph. vLLM would capture 51. A batch in between is
+padded, which costs little: a small batch reads all weights anyway."""
 _GRAPHS_PER_SEQUENCE = 2
-"""As in vLLM: graphs are captured for up to so many tokens of each sequence."""
+"""Graphs are captured for up to that many tokens per sequence, as in vLLM."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximum ranks that vLLM can be started with."""
+"""The maximum ranks that vLLM accepts."""
 _ADAPTED_ELSEWHERE = {"stablelm"}
-"""Types of models whose own class in vLLM has no adapters, while its class for the models of
-transformers computes them."""
+"""Model types whose own vLLM class has no adapters, while vLLM's transformers class has them."""
 _HELD_PER_COMPUTED = 4
-"""How many adapters the engine holds for each one that a batch can use."""
+"""Adapters in the engine for each adapter that a batch can use."""
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -45,8 +44,10 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
 
 
 def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> EngineArgs:
-    """Return vLLM's arguments for a model directory and our settings. `sleeps`: the engine is to
-    sleep, for which a GPU needs another allocator."""
+    """Return vLLM's arguments for a model directory and our settings.
+
+    On a GPU, an engine that `sleeps` needs another allocator.
+    """
     device = choose_device(settings.device)
     length = settings.max_model_len or model_length(model) or _DEFAULT_LENGTH
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
@@ -58,7 +59,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=_BATCH_TOKENS,
         tensor_parallel_size=settings.ranks,
-        # A single worker is this process; several are processes that this one starts and ends.
+        # One worker is this process. Several are child processes of it.
         distributed_executor_backend="uni" if settings.ranks == 1 else "mp",
         load_format="safetensors",  # never a pickled .bin
         trust_remote_code=False,  # never code from the model's folder
@@ -68,7 +69,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,
         use_tqdm_on_load=False,
-        # Where vLLM can: while a step is computed, the next is scheduled. None leaves it to vLLM.
+        # Schedule the next step during a step where possible. None lets vLLM decide.
         async_scheduling=None if in_own_process(settings) else False,
         worker_extension_cls="sampler_service.vllm.worker_extension.WeightsExtension",
     )
@@ -87,7 +88,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         args.enable_sleep_mode = sleeps
         most = _GRAPHS_PER_SEQUENCE * settings.max_num_seqs
         args.cudagraph_capture_sizes = [size for size in _GRAPH_SIZES if size <= most]
-        if not has_experts(model):  # it would find nothing to tune
+        if not has_experts(model):  # nothing to tune
             args.enable_flashinfer_autotune = False
     if settings.max_lora_rank:
         args.enable_lora = True
@@ -100,29 +101,32 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
 
 
 def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
-    """Return the configuration of an engine; with `fit`, its longest sequence is what the KV cache
-    holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
-    takes the model's length from other sources than we do."""
+    """Return the configuration of an engine. `fit` limits its length to the KV cache's size.
+
+    vLLM does this only for the length -1, and then takes the model's length from other sources than
+    we do.
+    """
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if not torch.cuda.is_available():
         _check_heads(config.model_config)
     if fit:
         about = config.model_config
         about.original_max_model_len = -1
-        # It first makes tables of `max_num_seqs` sequences of that length: 640 MiB with 131,072.
+        # vLLM first makes tables for `max_num_seqs` sequences of this length, so keep it small.
         about.max_model_len = min(about.max_model_len, _most_tokens(config))
     return config
 
 
 def _check_heads(about: ModelConfig) -> None:
-    """Raise `WorkerStartFailed` for heads that vLLM's build for CPUs does not compute."""
+    """Raise `WorkerStartFailed` for head sizes that vLLM's CPU build does not compute."""
     reason = "" if about.use_mla else why_unserved_by_cpu(about.get_head_size())
     if reason:
         raise WorkerStartFailed(reason)
 
 
 def _most_tokens(config: VllmConfig) -> int:
-    """Return a length that the KV cache does not hold; the model's own where that is not plain."""
+    """Return the shortest length that exceeds the KV cache, or the model's own if that is
+    unclear."""
     about, budget = config.model_config, config.cache_config.kv_cache_memory_bytes
     windowed = getattr(about.hf_text_config, "sliding_window", None)
     if budget is None or windowed or about.use_mla or about.is_hybrid:

@@ -1,19 +1,18 @@
-"""vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread; which
-process that is, `service/process.py` decides.
+"""vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread.
 
-`internals` says for which versions. Where this differs from vLLM's own behaviour:
+`service/process.py` chooses the process, and `internals` lists the checked versions of vLLM.
+Differences from vLLM's own behaviour:
 
-- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM neither
-  scales nor filters a greedy request, so its logprobs are at temperature 1.
-- Prompts are scored at temperature 1 by `prompt_scoring.py`, and the prefix cache is read only up
-  to the first scored token.
-- Samples of one prompt share its prefill, also of less than a block (`prefix_cache.py`).
-- A request with n samples is n requests there (`sampling_parameters.py`).
-- A seeded request whose prompt is computed in chunks crashes a CPU engine, which rewinds a random
-  generator that cannot be rewound. Chunked prefill is off there.
-- Structured output would need a tokenizer when vLLM starts, and be compiled once the request is in
-  the engine. Grammars are compiled beforehand (`structured_output.py`), and vLLM masks with them
-  (`grammars.py`).
+- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM neither scales
+  nor filters a greedy request, so its logprobs are at temperature 1.
+- `prompt_scoring.py` scores prompts at temperature 1. The prefix cache is read only up to the first
+  scored token.
+- Samples of one prompt share its prefill, even of less than a block (`prefix_cache.py`).
+- A request with n samples becomes n requests of vLLM (`sampling_parameters.py`).
+- Chunked prefill is off on a CPU. There, a seeded request in chunks crashes vLLM, which rewinds a
+  random generator that cannot be rewound.
+- Grammars are compiled beforehand (`structured_output.py`), and vLLM only masks tokens with them
+  (`grammars.py`). Its own way needs a tokenizer at the start, and compiles inside the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from sampler_service.vllm.environment import use_environment
 
-use_environment()  # before vLLM is imported
+use_environment()  # before the import of vLLM
 import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -88,13 +87,13 @@ _FAILED = "error"
 
 
 def _sample_id(request_id: str, index: int) -> str:
-    """Return the id that one sample of a request has in vLLM."""
+    """Return vLLM's id of one sample of a request."""
     return f"{request_id}/{index}"
 
 
 @dataclass(frozen=True)
 class _Aside:
-    """What is under way, while the engine is paused: in vLLM's queue and in ours."""
+    """The requests of a paused engine: in vLLM's queue and in ours."""
 
     waiting: list[Request]
     unplaced: deque[PendingRequest]
@@ -102,8 +101,8 @@ class _Aside:
 
 
 class VllmEngine:
-    """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then
-    `engine.add(request)` and `engine.step()` until its `results` have the request's."""
+    """Example: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then
+    `engine.add(request)` and `engine.step()` until its `results` contain the request."""
 
     def __init__(
         self,
@@ -113,8 +112,11 @@ class VllmEngine:
         sleeps: bool = False,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`sleeps`: `sleep` will be called. `on_lost` is called, in another thread, when a process
-        that the engine has started dies: it is of no use then."""
+        """`sleeps`: the engine must support `sleep`.
+
+        `on_lost` is called in another thread when one of the engine's processes dies. The engine is
+        unusable then.
+        """
         args = engine_args(model, settings, sleeps=sleeps)
         self._model = model
         self._settings = settings
@@ -154,7 +156,7 @@ class VllmEngine:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
-        """Call a method in each of vLLM's workers; return what each answers."""
+        """Call a method in each of vLLM's workers. Returns their answers."""
         answers = self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
         return answers  # type: ignore[no-any-return]
 
@@ -168,8 +170,11 @@ class VllmEngine:
         self._unplaced.append(pending)
 
     def _place(self, step: StepOutput) -> None:
-        """Hand to vLLM what it has room to compute. The rest waits here, so that a sample whose
-        prompt has just been computed finds room, and the first sample is there to share it."""
+        """Hand to vLLM the requests for which it has room. Others wait here.
+
+        So a sample finds room right after its prompt was computed, while the first sample still
+        holds the prompt.
+        """
         self._place_followers()
         placed = self._scheduler.get_num_unfinished_requests()
         placed += sum(len(pending.followers) for pending in self._led.values())
@@ -187,8 +192,10 @@ class VllmEngine:
             placed += request.distinct_samples
 
     def _place_first(self, pending: PendingRequest) -> None:
-        """Hand the first sample of a request to vLLM, and the others unless they follow it. A
-        single token is not worth a step of its own."""
+        """Hand the first sample of a request to vLLM, and the others too unless they follow it.
+
+        A single token is not worth its own step.
+        """
         request = pending.request
         others = range(1, request.distinct_samples)
         self._add_sample(pending, index=0)
@@ -204,8 +211,8 @@ class VllmEngine:
             self._add_sample(pending, index=index)
 
     def _place_followers(self) -> None:
-        """Hand the others of a group to vLLM, before all that waits there, once the first has
-        computed the prompt, or has ended."""
+        """Hand waiting followers to vLLM's front once their first sample has computed the prompt or
+        ended."""
         ready = [
             pending
             for pending in self._led.values()
@@ -254,15 +261,16 @@ class VllmEngine:
         return step
 
     def _collect(self, outputs: Iterable[RequestOutput], step: StepOutput) -> None:
-        """Record what vLLM has computed."""
+        """Record vLLM's outputs."""
         computed = set()
         for output in outputs:
             request_id, _, index = output.request_id.rpartition("/")
             computed.add(request_id)
             pending = self._pending.get(request_id)
-            if pending is not None:  # else aborted in this step, because another sample failed
+            # None if another sample's failure aborted the request in this step.
+            if pending is not None:
                 self._take(pending, int(index), output, step)
-        if self._queued:  # vLLM adds to our ids after the last slash
+        if self._queued:  # vLLM adds a suffix after our last slash
             computed.update(each.request_id.rpartition("/")[0] for each in self._scheduler.running)
             step.begun.extend(self._queued & computed)
             self._queued.difference_update(step.begun)
@@ -270,7 +278,7 @@ class VllmEngine:
     def _take(
         self, pending: PendingRequest, index: int, output: RequestOutput, step: StepOutput
     ) -> None:
-        """Record what vLLM returned for one sample."""
+        """Record vLLM's output for one sample."""
         request = pending.request
         (completion,) = output.outputs
         if output.finished and completion.finish_reason == _FAILED:
@@ -316,7 +324,7 @@ class VllmEngine:
 
     def pause(self) -> None:
         assert self._aside is None
-        # What runs is in the queue then.
+        # This moves running requests to the queue.
         emptied = self._engine.reset_prefix_cache(reset_running_requests=True)
         assert emptied, "the engine did not empty its prefix cache"
         self._aside = _Aside(
@@ -337,7 +345,7 @@ class VllmEngine:
         for pending in (self._pending[id_] for id_ in ids if id_ in self._pending):
             pending.request = replace(pending.request, adapter=adapter)
             for index in pending.unfinished:
-                id_ = pending.ids.get(index)  # of those that vLLM has
+                id_ = pending.ids.get(index)  # None if vLLM does not have the sample yet
                 tokens = self._scheduler.requests[id_].num_output_tokens if id_ else 0
                 pending.carried_at[index] = (*pending.carried_at.get(index, ()), tokens)
                 begun += [id_] if id_ else []
@@ -363,7 +371,7 @@ class VllmEngine:
             missing = self._on_workers(method, *args, **kwargs)
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {name}: {describe(error)}") from error
-        self._adapters.clear()  # vLLM has dropped them with the old weights
+        self._adapters.clear()  # vLLM dropped them with the old weights
         return frozenset().union(*missing)
 
     def weight_sums(self) -> dict[str, int]:
@@ -385,7 +393,7 @@ class VllmEngine:
         self._asleep = False
 
     def memory(self) -> EngineMemory:
-        """On GPUs, `device` is what the fullest one has."""
+        """On GPUs, `device` is the fullest GPU's use."""
         each = self._on_workers(WeightsExtension.tandem_memory)
         device = max if self.facts.device == "cuda" else sum
         return EngineMemory(
@@ -416,8 +424,7 @@ class VllmEngine:
 
     def add_adapter(self, name: str, directory: Path) -> None:
         number = next(self._adapter_numbers)
-        # The prefix cache is keyed by this name. The number keeps it from reading what was cached
-        # when the adapter was loaded before.
+        # The name keys the prefix cache. The number separates it from entries of an earlier load.
         request = LoRARequest(f"{name}#{number}", number, str(directory))
         try:
             added = self._engine.add_lora(request)
@@ -428,7 +435,7 @@ class VllmEngine:
         method = WeightsExtension.tandem_adapter_sums
         try:
             differ = adapters_differ(self._on_workers(method, number, str(directory)))
-        except Exception as error:  # of its files, as a rule
+        except Exception as error:  # usually from its files
             self._engine.remove_lora(number)
             raise LoadFailed(
                 f"{name} cannot be compared with its files: {describe(error)}"
@@ -442,7 +449,7 @@ class VllmEngine:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
     def _load_tokenizer(self) -> None:
-        """Load the tokenizer for the first stop string; every start would lose half a second."""
+        """Load the tokenizer at the first stop string, because it would delay every start."""
         if has_tokenizer(self._engine):
             return
         from transformers import AutoTokenizer

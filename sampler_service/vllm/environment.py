@@ -1,10 +1,7 @@
-"""Sets the environment that lets vLLM start fast and stay quiet, so that users need not.
+"""Sets the environment for vLLM's fast and quiet start.
 
-Most variables are read when a library is imported or loaded, so the process replaces itself once,
-with the right environment, before it reads its specification.
-
-Measured with vLLM 0.32 on two cores: an engine process of its own, compiled kernels and two OpenMP
-threads cost 20 s at the start and a factor of 15 in speed.
+Libraries read most variables when they are imported. So the process replaces itself once, with the
+right environment, before it reads its specification.
 """
 
 from __future__ import annotations
@@ -21,52 +18,51 @@ if TYPE_CHECKING:  # this process replaces itself first
 
 _MARK = "TANDEM_SAMPLER_ENVIRONMENT"
 _ALWAYS = {
-    # vLLM's core is where our engine is: in this process, or in one that we start ourselves
-    # (`service/engine_process.py`).
+    # vLLM's core runs in our engine's process (`service/engine_process.py`).
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Weights come from directories; nothing is fetched or reported.
+    # Weights come from directories. Nothing is downloaded or reported.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # One process computes and still listens for others: restrict it to this machine.
+    # vLLM listens even with one process. Restrict it to this machine.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # vLLM's messages go through our log, as JSON, from warnings on.
+    # vLLM's warnings and errors go through our log, as JSON.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU = {
-    # More OpenMP threads than one spin against each other inside one engine process. With two, a
-    # sequence's logprobs also depend on its batch, so that a seed no longer repeats its samples.
+    # More OpenMP threads spin against each other in one engine process. With two, a sequence's
+    # logprobs also depend on its batch, and a seed does not repeat its samples.
     "OMP_NUM_THREADS": "1",
-    # Intel's OpenMP would give the engine's thread the cores back that the process had when it was
-    # loaded, which is before the process is confined to its worker's.
+    # Intel's OpenMP would reset the engine thread's cores to those at its import, before the
+    # process was confined to its worker's cores.
     "KMP_AFFINITY": "disabled",
-    # Without affinity it does not survive a fork that it notices.
+    # With affinity disabled, it survives no fork that it notices.
     "KMP_INIT_AT_FORK": "false",
-    # By default vLLM pins the whole process, our servicer included, to one core.
+    # By default vLLM pins the whole process, with our servicer, to one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # One small function would be compiled at the first token, for seconds.
+    # Otherwise one small function is compiled at the first token, which takes seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _GPU = {
-    # FlashInfer's sampler gives no logprobs after filters, for which each of our requests asks. So
-    # vLLM would never use it, but imports it, and does not start without it.
+    # FlashInfer's sampler returns no logprobs after filters, and all our requests need them. vLLM
+    # would never use it, but would fail to start without it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _ALLOCATOR = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""torch's settings for the host memory of a sleeping engine: eight threads clear its pages."""
+"""torch's settings for the host memory of a sleeping engine. Eight threads clear its pages."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The first one counts; torch 2.11 and 2.13 both read the last."""
+"""The first one takes precedence. torch 2.11 and 2.13 both read the last."""
 
 
 def restart_with_environment(arguments: list[str]) -> None:
-    """Replace this process by itself with the right environment; return in the new process.
+    """Replace this process by itself with the right environment. Returns in the new process.
 
-    File descriptors survive: standard input, still unread, and the report's.
+    File descriptors survive: the unread standard input and the report's.
     """
     if os.environ.pop(_MARK, None):
         return
@@ -78,8 +74,8 @@ def restart_with_environment(arguments: list[str]) -> None:
 def sampler_environment(
     current: Mapping[str, str], *, cpu: bool, library: Path | None
 ) -> dict[str, str]:
-    """Return the environment of the engine's process. `library`, Intel's OpenMP, is preloaded on a
-    CPU."""
+    """Return the environment of the engine's process. On a CPU, `library` (Intel's OpenMP) is
+    preloaded."""
     environment = {**current, **_ALWAYS}
     if cpu:
         environment |= _CPU
@@ -95,14 +91,14 @@ def sampler_environment(
 
 
 def use_environment() -> None:
-    """Set in this process what nothing has set: it imports an engine, and did not restart."""
+    """Set the unset variables in this process, for an import of the engine without the restart."""
     found = sampler_environment(os.environ, cpu=is_cpu_build(), library=None)
     for name, value in found.items():
         os.environ.setdefault(name, value)
 
 
 def is_cpu_build() -> bool:
-    """Whether vLLM's CPU build is installed, by the package metadata alone."""
+    """Return whether vLLM's CPU build is installed. Reads only package metadata."""
     try:
         metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -111,23 +107,22 @@ def is_cpu_build() -> bool:
 
 
 def choose_model_runner(settings: SamplerSettings) -> None:
-    """Set the variable by which vLLM chooses, when an engine is made; on a GPU it is left to vLLM,
-    unless the settings say it."""
+    """Set the variable of vLLM's model runner. On a GPU, "auto" leaves the choice to vLLM."""
     wanted = settings.model_runner
     if wanted == "auto" and is_cpu_build():
-        wanted = "v1"  # without Triton vLLM has no other, and warns of it
+        wanted = "v1"  # the only one without Triton, and vLLM would warn
     if wanted != "auto":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if wanted == "v2" else "0"
 
 
 def in_own_process(settings: SamplerSettings) -> bool:
-    """Whether the engine has a process of its own."""
+    """Return whether the engine has its own process."""
     if settings.engine_process == "auto":
         return not is_cpu_build()
     return settings.engine_process == "on"
 
 
 def _intel_openmp() -> Path | None:
-    """The library of the `intel-openmp` package, if it is installed."""
+    """Return the library of the `intel-openmp` package, or None."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return library if library.is_file() else None

@@ -1,8 +1,8 @@
-"""vLLM's worker for GPUs, with a budget that does not depend on other processes of the device.
+"""vLLM's worker for GPUs, with a memory budget independent of other processes.
 
-vLLM measures the free memory of the whole device while it starts: it takes another process's
-allocation from its own KV cache, and fails when another process frees memory. Here the memory is
-counted by torch, which knows that of this process alone. Its model may have adapters of the head.
+vLLM measures the whole device's free memory during its start. So another process's allocation
+shrinks its KV cache, and another process's release makes it fail. Here torch counts the memory of
+this process alone. The model may have adapters of its head.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from tandem.telemetry import get_log
 from tandem.weights.model_config import has_experts
 
 _NEXT_TO_NOTHING = 1e-6
-"""Of the device. vLLM wants its share to be free when it starts."""
+"""The share of the device that vLLM requires to be free at its start."""
 _SLEEPS_BESIDE_OTHERS = "Memory usage increased after sleeping."
-"""vLLM compares the free memory of the device before and after. It is asleep by then."""
+"""vLLM compares the device's free memory before and after. The engine is asleep at that point."""
 
 
 class BudgetedWorker(Worker):  # type: ignore[misc]
-    """Its `gpu_memory_utilization` is the budget, as a share of the whole device: for weights,
-    activations, KV cache, and `OUTSIDE_TORCH`."""
+    """`gpu_memory_utilization` is its budget, as a share of the whole device.
+
+    The budget covers weights, activations, KV cache and `OUTSIDE_TORCH`.
+    """
 
     def init_device(self) -> None:
         share = self.cache_config.gpu_memory_utilization
@@ -46,8 +48,10 @@ class BudgetedWorker(Worker):  # type: ignore[misc]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def determine_available_memory(self) -> int:
-        """Compute the largest batch once; return the bytes for the KV cache. Raises
-        `WorkerStartFailed` if there are none."""
+        """Compute the largest batch once. Returns the bytes for the KV cache.
+
+        Raises `WorkerStartFailed` if none are left.
+        """
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

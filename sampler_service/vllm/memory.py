@@ -1,9 +1,8 @@
-"""The memory of an engine: its share of a GPU, and how it is given back while the engine is asleep.
+"""The memory of an engine: its share of a GPU, and its release during sleep.
 
-On a GPU this is vLLM's sleep mode. On a CPU vLLM (0.32) refuses it, and without it `sleep` frees
-nothing. There, the pages of a tensor are given back (`MADV_DONTNEED`, madvise(2)): it keeps its
-address and reads as zeros until it is written, so that nothing that refers to it notices, and
-waking costs nothing.
+On a GPU this is vLLM's sleep mode. On a CPU vLLM (0.32) has none, and its `sleep` frees nothing.
+There, the pages of a tensor are given back (`MADV_DONTNEED`, madvise(2)). The tensor keeps its
+address and reads as zeros until it is written. So no reference breaks, and waking is free.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 OUTSIDE_TORCH = 2**30
-"""Of an engine's budget on a GPU: for the CUDA context, and for graphs, which are captured after
+"""The part of an engine's GPU budget for the CUDA context and for graphs. Graphs are captured after
 the KV cache is allocated."""
 _MADV_DONTNEED = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_share(wanted: int, *, free: int, total: int) -> float:
-    """Return a budget in bytes as a share of the whole GPU. Raises `WorkerStartFailed` if it is not
+    """Return a budget in bytes as a share of the GPU. Raises `WorkerStartFailed` if it is not
     free."""
     if wanted > free:
         raise WorkerStartFailed(
@@ -42,8 +41,11 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
 
 
 def cache_bytes(budget: int, *, peak: int) -> int:
-    """Return the part of a budget that the KV cache gets, after torch's `peak` of weights, tables
-    and activations. Raises `WorkerStartFailed` if there is none."""
+    """Return the KV cache's part of a budget, after torch's `peak` of weights, tables and
+    activations.
+
+    Raises `WorkerStartFailed` if there is none.
+    """
     left = budget - peak - OUTSIDE_TORCH
     if left <= 0:
         raise WorkerStartFailed(
@@ -56,8 +58,10 @@ def cache_bytes(budget: int, *, peak: int) -> int:
 
 
 class Sleeper(Protocol):
-    """The part of `Engine` that a device decides. The engine is idle, and holds no adapters when
-    its weights are dropped."""
+    """The device-specific part of `Engine`.
+
+    The engine is idle, and has no adapters when its weights are dropped.
+    """
 
     def sleep(self, level: SleepLevel) -> None: ...
 
@@ -67,7 +71,7 @@ class Sleeper(Protocol):
 
 
 class GpuSleeper:
-    """vLLM's own sleep mode; it keeps buffers, which no file of a weight version holds."""
+    """vLLM's own sleep mode. It keeps buffers, which no weight version contains."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -85,7 +89,7 @@ class GpuSleeper:
 
 
 class CpuSleeper:
-    """Memory that was given back is there again when it is written to, so waking does nothing."""
+    """Released memory returns when it is written, so waking does nothing."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -105,8 +109,10 @@ class CpuSleeper:
 
 
 def free_pinned() -> None:
-    """Give pinned memory back that earlier sleeps and loads have used, and torch keeps for others.
-    In torch 2.11, which vLLM 0.26 needs, no public name does that."""
+    """Free torch's cached pinned memory of earlier sleeps and loads.
+
+    torch 2.11, which vLLM 0.26 needs, has no public name for this.
+    """
     torch._C._host_emptyCache()
 
 
@@ -114,7 +120,7 @@ def free_pinned() -> None:
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the memory of tensors back. A page that a storage only begins or ends in stays."""
+    """Give the memory of tensors back. A page shared at either end of a storage stays."""
     for storage in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
         begin = storage.untyped_storage().data_ptr()
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -126,26 +132,25 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def drop_weights(model: torch.nn.Module) -> None:
-    """Free the parameters and the room for adapters. Buffers, which no file of a weight version
-    holds, stay."""
+    """Free the parameters and the room for adapters. Buffers stay, as no weight version contains
+    them."""
     for module in model.modules():
         release_pages(_adapter_room(module))
     release_pages(parameter.data for parameter in model.parameters())
 
 
 def trim_heap() -> None:
-    """Return what was freed to the system (glibc)."""
+    """Return freed memory to the system (glibc)."""
     _LIBC.malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _adapter_room(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold the adapters of a layer: `lora_a_stacked` and the like."""
+    """Yield the tensors of a layer's adapters: `lora_a_stacked` and the like."""
     for name, value in vars(module).items():
         if name.endswith("_stacked"):
             yield from [value] if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""A request in progress: its samples in vLLM, and what has come of them."""
+"""A request in progress: its samples in vLLM and their outputs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _STOPPED = "stop"
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request in vLLM, and its samples by their index.
+    """A request in vLLM, with its samples by index.
 
-    `unfinished` are samples that have not ended. The `followers` among them wait until the first
-    has computed the prompt. `ids` are vLLM's. `outputs` are those of ended samples. Deltas have
-    `reported` so many tokens of a sample. `carried_at` are the numbers of tokens that a sample had
-    when newer weights took it over.
+    `unfinished` samples have not ended. `followers` wait until the first sample has computed the
+    prompt. `ids` are vLLM's. `outputs` belong to ended samples. `reported` counts the tokens of a
+    sample in earlier deltas. `carried_at` lists a sample's length at each change of weights.
     """
 
     request: EngineRequest
@@ -46,13 +45,13 @@ class PendingRequest:
 
     @property
     def leader(self) -> str:
-        """The id in vLLM of the first sample."""
+        """vLLM's id of the first sample."""
         return self.ids[0]
 
     def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
-        """Return what is new in a sample of a streamed request, None if nothing is.
+        """Return a streamed sample's new part, or None.
 
-        vLLM returns its own growing lists; only the new part is copied.
+        vLLM returns its own growing lists. Only the new part is copied.
         """
         reported = self.reported.get(index, 0)
         finished = output.finish_reason is not None
@@ -63,7 +62,7 @@ class PendingRequest:
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
-        """Return the result, once all samples have ended."""
+        """Return the result. All samples must have ended."""
         request = self.request
         samples = [
             replace(self._sample(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
@@ -90,8 +89,10 @@ class PendingRequest:
         return EngineResult(id=self.request.id, samples=(), failure=error)
 
     def _sample(self, output: CompletionOutput, *, start: int = 0) -> SampledTokens:
-        """Return a sample, or its part from token `start` on. Of a request for no tokens, it is
-        empty: vLLM samples one at least."""
+        """Return a sample, or its part from token `start` on.
+
+        A request for no tokens has empty samples, although vLLM samples at least one token.
+        """
         if not self.request.max_tokens:
             start = len(output.token_ids)
         logprobs: SampledLogprobs = output.logprobs

@@ -1,14 +1,14 @@
-"""What a request may take from vLLM's prefix cache: less than there is, or more.
+"""A request's use of vLLM's prefix cache: less than its contents, or more.
 
-Less: a token is scored from the state one position before it, which the cache does not hold. vLLM
-turns the cache off for a request with prompt logprobs; here it reads up to the first scored token,
-in whole blocks.
+Less: a token is scored from the state one position before it, and the cache holds no states. vLLM
+turns the cache off for prompt logprobs. Here, a request reads whole blocks up to the first scored
+token.
 
-More: the cache holds whole blocks, so that each sample of one prompt would compute what the last
-block has begun with. Here the others of a group *follow* its first sample: once that has computed
-the prompt they take all its keys and values but those of the last token, from whose state they draw
-(`prompt length - 1` tokens are shared, also of a prompt shorter than a block). vLLM copies a block
-that is taken in part, which it does by itself for models with a recurrent state.
+More: the cache holds whole blocks, so each sample of one prompt would compute the last, partial
+block again. Here the other samples of a group *follow* the first one. Once it has computed the
+prompt, they take all keys and values except the last token's, and draw from that token's state. So
+`prompt length - 1` tokens are shared, even in a prompt shorter than a block. vLLM copies a partly
+shared block, as it does for models with a recurrent state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CACHE_LIMIT_ARGUMENT = "tandem_cache_limit"
-"""How many prompt tokens a request may read from the prefix cache, in vLLM's `extra_args`."""
+"""Key in vLLM's `extra_args`: the number of prompt tokens that a request may read from the
+cache."""
 LEADER_ARGUMENT = "tandem_leader"
-"""vLLM's id of the request whose prompt a request shares, in its `extra_args`."""
+"""Key in vLLM's `extra_args`: vLLM's id of the request whose prompt is shared."""
 
 
 class PrefixCache:
-    """Wraps the look-ups of the prefix cache of an in-process engine."""
+    """Wraps the prefix cache's look-ups in an in-process engine."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._scheduler = scheduler_of(engine)
@@ -39,13 +40,13 @@ class PrefixCache:
         self._limit: int | None = None
         self._look_up, self._find = use_look_ups(self._manager, self.look_up, self.find)
         managers = self._manager.coordinator.single_type_managers
-        # With a window or a recurrent state, the first sample's blocks are not the whole prompt.
+        # With a window or a recurrent state, the first sample's blocks lack parts of the prompt.
         is_whole = [type(manager) for manager in managers] == [FullAttentionManager]
         self._block = managers[0].block_size if is_whole and self._manager.enable_caching else 0
 
     def is_worth_following(self, length: int) -> bool:
-        """Whether samples of a prompt share more if they wait until the first has computed it: what
-        comes before its last token is not in whole blocks."""
+        """Return whether waiting for the first sample saves work: a partial block precedes the last
+        token."""
         return bool(self._block and (length - 1) % self._block)
 
     def has_computed_prompt(self, request_id: str) -> bool:
@@ -60,7 +61,7 @@ class PrefixCache:
         parameters = request.sampling_params
         extra = (parameters.extra_args if parameters is not None else None) or {}
         leader = extra.get(LEADER_ARGUMENT)
-        # One that was preempted finds more in the cache: its own tokens, too.
+        # A preempted sample finds more in the cache, because its own tokens are there too.
         if leader and not request.num_output_tokens and self.has_computed_prompt(leader):
             return self._prompt_of(leader, tokens=request.num_prompt_tokens - 1)
         self._limit = extra.get(CACHE_LIMIT_ARGUMENT)

@@ -1,12 +1,12 @@
-"""Scores the tokens of prompts inside vLLM's worker, in the prefill that serves the request.
+"""Scores prompt tokens inside vLLM's worker, during the request's prefill.
 
-This replaces vLLM's own prompt logprobs, which support neither chosen targets nor draws nor a
-suffix, hold the logits of a whole prompt at once, and (0.32, CPU) crash the engine when an adapter
-changes the output head, because adapter rows are mapped for sampled tokens only. Here logits are
-computed in chunks of at most `_LOGIT_BYTES`.
+This replaces vLLM's own prompt logprobs. They support neither chosen targets, draws nor a suffix,
+and hold the logits of a whole prompt at once. On a CPU (0.32) they also crash the engine if an
+adapter changes the output head, because vLLM maps adapter rows only for sampled tokens. Here logits
+are computed in chunks of at most `_LOGIT_BYTES`.
 
-A token is scored from the state one position before it, which the prefix cache does not hold: see
-`prefix_cache.py`.
+A token is scored from the state one position before it, which the prefix cache does not hold
+(`prefix_cache.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SCORING_ARGUMENT = "tandem_scores"
-"""The key of a request's scoring in vLLM's `extra_args`."""
+"""Key of a request's scoring in vLLM's `extra_args`."""
 EMPTY_LOGPROB = -99999.0
 _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, step the engine with a request
-    whose extra arguments are `{"tandem_scores": "7"}` until it ends, then `scorer.take("7")`."""
+    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`. Step the engine with a request whose
+    extra arguments are `{"tandem_scores": "7"}` until it ends. Then call `scorer.take("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
@@ -50,8 +50,8 @@ class PromptScorer:
         self._complete.pop(key, None)
 
     def after_step(self, hidden_states: torch.Tensor, requests: Iterable[Computed]) -> None:
-        """Score what a step computed of prompts, from the `hidden_states` [tokens, hidden] of all
-        its requests."""
+        """Score the prompt tokens of a step, from the `hidden_states` [tokens, hidden] of all
+        requests."""
         if self._open:
             for request in requests:
                 self._score(request, hidden_states)
@@ -65,7 +65,7 @@ class PromptScorer:
         first = max(table.start, request.before + 1)
         end = min(table.length, request.before + request.tokens + 1)
         rows = max(1, _LOGIT_BYTES // (4 * runner.model_config.get_vocab_size()))
-        if hasattr(runner, "lora_manager"):  # its tables have this many rows at the head
+        if hasattr(runner, "lora_manager"):  # its head tables have this many rows
             rows = min(rows, runner.max_num_reqs)
         for begin in range(first, end, rows):
             stop = min(begin + rows, end)
@@ -78,7 +78,7 @@ class PromptScorer:
 
 
 class _ScoreTable:
-    """The scores of one prompt, filled in as its prefill proceeds."""
+    """The scores of one prompt, filled in during its prefill."""
 
     def __init__(self, scoring: PromptScoring, prompt: list[int]) -> None:
         assert scoring.start is not None
@@ -92,7 +92,7 @@ class _ScoreTable:
         self._targets = np.zeros(len(scoring.target_ids), np.float32)
         self._draws = _empty(length - 1, scoring.draws) if scoring.draws else None
         if scoring.draws:
-            # One random number per cell, whatever the batching.
+            # One random number per cell, independent of batching.
             self._uniform = np.random.default_rng(scoring.draw_seed).random(
                 (length - 1, scoring.draws)
             )
@@ -106,7 +106,7 @@ class _ScoreTable:
         )
 
     def fill(self, logits: torch.Tensor, *, begin: int) -> None:
-        """Fill in from the logits [rows, vocabulary] of the tokens at `begin` and after."""
+        """Fill in scores from the logits [rows, vocabulary] of the tokens from `begin` on."""
         end = begin + len(logits)
         logprobs = logits.log_softmax(-1)
         first = self._scoring.first
@@ -138,7 +138,7 @@ class _ScoreTable:
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True).expand(-1, k)
         else:
-            # Inverse transform sampling; float32 sums would lose a large vocabulary's tail.
+            # Inverse transform sampling. Float32 sums would lose a large vocabulary's tail.
             sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
             uniform = torch.from_numpy(self._uniform[begin - 1 : end - 1]).to(logits.device)
             drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)

@@ -1,7 +1,7 @@
 """The logprobs of sampled tokens, as arrays.
 
-vLLM appends each cell of them to Python lists. A step's rows are arrays already, and a request may
-ask for millions of cells.
+vLLM appends each value to Python lists. A step's rows are arrays already, and a request may ask for
+millions of values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 
 
 class SampledLogprobs:
-    """The logprobs of one sample: a row for each token, with the token itself first and the `topk`
-    likeliest after it. Held as bytes, which grow without an object per row."""
+    """The logprobs of one sample: a row per token, with the token first and then the `topk`
+    likeliest.
+
+    They are held as bytes, which grow without an object per row.
+    """
 
     def __init__(self, topk: int) -> None:
         self._topk = topk
@@ -25,10 +28,10 @@ class SampledLogprobs:
         self._values = bytearray()
 
     def append(self, ids: Int32Array | Int64Array, values: Float32Array) -> None:
-        """Add rows [n, columns]. A batch has as many columns as any of its requests needs."""
+        """Add rows [n, columns]. A batch has the columns of its most demanding request."""
         self._own += values[:, 0].tobytes()
         if self._topk:
-            # The second model runner has them in 64 bits.
+            # The second model runner has 64-bit ids.
             self._ids += ids[:, 1 : self._topk + 1].astype(np.int32).tobytes()
             self._values += values[:, 1 : self._topk + 1].tobytes()
 
@@ -37,8 +40,10 @@ class SampledLogprobs:
         return np.frombuffer(self._own, np.float32)[start:].copy()
 
     def topk(self, start: int) -> TopK | None:
-        """Return the likeliest tokens [n, k] from `start` on, None if they were not asked for;
-        cells of tokens that a filter has excluded are empty."""
+        """Return the likeliest tokens [n, k] from `start` on, or None if they were not requested.
+
+        Cells of tokens that a filter excluded are empty.
+        """
         if not self._topk:
             return None
         ids = np.frombuffer(self._ids, np.int32).reshape(-1, self._topk)[start:]
@@ -51,8 +56,8 @@ class SampledLogprobs:
 
 
 class SampledLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
-    """Takes the place of vLLM's, which appends each cell to lists; no request asks vLLM for the
-    logprobs of its prompt."""
+    """Replaces vLLM's processor, which appends to lists. No request asks vLLM for prompt
+    logprobs."""
 
     def __init__(self, topk: int) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""What a sample of a request is in vLLM's words.
+"""vLLM's parameters for each sample of a request.
 
-- vLLM would give sample i of a seeded request the seed s + i, so that neighbouring seeds share
-  samples. Here each sample is a request of its own, with a seed hashed from (s, i).
+- Each sample is its own request, with a seed hashed from (s, i). vLLM would use s + i, so that
+  neighbouring seeds share samples.
 - `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`).
 """
 
@@ -15,20 +15,23 @@ from sampler_service.vllm.prefix_cache import CACHE_LIMIT_ARGUMENT, LEADER_ARGUM
 from sampler_service.vllm.prompt_scoring import SCORING_ARGUMENT
 
 _LARGEST_CHECKED_TEMPERATURE = 2.0
-"""vLLM's constructor refuses a larger temperature, which its sampler computes like any other."""
+"""The largest temperature that vLLM's constructor accepts. Its sampler computes larger ones too."""
 
 
 def parameters_of(
     request: EngineRequest, *, index: int, scoring: PromptScoring | None, leader: str
 ) -> GrammarParameters:
-    """Return the parameters of sample `index`, which scores the prompt if there is a `scoring`, and
-    shares the prefill of `leader`, a sample's id in vLLM, if there is one."""
+    """Return the parameters of sample `index`.
+
+    It scores the prompt if `scoring` is given, and shares the prefill of `leader`, vLLM's id of
+    another sample.
+    """
     seeded = request.seed is not None and request.temperature > 0
     extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None
     if scoring is not None and scoring.start is not None:
         extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
     parameters = GrammarParameters(
-        max_tokens=max(1, request.max_tokens),  # vLLM knows no fewer: `pending.py` drops it
+        max_tokens=max(1, request.max_tokens),  # vLLM needs 1 or more: `pending.py` drops it
         top_k=request.top_k,
         top_p=request.top_p,
         seed=_child_seed(request.seed or 0, index) if seeded else None,

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine with a model, in whichever process this is called."""
+"""Starts vLLM's engine for a model, in the calling process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 def start_engine(
     model: Path, settings: SamplerSettings, on_lost: Callable[[], None], *, sleeps: bool
 ) -> VllmEngine:
-    """Import vLLM and return an engine that has computed something. `on_lost` and `sleeps` are
-    those of `VllmEngine`. Raises `WorkerStartFailed`, and whatever vLLM does."""
+    """Import vLLM and return an engine that has computed a token. See `VllmEngine` for the
+    arguments.
+
+    Raises `WorkerStartFailed`, and vLLM's own errors.
+    """
     if not (model / "config.json").is_file():
         raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
     check_version()
@@ -41,12 +44,12 @@ def start_engine(
     from sampler_service.vllm.engine import VllmEngine
 
     imported = time.monotonic()
-    # vLLM warns about each of our settings; its warnings matter from the first request on.
+    # vLLM warns about each of our settings. Its warnings matter from the first request on.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     engine = VllmEngine(model, settings, sleeps=sleeps, on_lost=on_lost)
-    engine.score([0, 0])  # a kernel may refuse a model only when it runs
+    engine.score([0, 0])  # some kernels refuse a model only at run time
     logging.getLogger("vllm").setLevel(logging.WARNING)
-    # Each load would list the modules without tensors of their own; `Loader` checks these.
+    # Each load would list modules without own tensors, which `Loader` checks.
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     get_log().info(
         "engine_started",

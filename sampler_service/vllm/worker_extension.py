@@ -1,7 +1,7 @@
-"""Extends vLLM's worker: complete in-place loads, prompt scoring, sleep.
+"""Extends vLLM's worker: in-place loads, prompt scoring, sleep.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's. `internals` changes vLLM.
+vLLM's. Changes of vLLM are in `internals`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,26 @@ if TYPE_CHECKING:
 
 
 class WeightsExtension:
-    """Methods for `collective_rpc`, prefixed `tandem_` because vLLM forbids clashes of names. Each
-    worker of an engine has all of them called in the same order."""
+    """Methods for `collective_rpc`. The prefix `tandem_` avoids clashes of names, which vLLM
+    forbids.
+
+    All workers of an engine get all calls in one order.
+    """
 
     model_runner: GPUModelRunner
 
     _tandem_scorer: PromptScorer
 
     def tandem_prepare(self, *, seed: int) -> None:
-        """Called once, after the engine was made. `seed` is that of samples without one, which all
-        workers of an engine draw alike; vLLM's own is 0, the same for all engines."""
-        if self._tandem_workers > 1:  # this is a process of vLLM's
+        """Prepare the worker. Called once, after the engine was made.
+
+        `seed` is for samples without their own seed. All workers of an engine need one seed. vLLM's
+        default is 0 in all engines.
+        """
+        if self._tandem_workers > 1:  # this is vLLM's process
             configure_logging(service="sampler")
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # the second model runner draws them by NumPy
+        np.random.seed(seed % 2**32)  # used by the second model runner
         self._tandem_scorer = PromptScorer(self.model_runner)
         use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
 
@@ -71,18 +77,18 @@ class WeightsExtension:
         self._tandem_scorer.discard(key)
 
     def tandem_load(self, directory: str) -> set[str]:
-        """Load a directory of safetensors in place. Return the parameters that got no value."""
+        """Load a directory of safetensors in place. Returns the parameters without a value."""
         sources = read_sources(Path(directory))
         threads = staging_threads(self.model_runner.device.type, workers=self._tandem_workers)
         with staged(sources, threads=threads) as tensors:
             return self.tandem_put(tensors)
 
     def tandem_load_handoff(self, handoff: common_pb2.Handoff) -> set[str]:
-        """As `tandem_load`, of the weights that a trainer hands over."""
+        """Load weights that a trainer hands over. See `tandem_load`."""
         return self.tandem_put(open_handoff(handoff))
 
     def tandem_put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load tensors in place. Return the parameters that got no value."""
+        """Load tensors in place. Returns the parameters without a value."""
         forget_packed_experts(self.model_runner)
         everything, loaded = load_in_place(self.model_runner, tensors)
         named = self.model_runner.get_model().named_parameters()
@@ -106,7 +112,6 @@ class WeightsExtension:
         }
 
     def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
-        """Return the sums of an adapter that was just added."""
         return adapter_sums(adapters_in(self.model_runner), number, Path(directory))
 
     def tandem_use_adapter(self, ids: list[str], adapter: LoRARequest) -> None:
@@ -116,15 +121,14 @@ class WeightsExtension:
         free_pinned()
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
-        """Give the memory of the KV cache back, and drop the weights if told so. What the KV cache
-        then holds is zeros."""
+        """Give back the memory of the KV cache, and drop the weights with `drop`. The cache then
+        reads as zeros."""
         release_pages(self.model_runner.kv_caches)
         if drop:
             drop_weights(self.model_runner.get_model())
         trim_heap()
 
     def tandem_memory(self) -> EngineMemory:
-        """Measure the memory in use."""
         if self.model_runner.device.type == "cpu":
             return EngineMemory(device=resident_bytes(), host=0)
         from vllm.device_allocator.cumem import CuMemAllocator

@@ -1,12 +1,11 @@
-"""Keeps LoRA adapters beside an engine's weights: verifies, loads, checks and evicts them.
+"""LoRA adapters beside an engine's weights: verify, load, check, evict.
 
-An adapter is published in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) with
-our manifest. Before it is loaded, in any thread (`read_ahead`): the manifest and its checksums, the
-settings, and that every pair A [r, in], B [out, r] fits a matrix of the base model. Afterwards: the
-engine computes the trainer's canary with it, as a request beside those that are running.
+An adapter has PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) and our manifest.
+Before the load, any thread checks (`read_ahead`) the manifest with its checksums, the settings, and
+the shapes: every pair A [r, in], B [out, r] must fit a matrix of the base model. After it, the
+engine computes the trainer's canary with the adapter, beside running requests.
 
-The engine takes it in between two steps, from files that were just read. An adapter is a few per
-cent of its base model in size, and is read once while it stays loaded.
+The engine loads it between two steps, from files that were just read.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FLOATING = {"F32", "F16", "BF16"}
 def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str) -> None:
     """Raise `LoadFailed` unless the engine can compute with the adapter as its trainer did.
 
-    `base` are the base model's tensors by the names in its files; `name` is for messages.
+    `base` has the base model's tensors by their names in its files. `name` is for messages.
     """
     config = read_again(read_json, directory / CONFIG_NAME)
     rank = config.get("r")
@@ -78,7 +77,7 @@ def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str)
 
 
 def _matrix_of(layer: str, base: Inventory) -> tuple[int, int] | None:
-    """Return the shape of a layer's matrix; a tied output head has that of the embeddings."""
+    """Return the shape of a layer's matrix. A tied output head has the shape of the embeddings."""
     names = [layer, *_EMBEDDINGS] if layer.endswith("lm_head") else [layer]
     for name in names:
         entry = base.get(f"{name}.weight")
@@ -89,8 +88,8 @@ def _matrix_of(layer: str, base: Inventory) -> tuple[int, int] | None:
 
 @dataclass(eq=False)
 class _Adapter:
-    """An adapter in the engine. It does not serve while its `canary` is being computed; `used` is
-    the number of its latest use."""
+    """An adapter in the engine. It does not serve before its `canary` is checked. `used` orders
+    uses."""
 
     version: WeightVersion
     bytes: int
@@ -100,11 +99,10 @@ class _Adapter:
 
 
 class AdapterCache:
-    """The adapters in an engine, at most as many as it holds; the least recently used one that no
-    request needs is evicted first.
+    """The adapters in an engine. A full cache evicts the least recently used one without a request.
 
-    Use, in the engine's thread: `add(verified)` after `make_room(...)`; step the engine and
-    pass every result to `take_canary`; once `ready(version)`, add requests that name it.
+    Use in the engine's thread: `make_room(...)`, then `add(verified)`. Step the engine and pass
+    every result to `take_canary`. Once `ready(version)`, add requests that name it.
     """
 
     def __init__(
@@ -115,8 +113,8 @@ class AdapterCache:
         tolerance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`base` is the base model's directory; `tolerance` the largest logprob difference that a
-        canary may show."""
+        """`base` is the base model's directory, and `tolerance` a canary's largest logprob
+        difference."""
         self._engine = engine
         self._base = read_inventory(base) if engine.facts.max_lora_rank else {}
         self._tolerance = tolerance
@@ -126,7 +124,7 @@ class AdapterCache:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the adapters that serve."""
+        """The names of serving adapters."""
         return tuple(name for name, each in self._adapters.items() if each.canary is None)
 
     @property
@@ -136,11 +134,11 @@ class AdapterCache:
 
     @property
     def verifying(self) -> bool:
-        """Whether the engine is computing a canary, and must be stepped."""
+        """Whether the engine computes a canary, and must be stepped."""
         return any(each.canary is not None for each in self._adapters.values())
 
     def __contains__(self, version: WeightVersion) -> bool:
-        """Whether an adapter is in the engine, verified or not."""
+        """Return whether the engine has the adapter, checked or not."""
         return version.name in self._adapters
 
     def ready(self, version: WeightVersion) -> bool:
@@ -152,8 +150,10 @@ class AdapterCache:
         self._adapters[version.name].used = self._uses
 
     def make_room(self, *, needed: Collection[str]) -> bool:
-        """Make sure that one more adapter fits, evicting one whose name is not `needed` if need be.
-        Return False if that is impossible."""
+        """Make room for one more adapter. Evict one that is not in `needed` if necessary.
+
+        Returns False if that is impossible.
+        """
         if not self.full:
             return True
         evictable = [
@@ -167,8 +167,10 @@ class AdapterCache:
         return True
 
     def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
-        """Read all files of an adapter, in any thread; `go_on` is called before each piece, and
-        ends it by raising. Raises `LoadFailed`."""
+        """Read all files of an adapter, in any thread. Raises `LoadFailed`.
+
+        `go_on` is called before each piece, and stops the reading by raising.
+        """
         facts = self._engine.facts
         if not facts.max_lora_rank:
             raise LoadFailed(f"{version.name} is an adapter; this sampler was started without any")
@@ -185,8 +187,11 @@ class AdapterCache:
         return Verified(version, manifest.canary, bytes=manifest.bytes)
 
     def add(self, verified: Verified) -> LoadOutcome | None:
-        """Load an adapter. Return the outcome if it has no canary and so serves at once; otherwise
-        `take_canary` will. Raises `LoadFailed`, and has changed nothing then."""
+        """Load an adapter. Returns the outcome if it has no canary, else None.
+
+        With a canary, `take_canary` returns the outcome later. Raises `LoadFailed` and then has
+        changed nothing.
+        """
         version, canary = verified.version, verified.canary
         assert version not in self
         started = self._clock()
@@ -214,7 +219,7 @@ class AdapterCache:
     def take_canary(
         self, result: EngineResult
     ) -> tuple[WeightVersion, LoadOutcome | LoadFailed] | None:
-        """Compare a result with the canary that it belongs to. Return None if it is no canary's."""
+        """Compare a canary's result with the canary. Returns None for any other result."""
         adapter = next((a for n, a in self._adapters.items() if _canary_id(n) == result.id), None)
         if adapter is None:
             return None
@@ -232,7 +237,7 @@ class AdapterCache:
         return adapter.version, self._outcome(adapter, difference=difference)
 
     def clear(self) -> None:
-        """Forget all adapters: the engine has loaded other weights and dropped them."""
+        """Forget all adapters. The engine dropped them with its old weights."""
         self._adapters.clear()
 
     def _remove(self, name: str) -> None:

@@ -1,8 +1,7 @@
-"""The safetensors files of a model's directory, with their patches where it holds a delta.
+"""The safetensors files of a model's directory, with the patches of a delta.
 
-A delta is read from two directories: its own, and that of the whole version that it was compared
-with (`tandem.weights.delta`). A tensor that has changed is copied from the file of the latter, and
-its changes are put in; no more than one tensor is copied at a time.
+A delta is read from two directories: its own, and its whole base version (`tandem.weights.delta`).
+A changed tensor is copied from the base's file and patched. Only one tensor is copied at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorSource:
-    """A tensor of a file: as it is `stored`, mapped or in memory, and what a `patch` changes of it.
-    In the file it begins at `place`."""
+    """A tensor of a file: its `stored` value, mapped or in memory, and the `patch` that changes it.
+
+    `place` is its offset in the file, in bytes.
+    """
 
     name: str
     stored: torch.Tensor
@@ -39,7 +40,7 @@ class TensorSource:
     patch_file: Path | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Return its value, copied if the patch changes it. Raises `LoadFailed`."""
+        """Return the value, copied if the patch changes it. Raises `LoadFailed`."""
         if self.patch is None or not self.patch.within(self.place, self.stored.nbytes):
             return self.stored
         import torch
@@ -49,9 +50,11 @@ class TensorSource:
         return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
 
     def write(self, target: Bytes, start: int = 0) -> None:
-        """Write the bytes of its value from `start` on, a multiple of `PIECE_BYTES`. Raises
-        `LoadFailed` for a patch that does not fit."""
-        # Torch's threads would wait for one another at each tensor, and on busy cores long.
+        """Write the bytes of the value from `start` on, which is a multiple of `PIECE_BYTES`.
+
+        Raises `LoadFailed` for a patch that does not fit.
+        """
+        # NumPy copies here: torch's threads would wait for one another at each tensor.
         np.copyto(target, bytes_of(self.stored).numpy()[start : start + target.size])
         if self.patch is None:
             return
@@ -64,14 +67,14 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """`path` is a file of safetensors. A `patch` changes it into a file of a newer version."""
+    """A safetensors file. A `patch` changes it into a file of a newer version."""
 
     path: Path
     patch: Path | None = None
 
     def sources(self) -> Iterator[TensorSource]:
-        """Yield its tensors in the order of the file. Raises `OSError`, or `LoadFailed` for a
-        damaged patch."""
+        """Yield the file's tensors in order. Raises `OSError`, and `LoadFailed` for a damaged
+        patch."""
         patch, place = None, 0
         if self.patch is not None:
             place = len(header_of(self.path))
@@ -86,7 +89,7 @@ class WeightsFile:
 
 @contextmanager
 def damage_named(patch: Path) -> Iterator[None]:
-    """Raise `LoadFailed` in place of the `ValueError` of a patch."""
+    """Raise `LoadFailed` in place of a patch's `ValueError`."""
     try:
         yield
     except ValueError as error:
@@ -96,22 +99,25 @@ def damage_named(patch: Path) -> Iterator[None]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as its bytes, not copied."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def header_of(file: Path) -> bytes:
-    """Return what a safetensors file has before its tensors, the length of that included."""
+    """Return the header of a safetensors file, with its length field."""
     with file.open("rb") as stream:
         length = stream.read(8)
         return length + stream.read(int.from_bytes(length, "little"))
 
 
 def weights_files(directory: Path) -> list[WeightsFile]:
-    """Return the safetensors files that make up a model's directory. Raises `LoadFailed` for a
-    delta without the version that it is a delta of, `OSError` without one of that one's files."""
+    """Return the safetensors files of a model's directory.
+
+    Raises `LoadFailed` for a delta without its base version, and `OSError` if a file of the base is
+    missing.
+    """
     manifest = _manifest_of(directory)
     if manifest is None:
         return [WeightsFile(path) for path in model_files(directory)]
@@ -129,24 +135,25 @@ def weights_files(directory: Path) -> list[WeightsFile]:
 
 
 def read_sources(directory: Path) -> Iterator[TensorSource]:
-    """Yield every tensor of a directory's files. Raises `OSError`, `LoadFailed`."""
+    """Yield all tensors of a directory. Raises `OSError` and `LoadFailed`."""
     for file in weights_files(directory):
         yield from file.sources()
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_sources`: the names and values."""
+    """Yield the names and values of all tensors. See `read_sources`."""
     return ((source.name, source.tensor()) for source in read_sources(directory))
 
 
 def verified_tensors(
     file: WeightsFile, manifest: Manifest, go_on: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and values of the tensors of one file of a version whose own files are
-    verified. The file that a patch makes is compared with its checksum. Whoever takes all tensors
-    of all files has read the published version.
+    """Yield the names and values of a file's tensors. The version's own files must be verified.
 
-    Raises `LoadFailed` that names the file which is damaged, `OSError`, and what `go_on` does.
+    The result of a patch is compared with its checksum. After the last tensor of the last file, the
+    caller has read the published version.
+
+    Raises `LoadFailed` that names the damaged file, `OSError`, and the errors of `go_on`.
     """
     if file.patch is None:
         yield from ((source.name, source.stored) for source in file.sources())
@@ -174,7 +181,7 @@ def base_of(
     checksums: bool,
     go_on: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Return the directory of what a delta is a delta of. Raises `LoadFailed` that names both."""
+    """Return the directory of a delta's base version. Raises `LoadFailed` that names both."""
     try:
         return open_base(directory, manifest.delta_of, checksums=checksums, go_on=go_on)
     except LoadFailed as error:
@@ -185,7 +192,7 @@ def base_of(
 
 
 def _manifest_of(directory: Path) -> Manifest | None:
-    """Return None for a model that was not published."""
+    """Return the manifest of a directory, or None for an unpublished model."""
     file = directory / MANIFEST_NAME
     try:
         return Manifest.model_validate_json(read_record(file))

@@ -1,8 +1,8 @@
 """Weights that a trainer on the same device hands over in memory, in place of their files.
 
-What is opened here is read once, while the engine loads it, and closed with the last of its
-tensors. Nothing is believed: the engine's sums are compared with those that the trainer took of
-what it wrote into the files. See "Handed over on one device" in docs/real-models.md.
+A handoff is opened once, while the engine loads it, and closed with its last tensor. The engine's
+sums are compared with the trainer's sums of its files. See "Handed over on one device" in
+docs/real-models.md.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ _TYPES = {
 
 
 def open_handoff(handoff: common_pb2.Handoff) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the names and values of all tensors, which lie in memory of the trainer's. It may free
-    that meanwhile, but does not change it. Raises `LoadFailed` if there is no such memory any more,
-    and `RuntimeError` as torch and CUDA do."""
+    """Yield the names and values of all tensors in the trainer's memory.
+
+    The trainer may free the memory meanwhile, but does not change it. Raises `LoadFailed` if the
+    memory is gone, and `RuntimeError` from torch and CUDA.
+    """
     memory = _on_gpu(handoff) if handoff.HasField("cuda") else _on_host(handoff)
     return _tensors(handoff, memory)
 
@@ -56,12 +58,13 @@ def _tensors(
 
 
 def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
-    """Open the memory as bytes. It stays until the tensor is gone, even if the trainer ends."""
+    """Open the memory as bytes. It outlives the trainer, until the tensor is freed."""
     import torch
 
     where = handoff.host
     try:
-        # By now it may be another process's, and a pipe, whose opening would wait for a writer.
+        # The descriptor may belong to another process by now, and to a pipe, whose opening would
+        # wait.
         file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise LoadFailed(
@@ -78,8 +81,11 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
 
 
 def _on_gpu(handoff: common_pb2.Handoff) -> torch.Tensor:
-    """As `_on_host`, but the memory goes when the trainer closes its copy: after the load, unless
-    that takes longer than a request may, or the copy's deadline. The sums then tell."""
+    """Open the memory of a GPU.
+
+    The trainer closes its copy after the load, after a request's time limit, or at the copy's
+    deadline. Reading after that gives wrong sums.
+    """
     import torch
 
     where, device = handoff.cuda, torch.cuda.current_device()

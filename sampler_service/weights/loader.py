@@ -1,12 +1,16 @@
-"""Replaces an engine's weights: verify, load in place, check, compare, and only then serve.
+"""Replaces an engine's weights: verify, load in place, check, compare, then serve.
 
-While the engine still samples from the old weights (`read_ahead`): the manifest and its checksums,
-for which all files are read, and the names, shapes and dtypes of all tensors. Once it has drained:
-the load, after which every parameter of the engine has got a value, the engine holds the numbers of
-the files and no others (`sums`), the prefix cache is empty, and the engine computes the logprobs
-that the trainer recorded when it published (the canary). The sums tell versions apart that differ
-in a single bit, but not what lies where; the canary does, as far as its tolerance goes. A base
-model has neither manifest nor canary; the rest applies to it, too.
+While the engine samples from the old weights (`read_ahead`), a thread checks the manifest, its
+checksums, and the names, shapes and dtypes of all tensors. After the drain come the load and four
+checks:
+
+1. Every parameter has a value.
+2. The engine holds exactly the numbers of the files (`sums`).
+3. The prefix cache is empty.
+4. The engine's logprobs equal the trainer's at publication (the canary).
+
+The sums find a single changed bit, but no wrong place. The canary finds a wrong place, within its
+tolerance. A base model has neither manifest nor canary.
 """
 
 from __future__ import annotations
@@ -46,8 +50,10 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """A weight version as a request names it. Versions of one name are equal. An `adapter` is
-    computed beside the base model's weights. With a `handoff`, the files need not be read."""
+    """A weight version in a request. Versions with one name are equal.
+
+    An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read.
+    """
 
     name: str
     path: Path
@@ -69,9 +75,12 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """A load that succeeded. `seconds` are those in which the engine could not sample;
-    `canary_difference` is NaN without a canary. Its weights were `handed_off`, or read from files:
-    `handoff_failure` says why, if they should have been."""
+    """A successful load.
+
+    `seconds` is the time without sampling. `canary_difference` is NaN without a canary.
+    `handed_off` tells whether the weights came from memory. `handoff_failure` is the reason if a
+    handoff failed and the files were read.
+    """
 
     version: WeightVersion
     bytes: int
@@ -83,11 +92,12 @@ class LoadOutcome:
 
 @dataclass(frozen=True)
 class Verified:
-    """A version whose files are whole and fit the engine. `sums` are those of its numbers, if the
-    engine can be compared with them; `seconds` is how long it was read.
+    """A version whose files are whole and fit the engine.
 
-    If the version has a `handoff`, this is what is loaded, and no file was read. If that cannot be,
-    it has none any more, and `handoff_failure` says why."""
+    `sums` are None if they cannot be compared with the engine's. `seconds` is the duration of the
+    reading. A version with a `handoff` is loaded from it, and no file was read. If that is
+    impossible, `handoff_failure` holds the reason and the version has no handoff.
+    """
 
     version: WeightVersion
     canary: Canary | None = None
@@ -98,13 +108,14 @@ class Verified:
 
 
 class Loader:
-    """Loads versions into one engine: `verify` needs no engine, `place` the weights' memory,
-    `confirm` the KV cache as well. `base`, which the engine was started with, says which tensors a
-    version must have."""
+    """Loads versions into one engine. `base` defines the tensors that a version must have.
+
+    `verify` needs no engine. `place` needs the weights' memory, and `confirm` also the KV cache.
+    """
 
     def __init__(self, engine: Engine, *, base: Path, tolerance: float) -> None:
-        """The engine holds the weights of `base`. `tolerance` is the largest logprob difference
-        that a canary may show."""
+        """The engine must hold the weights of `base`. `tolerance` limits a canary's logprob
+        difference."""
         self._engine = engine
         self._base = base
         self._facts = engine.facts
@@ -113,23 +124,25 @@ class Loader:
         self._tolerance = tolerance
         self._base_sums = engine.weight_sums()
         self._adds_up = True
-        # Samples of a GPU leave the host's cores to this; on a CPU they need them.
+        # A GPU's sampling leaves the host's cores free. A CPU's sampling needs them.
         self._threads = staging_threads(self._facts.device, workers=1) or 1
 
     def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
-        """Read all files of a version, in any thread; `go_on` is called before each piece, and ends
-        it by raising. Raises `LoadFailed`."""
+        """Read all files of a version, in any thread. Raises `LoadFailed`.
+
+        `go_on` is called before each piece, and stops the reading by raising.
+        """
         if version.handoff is None:
             return self._read_files(version, go_on)
         try:
             return self._accept(version, version.handoff)
-        except (LoadFailed, OSError) as error:  # the latter of a small file, on NFS
+        except (LoadFailed, OSError) as error:  # `OSError`: a small file on NFS
             read = self._read_files(replace(version, handoff=None), go_on)
             return replace(read, handoff_failure=without_paths(describe(error)))
 
     def _accept(self, version: WeightVersion, handoff: common_pb2.Handoff) -> Verified:
-        """Check that what is handed over is what the engine expects, by its description alone.
-        Raises `LoadFailed`, `OSError`."""
+        """Check the description of a handoff against the engine. Raises `LoadFailed` and
+        `OSError`."""
         started = time.monotonic()
         if handoff.name != version.name:
             raise LoadFailed(f"{handoff.name} is handed over, not {version.name}")
@@ -158,8 +171,10 @@ class Loader:
         return Verified(version, canary, sums, bytes=size, seconds=seconds)
 
     def place(self, verified: Verified) -> None:
-        """Put a version's weights into the engine, which must be idle. Raises `WeightsTouched`: the
-        engine must not be used before another load."""
+        """Put a version's weights into the idle engine.
+
+        Raises `WeightsTouched`, after which the engine needs another load.
+        """
         version = verified.version
         if version.handoff is not None:
             missing = self._engine.load_handoff(version.handoff)
@@ -170,9 +185,10 @@ class Loader:
             raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
 
     def confirm(self, verified: Verified) -> float:
-        """Compare the engine's weights with the version's, empty the prefix cache, and compare the
-        engine's logprobs with the canary's. Return their largest difference, NaN without a canary.
-        Raises `WeightsTouched`."""
+        """Check the engine's sums, empty the prefix cache, and compare the canary.
+
+        Returns the largest logprob difference, or NaN without a canary. Raises `WeightsTouched`.
+        """
         name, canary = verified.version.name, verified.canary
         self._compare_sums(verified)
         if not self._engine.reset_prefix_cache():
@@ -188,8 +204,10 @@ class Loader:
     def _read(
         self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
     ) -> WeightSums | None:
-        """Read the tensors of a version whose own files are verified. The patches of a delta make
-        its tensors. Return their sums, None if the engine cannot be compared with them."""
+        """Read all tensors of a version whose own files are verified, and apply a delta's patches.
+
+        Returns their sums, or None if the engine's sums cannot be compared.
+        """
         adds_up = self._adds_up
         if not adds_up and not manifest.delta_of:
             return None
@@ -198,7 +216,7 @@ class Loader:
             if self._threads > 1:
                 import torch
 
-                torch.set_num_threads(1)  # of this thread, which has others beside it
+                torch.set_num_threads(1)  # per thread: this one runs beside others
             return self._sums_of(verified_tensors(file, manifest, go_on), go_on)
 
         sums = added_up(in_threads(read, weights_files(directory), threads=self._threads))
@@ -210,11 +228,11 @@ class Loader:
         return file_sums(tensors, self._expected, dtype=self._facts.dtype, go_on=go_on)
 
     def _compare_sums(self, verified: Verified) -> None:
-        """Raise `WeightsTouched` if the engine holds other numbers than a version's files.
+        """Raise `WeightsTouched` if the engine's numbers differ from those of the version's files.
 
-        The base model's are those that it was started with. To compare it with files supposes that
-        it keeps their numbers as they are: whether it does, the base model's files show as soon as
-        others seem wrong. If it does not, the canary has to do.
+        The base model's sums come from the engine's start. The comparison works only if the engine
+        stores numbers unchanged. If sums differ, the base model's files show whether it does. If it
+        does not, the canary must suffice.
         """
         version = verified.version
         wanted = self._base_sums if version.is_base else verified.sums
@@ -239,10 +257,10 @@ class Loader:
         get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
 
     def _check(self, version: WeightVersion, go_on: Callable[[], None]) -> Manifest | None:
-        """Return the manifest of a version, None of a base model."""
+        """Check a version's files and tensors. Returns its manifest, or None for a base model."""
         manifest = None
         if version.is_base:
-            # It has no manifest, but its load is to find it read.
+            # No manifest, but reading the files puts them into the page cache.
             each = model_files(version.path)
             in_threads(lambda file: checksum_file(file, go_on), each, threads=self._threads)
         else:
@@ -266,7 +284,7 @@ class Loader:
 
 
 def default_tolerance(dtype: str) -> float:
-    """Return how far the logprobs of the trainer and of an engine of this dtype may differ."""
+    """Return the largest allowed logprob difference between trainer and engine for this dtype."""
     return 1e-4 if dtype == "float32" else 0.5
 
 
@@ -278,9 +296,11 @@ def verified_manifest(
     checksums: bool = True,
     threads: int = 1,
 ) -> Manifest:
-    """Return a version's manifest after checking its files against it, by their `checksums` or
-    their sizes alone, in so many `threads`, and that the engine can compute its canary. `go_on` is
-    called before each piece. Raises `LoadFailed`."""
+    """Check a version's files and its canary against the engine. Returns the manifest.
+
+    Files are compared by `checksums`, or else by size, in `threads` threads. `go_on` is called
+    before each piece. Raises `LoadFailed`.
+    """
     manifest = open_version(
         version.path, name=version.name, checksums=checksums, go_on=go_on, threads=threads
     )
@@ -319,7 +339,7 @@ def is_tied(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype (in safetensors' notation, such as "F32") and shape of a tensor."""
+    """A tensor's dtype, in safetensors' notation such as "F32", and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -329,9 +349,9 @@ Inventory = dict[str, TensorEntry]
 
 
 def read_inventory(directory: Path) -> Inventory:
-    """Return the dtypes and shapes of a directory's tensors by name, from the headers alone.
+    """Return the dtypes and shapes of a directory's tensors by name, read from the headers.
 
-    Raises `LoadFailed` if a file is not safetensors or not whole, or a name occurs twice.
+    Raises `LoadFailed` if a file is damaged or not safetensors, or if a name occurs twice.
     """
     inventory: Inventory = {}
     for file in weights_files(directory):
@@ -345,7 +365,7 @@ def read_inventory(directory: Path) -> Inventory:
 
 
 def inventory_of(handoff: common_pb2.Handoff) -> Inventory:
-    """As `read_inventory`, of what a trainer hands over."""
+    """Return the dtypes and shapes of a handoff's tensors by name."""
     return {each.name: TensorEntry(each.dtype, tuple(each.shape)) for each in handoff.tensors}
 
 
@@ -376,10 +396,10 @@ def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
 
 
 def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> None:
-    """Raise `LoadFailed` unless a version has exactly the tensors that the engine expects.
+    """Raise `LoadFailed` unless a version has exactly the engine's tensors.
 
-    Names and shapes must be equal, and so must dtypes, except that any floating dtype may stand for
-    another: the engine converts to its own.
+    Names and shapes must be equal. Dtypes must be equal too, but floating dtypes may differ,
+    because the engine converts them.
     """
     missing = sorted(expected.keys() - offered.keys())
     foreign = sorted(offered.keys() - expected.keys())

@@ -1,12 +1,11 @@
-"""Reads and verifies the weights or the adapter wanted next, while the engine samples from others.
+"""Reads and verifies the next weights or adapter while the engine samples.
 
-A thread reads all files of a version, which needs no engine. What it has read lies in the system's
-page cache: it belongs to no process, the system takes it back when something else needs the memory,
-and all processes of an engine share it. Of a version that is larger than the free memory, the load
-reads a part again; it is slower then, and nothing else.
+A thread reads all files of a version. The data stays in the system's page cache. No process owns
+it, all processes of an engine share it, and the system may free it. If a version exceeds the free
+memory, the load reads a part again and is slower.
 
-A thread that hangs on a volume cannot be ended. It is given up when its time is over, and what it
-does later changes nothing.
+A thread that hangs on a volume cannot be ended. After the time limit it is abandoned, and its
+result is ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from tandem.errors import LoadFailed, describe
 from tandem.telemetry import get_log
 
 Verify = Callable[[WeightVersion, Callable[[], None]], Verified]
-"""Reads a version, and calls the function that it is given before each piece; what that raises ends
-the reading."""
+"""Reads a version. It calls the given function before each piece, which may raise to end the
+reading."""
 
 
 class _Unwanted(Exception):
-    """Ends a reading that nobody waits for any more."""
+    """Ends an abandoned reading."""
 
 
 @dataclass(eq=False)
@@ -43,10 +42,10 @@ class _Reading:
 
 
 class ReadAhead:
-    """Reads one version at a time, and remembers its outcome until another is wanted. Except for
-    what it runs in a thread, it belongs to the engine's.
+    """Reads one version at a time, and keeps its outcome until another is wanted.
 
-    Use: `want(version)`; once `outcome(version)` is a `Verified`, `take(version)`.
+    It belongs to the engine's thread, except for the reading itself. Use: `want(version)`. Once
+    `outcome(version)` is a `Verified`, call `take(version)`.
     """
 
     def __init__(
@@ -58,8 +57,10 @@ class ReadAhead:
         on_done: Callable[[], None],
         start: Callable[[Callable[[], None]], None],
     ) -> None:
-        """A reading may take `timeout` seconds of the `clock`. `on_done` is called at the end of
-        each, in its thread; `start` begins one."""
+        """`timeout` limits a reading, in seconds of `clock`.
+
+        `on_done` is called in the reader's thread at its end. `start` begins a reading.
+        """
         self._verify = verify
         self._timeout = timeout
         self._clock = clock
@@ -68,7 +69,7 @@ class ReadAhead:
         self._reading: _Reading | None = None
 
     def want(self, version: WeightVersion | None) -> None:
-        """Have a version read, unless it is or was; give up and forget any other."""
+        """Read a version, unless it was read already. Any other reading is abandoned."""
         reading = self._reading
         if reading is not None and reading.version != version:
             reading.unwanted.set()
@@ -79,15 +80,16 @@ class ReadAhead:
 
     @property
     def wanted(self) -> WeightVersion | None:
-        """What is being read, or was read last and not taken."""
+        """The version that is being read, or was read and not taken."""
         return None if self._reading is None else self._reading.version
 
     def outcome(self, version: WeightVersion) -> Verified | LoadFailed | None:
-        """Return what came of reading a version, None while it goes on or if it was not wanted."""
+        """Return the outcome of reading a version. None if it is unfinished or was not wanted."""
         reading = self._reading
         if reading is None or reading.version != version:
             return None
-        if not reading.result.done():  # it may be by the next line: then no time is left, not 0 s
+        # It may end before the next line. Then `seconds_left` is None, not 0.
+        if not reading.result.done():
             return self._late(version) if self.seconds_left == 0.0 else None
         try:
             return reading.result.result()
@@ -95,7 +97,7 @@ class ReadAhead:
             return error
 
     def take(self, version: WeightVersion) -> Verified:
-        """Return a version that was read, and forget it; wait until it is. Raises `LoadFailed`."""
+        """Wait for a version, return it, and forget it. Raises `LoadFailed`."""
         self.want(version)
         assert self._reading is not None
         try:
@@ -107,7 +109,7 @@ class ReadAhead:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long what is being read may still take; None if nothing is."""
+        """Seconds left for the current reading, or None."""
         if self._reading is None or self._reading.result.done():
             return None
         return max(0.0, self._reading.began + self._timeout - self._clock())
@@ -132,5 +134,5 @@ class ReadAhead:
 
 
 def in_thread(function: Callable[[], None]) -> None:
-    """Run a function in a thread that does not keep the process from ending."""
+    """Run a function in a daemon thread."""
     threading.Thread(target=function, name="read ahead", daemon=True).start()

@@ -1,14 +1,12 @@
-"""Brings tensors from the page cache into pinned memory, from where a GPU copies them itself.
+"""Copies tensors from the page cache into pinned memory, so that a GPU can copy them itself.
 
-What is not pinned, the driver copies in one thread, through a small pinned buffer of its own, while
-the engine waits: 3 to 6 GB/s. Here, threads copy the next tensors, and apply a delta's changes to
-them, while the engine takes those before. So each tensor is on the device once, where the engine
-puts it: none of the device's memory is needed besides, and a worker of several sends its part alone
-over the bus.
+For other memory, the driver copies in one thread through a small pinned buffer, and the engine
+waits. Here, threads copy the next tensors and apply a delta's changes while the engine loads
+earlier ones. Each tensor is on the device only once. With several workers, each sends only its own
+part over the bus.
 
-Every tensor has memory of its own, which is torch's: freed when nothing refers to it, and taken
-again for the next one. The engine keeps what it gets until a layer is whole (vLLM's layerwise
-reload), so a buffer that is filled again and again would change what is still to be copied.
+Every tensor has its own memory from torch. It is freed with its last reference and used again. A
+fixed buffer would not do: vLLM's layerwise reload keeps tensors until their layer is complete.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ if TYPE_CHECKING:
     import torch
 
 Allocate = Callable[[int], "torch.Tensor"]
-"""Returns so many bytes of memory as a tensor. Raises `RuntimeError` if there are none."""
+"""Returns that many bytes as a tensor. Raises `RuntimeError` without memory."""
 
 _AHEAD_BYTES = 256 * 2**20
 _MOST_BYTES = 4 * 2**30
 _SHARE = 4
-"""Of the free memory, what may be used is one part of so many."""
+"""Staging may use one part in four of the free memory."""
 _SLICE_BYTES = 16 * 2**20
 _MOST_THREADS = 8
 _MOST_WORKERS = 4
 
 
 def staging_threads(device: str, *, workers: int) -> int:
-    """Return with how many threads a worker of so many stages what it loads; 0: it does not.
+    """Return the number of staging threads of a worker. 0 means no staging.
 
-    Each stages all tensors, of which it takes a part. By arithmetic, which no GPU has confirmed, to
-    copy just its part from memory that is not pinned is as fast from five workers on.
+    Each worker stages all tensors but needs only a part. From five workers on, copying just the
+    part from unpinned memory should be as fast. That is arithmetic, not a measurement.
     """
     if device != "cuda" or workers > _MOST_WORKERS:
         return 0
@@ -54,8 +52,8 @@ def staging_threads(device: str, *, workers: int) -> int:
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Return memory from which a GPU copies itself. Torch has it in powers of two, and keeps what
-    is freed for later, until a sleep of level 2."""
+    """Return pinned memory. Torch rounds it to powers of two, and caches it until a sleep of level
+    2."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -70,14 +68,13 @@ def staged(
     ahead: int = _AHEAD_BYTES,
     most: int | None = None,
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Yield the names and values of tensors, in their order, in staged memory; without threads, or
-    where there is no memory, as they are stored.
+    """Yield the names and values of tensors, in order, in staged memory.
 
-    Up to `ahead` bytes are staged before they are taken, and a larger tensor alone. With what was
-    taken and is still referred to, up to `most` are: by default 4 GiB, but no more than a quarter
-    of what is free, since pinned memory that a host does not have is not refused. Taking raises
-    what reading the sources does, and `LoadFailed` for a damaged patch. At the end of the block no
-    thread is left.
+    Without threads or memory, tensors come as they are stored. Up to `ahead` bytes are staged in
+    advance, and a larger tensor alone. `most` also counts taken tensors that are still referenced.
+    Its default is 4 GiB, but at most a quarter of the free memory, because the system grants pinned
+    memory that it does not have. Iteration raises the errors of the sources, and `LoadFailed` for a
+    damaged patch. At the end of the block, no thread is left.
     """
     if not threads:
         yield ((source.name, source.tensor()) for source in sources)
@@ -97,7 +94,7 @@ def staged(
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """A tensor in memory that is being filled, or as it is stored."""
+    """A tensor whose memory is being filled, or a stored one."""
 
     name: str
     value: torch.Tensor
@@ -110,7 +107,7 @@ class _Staged:
 
 
 class _Staging:
-    """One load. `staged` and `others` are the bytes that were staged, and those that were not."""
+    """One load. `staged` and `others` count staged and unstaged bytes."""
 
     def __init__(self, pool: Executor, allocate: Allocate, *, most: int) -> None:
         self._pool = pool
@@ -146,13 +143,16 @@ class _Staging:
             self._pool.submit(source.write, content[start : start + _SLICE_BYTES], start)
             for start in range(0, content.size, _SLICE_BYTES)
         ]
-        # Views of torch's own memory, so that torch knows when a copy has ended.
+        # Views of torch's own memory, so that torch knows the end of a copy.
         value = memory.view(source.stored.dtype).view(source.stored.shape)
         return _Staged(source.name, value, filling)
 
     def _memory(self, stored: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a tensor; None for one that is empty or on a device, where too much is
-        in use, and as soon as none is to be had."""
+        """Return memory for a tensor, or None.
+
+        None is for an empty tensor, for one on a device, and when too much memory is in use or none
+        is left.
+        """
         if self._refused or stored.device.type != "cpu" or not stored.nbytes:
             return None
         self._in_use = [(kept, size) for kept, size in self._in_use if kept() is not None]
@@ -161,7 +161,7 @@ class _Staging:
             return None
         try:
             memory = self._allocate(stored.nbytes)
-        except RuntimeError as error:  # which torch's own are kinds of
+        except RuntimeError as error:  # torch's own errors are kinds of it
             self._refused = True
             get_log().warning("weights_not_staged", error=without_paths(describe(error)))
             return None
