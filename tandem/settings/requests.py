@@ -1,4 +1,4 @@
-"""The settings of what clients may ask for at once, and for how long; see `docs/limits.md`."""
+"""The settings of what clients may ask for at once, and for how long; see `docs/operations.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PAYLOAD_BYTES = 2**30
 class LimitSettings(BaseSettings):
     """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
 
-    The number at the end is the status of a request beyond the limit; see `docs/limits.md`.
+    The number at the end is the status of a request beyond the limit; see `docs/operations.md`.
     """
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
