@@ -7,12 +7,12 @@ versions in the order of publication. A request never returns to an older versio
 
 from __future__ import annotations
 
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Work
 from tandem.weights import version_number
 
 
-def may_follow(work: Work, version: WeightVersion) -> bool:
+def may_follow(work: Work, version: LoadableVersion) -> bool:
     """Return whether the work is in flight and `version` is a newer one of its run."""
     mine = work.version
     return (
@@ -27,12 +27,12 @@ class Followed:
     """The newest version of each run to which in-flight work was carried over."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, WeightVersion] = {}
+        self._newest: dict[str, LoadableVersion] = {}
 
-    def note(self, version: WeightVersion) -> None:
+    def note(self, version: LoadableVersion) -> None:
         self._newest[version.run_id] = version
 
-    def for_arrival(self, work: Work) -> WeightVersion | None:
+    def for_arrival(self, work: Work) -> LoadableVersion | None:
         """Return the version that newly arrived work must follow, or None if it has that
         version."""
         newest = self._newest.get(work.version.run_id)

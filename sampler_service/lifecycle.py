@@ -16,7 +16,7 @@ from typing import Literal
 
 from sampler_service.engine import Engine, EngineMemory, EngineState, SleepLevel, WeightsTouched
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Loader, LoadOutcome, Verified, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Loader, LoadOutcome, Verified
 from sampler_service.weights.read_ahead import ReadAhead
 from tandem.errors import LoadFailed
 from tandem.telemetry import get_log
@@ -24,12 +24,12 @@ from tandem.telemetry import get_log
 SwitchPhase = Literal["drain", "sleep", "wake_weights", "read", "load", "wake_cache", "check"]
 
 
-class EngineLost(LoadFailed):
+class NothingToServe(LoadFailed):
     """Neither the wanted nor the previous version could be loaded. The engine serves nothing."""
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchReport:
     """A completed sleep or wake. `phases` are in seconds, and empty if the engine was in the wanted
     state already."""
 
@@ -56,7 +56,7 @@ class Woken:
     loaded. The previous version serves then.
     """
 
-    switch: Switch
+    switch: SwitchReport
     loaded: LoadOutcome | None = None
     failure: LoadFailed | None = None
 
@@ -69,7 +69,7 @@ class EngineLifecycle:
         reader: ReadAhead,
         adapters: AdapterCache,
         *,
-        base: WeightVersion,
+        base: LoadableVersion,
         on_state: Callable[[EngineState], None],
     ) -> None:
         """`base` is the base model, with which the engine was started. `on_state` receives each new
@@ -87,14 +87,14 @@ class EngineLifecycle:
         on_state(self.state)
 
     @property
-    def loaded(self) -> WeightVersion:
+    def loaded(self) -> LoadableVersion:
         """The version that serves, or that served before the sleep."""
         return self._placed.version
 
-    def load(self, version: WeightVersion) -> LoadOutcome:
+    def load(self, version: LoadableVersion) -> LoadOutcome:
         """Replace the serving version.
 
-        Raises `LoadFailed` if the previous version serves again, and `EngineLost` if it does not.
+        Raises `LoadFailed` if the previous version serves again, else `NothingToServe`.
         """
         self._move_to(EngineState.LOADING)
         try:
@@ -108,7 +108,7 @@ class EngineLifecycle:
         assert outcome is not None, "it was loaded already"
         return outcome
 
-    def sleep(self, level: SleepLevel, *, drained: float) -> Switch:
+    def sleep(self, level: SleepLevel, *, drained: float) -> SwitchReport:
         """Put the engine to sleep. `drained` is the wait for running requests, in seconds."""
         phases: dict[SwitchPhase, float] = {"drain": drained}
         before = self._engine.memory()
@@ -118,12 +118,12 @@ class EngineLifecycle:
         with _timed(phases, "sleep"):
             self._engine.sleep(level)
         self._move_to(EngineState.ASLEEP)
-        return Switch(before=before, after=self._engine.memory(), phases=phases)
+        return SwitchReport(before=before, after=self._engine.memory(), phases=phases)
 
-    def wake(self, version: WeightVersion) -> Woken:
+    def wake(self, version: LoadableVersion) -> Woken:
         """Wake the engine to serve this version.
 
-        If the load fails, the previous version serves. Raises `EngineLost` if that fails too.
+        If the load fails, the previous version serves. Raises `NothingToServe` if that fails too.
         """
         self._move_to(EngineState.WAKING)
         phases: dict[SwitchPhase, float] = {}
@@ -137,13 +137,13 @@ class EngineLifecycle:
             loaded = self._serve_previous(error, phases)
             failure = error if version != self.loaded else None
         self._move_to(EngineState.AWAKE)
-        switch = Switch(before=before, after=self._engine.memory(), phases=phases)
+        switch = SwitchReport(before=before, after=self._engine.memory(), phases=phases)
         return Woken(switch, loaded=loaded, failure=failure)
 
-    def unchanged(self) -> Switch:
+    def unchanged(self) -> SwitchReport:
         """Return the answer to a sleep or wake that has no effect."""
         memory = self._engine.memory()
-        return Switch(before=memory, after=memory)
+        return SwitchReport(before=memory, after=memory)
 
     def fail(self) -> None:
         """Note a failure of the engine itself."""
@@ -151,7 +151,7 @@ class EngineLifecycle:
             self._move_to(EngineState.FAILED)
 
     def _serve(
-        self, version: WeightVersion, phases: dict[SwitchPhase, float]
+        self, version: LoadableVersion, phases: dict[SwitchPhase, float]
     ) -> LoadOutcome | None:
         """Load a version if needed, wake a sleeping KV cache, and check the engine's numbers.
 
@@ -198,13 +198,13 @@ class EngineLifecycle:
     def _serve_previous(
         self, cause: LoadFailed, phases: dict[SwitchPhase, float]
     ) -> LoadOutcome | None:
-        """Serve the previous version again. Raises `EngineLost` if it cannot be loaded."""
+        """Serve the previous version again. Raises `NothingToServe` if it cannot be loaded."""
         try:
             outcome = self._serve(self.loaded, phases)
         except LoadFailed as error:
             self._move_to(EngineState.FAILED)
             self._log.error("restore_failed", version=self.loaded.name, error=error.message)
-            raise EngineLost(
+            raise NothingToServe(
                 f"{cause.message}; {self.loaded.name}, which served before, could not be loaded "
                 f"again: {error.message}"
             ) from error

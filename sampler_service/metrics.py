@@ -7,8 +7,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sampler_service.engine import EngineResult, EngineState
-from sampler_service.lifecycle import Switch
-from sampler_service.weights.loader import LoadOutcome, WeightVersion
+from sampler_service.lifecycle import SwitchReport
+from sampler_service.weights.loader import LoadableVersion, LoadOutcome
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -79,7 +79,7 @@ class SamplerMetrics:
         for each in EngineState:
             self._state.labels(each.value).set(each is state)
 
-    def version(self, version: WeightVersion) -> None:
+    def version(self, version: LoadableVersion) -> None:
         self._step.set(version.step)
 
     def stepped(self, *, seconds: float) -> None:
@@ -109,7 +109,7 @@ class SamplerMetrics:
     def load_failed(self) -> None:
         self._load_failures.inc()
 
-    def switched(self, switch: Switch) -> None:
+    def switched(self, switch: SwitchReport) -> None:
         for phase, seconds in switch.phases.items():
             self._switch_seconds.labels(phase).observe(seconds)
         self._switch_bytes.inc(switch.bytes_moved)

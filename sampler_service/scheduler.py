@@ -39,10 +39,10 @@ from itertools import groupby, islice
 
 from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
 from sampler_service.in_flight import Followed, may_follow
-from sampler_service.lifecycle import EngineLifecycle, EngineLost, Switch
+from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Loader, LoadOutcome, Verified, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Loader, LoadOutcome, Verified
 from sampler_service.weights.read_ahead import ReadAhead, in_thread
 from sampler_service.work import (
     QueuedLoad,
@@ -61,9 +61,9 @@ from tandem.telemetry import get_log
 
 
 @dataclass(frozen=True)
-class Status:
+class SchedulerStatus:
     state: EngineState
-    version: WeightVersion
+    version: LoadableVersion
     running: int
     waiting: int
     adapters: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Scheduler:
         loader: Loader,
         adapters: AdapterCache,
         *,
-        base: WeightVersion,
+        base: LoadableVersion,
         patience: float,
         timeout: float,
         metrics: SamplerMetrics,
@@ -151,7 +151,7 @@ class Scheduler:
         self._submissions.put(work)
         return work.future
 
-    def load(self, version: WeightVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
+    def load(self, version: LoadableVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
         """Load a version. The future ends when it serves.
 
         An `in_flight` load also ends when a newer version of the run serves. The outcome names that
@@ -171,13 +171,13 @@ class Scheduler:
         if future.cancelled():
             self._has_cancelled = True
 
-    def sleep(self, level: SleepLevel) -> Future[Switch]:
+    def sleep(self, level: SleepLevel) -> Future[SwitchReport]:
         """Put the engine to sleep after its running requests. Immediate if it is asleep."""
         switch = QueuedSleep(arrived=self._clock(), level=level)
         self._submissions.put(switch)
         return switch.future
 
-    def wake(self, version: WeightVersion | None = None) -> Future[Switch]:
+    def wake(self, version: LoadableVersion | None = None) -> Future[SwitchReport]:
         """Wake the engine. Immediate if it is awake. The module describes the choice of version."""
         switch = QueuedWake(
             arrived=self._clock(), weights=None if version is None else self._weights_for(version)
@@ -186,8 +186,8 @@ class Scheduler:
         return switch.future
 
     @property
-    def status(self) -> Status:
-        return Status(
+    def status(self) -> SchedulerStatus:
+        return SchedulerStatus(
             state=self._lifecycle.state,
             version=self._loaded,
             running=len(self._running),
@@ -196,10 +196,10 @@ class Scheduler:
         )
 
     @property
-    def _loaded(self) -> WeightVersion:
+    def _loaded(self) -> LoadableVersion:
         return self._lifecycle.loaded
 
-    def _weights_for(self, version: WeightVersion) -> WeightVersion:
+    def _weights_for(self, version: LoadableVersion) -> LoadableVersion:
         return self._base if version.adapter else version
 
     # --- The engine's thread ---------------------------------------------------------------
@@ -229,7 +229,7 @@ class Scheduler:
                 self._step()
             elif self._switches:
                 self._switch()
-        except EngineLost as error:
+        except NothingToServe as error:
             self._fail(LoadFailed(error.message))
         self._adapter_names = self._adapters.names
         self._metrics.queue(running=len(self._running), waiting=len(self._waiting))
@@ -260,7 +260,7 @@ class Scheduler:
         return reading and self._ready_weights is None
 
     @property
-    def _next_weights(self) -> WeightVersion | None:
+    def _next_weights(self) -> LoadableVersion | None:
         """The weights that the oldest waiting work needs in place of the loaded ones.
 
         An adapter needs them only after its own reading.
@@ -273,7 +273,7 @@ class Scheduler:
         return next((weights for weights in needed if weights != self._loaded), None)
 
     @property
-    def _next_adapter(self) -> WeightVersion | None:
+    def _next_adapter(self) -> LoadableVersion | None:
         """The oldest needed adapter that the engine lacks."""
         needed = (work.version for work in self._waiting.oldest if work.version.adapter)
         return next((version for version in needed if version not in self._adapters), None)
@@ -283,16 +283,16 @@ class Scheduler:
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapter_reader.seconds_left is not None
 
-    def _was_verified(self, adapter: WeightVersion) -> bool:
+    def _was_verified(self, adapter: LoadableVersion) -> bool:
         return isinstance(self._adapter_reader.outcome(adapter), Verified)
 
     @property
-    def _ready_weights(self) -> WeightVersion | None:
+    def _ready_weights(self) -> LoadableVersion | None:
         """The next weights, once they were read."""
         target = self._next_weights
         return target if target is not None and self._was_read(target) else None
 
-    def _can_load(self, target: WeightVersion) -> bool:
+    def _can_load(self, target: LoadableVersion) -> bool:
         """Whether nothing runs, or only work that continues with these weights."""
         if self._adapters.verifying:
             return False
@@ -301,12 +301,12 @@ class Scheduler:
         goes_on = all(may_follow(work, target) for work in self._running.values())
         return goes_on and self._leads(target)
 
-    def _leads(self, version: WeightVersion) -> bool:
+    def _leads(self, version: LoadableVersion) -> bool:
         """Whether waiting in-flight work names the version, so that other in-flight work
         follows."""
         return any(work.in_flight for work in self._waiting.of(version))
 
-    def _was_read(self, version: WeightVersion) -> bool:
+    def _was_read(self, version: LoadableVersion) -> bool:
         return isinstance(self._reader.outcome(version), Verified)
 
     def _read_ahead(self) -> None:
@@ -408,7 +408,7 @@ class Scheduler:
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapters.full and self._was_verified(work.version)
 
-    def _serves(self, version: WeightVersion) -> bool:
+    def _serves(self, version: LoadableVersion) -> bool:
         if version.adapter:
             return self._adapters.ready(version)
         return version == self._loaded
@@ -436,7 +436,7 @@ class Scheduler:
             if outcome is not None:
                 self._serving(outcome)
 
-    def _adapter_failed(self, version: WeightVersion, error: LoadFailed) -> None:
+    def _adapter_failed(self, version: LoadableVersion, error: LoadFailed) -> None:
         self._record_failure(version, error)
         for work in self._waiting.take(version):
             work.fail(error)
@@ -530,14 +530,14 @@ class Scheduler:
         versions = (*work.before, work.version)
         work.succeed(Sampled(result=result, versions=versions, seconds=seconds))
 
-    def _load(self, target: WeightVersion) -> None:
+    def _load(self, target: LoadableVersion) -> None:
         """Load weights that were read, and carry over running work. After a failure it continues
         with the old weights."""
         self._take_output(self._engine.settle())
         self._engine.pause()
         try:
             outcome = self._lifecycle.load(target)
-        except EngineLost as error:
+        except NothingToServe as error:
             self._record_failure(target, error)
             raise
         except LoadFailed as error:
@@ -560,7 +560,7 @@ class Scheduler:
         self._metrics.switched(done)
         switch.succeed(done)
 
-    def _wake(self, wanted: WeightVersion | None) -> Switch:
+    def _wake(self, wanted: LoadableVersion | None) -> SwitchReport:
         oldest = next(iter(self._waiting.oldest), None)
         target = wanted or (self._loaded if oldest is None else oldest.weights)
         woken = self._lifecycle.wake(target)
@@ -570,14 +570,14 @@ class Scheduler:
             self._serving(woken.loaded)
         return woken.switch
 
-    def _weights_failed(self, version: WeightVersion, error: LoadFailed) -> None:
+    def _weights_failed(self, version: LoadableVersion, error: LoadFailed) -> None:
         """Fail the work for weights that cannot be loaded. Other work continues."""
         self._record_failure(version, error)
         for first in [work for work in self._waiting.oldest if work.weights == version]:
             for work in self._waiting.take(first.version):
                 work.fail(LoadFailed(error.message))
 
-    def _record_failure(self, version: WeightVersion, error: LoadFailed) -> None:
+    def _record_failure(self, version: LoadableVersion, error: LoadFailed) -> None:
         self._metrics.load_failed()
         self._log.error(
             "load_failed",

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 from sampler_service.engine import EngineDelta, EngineRequest, EngineResult, SleepLevel
-from sampler_service.lifecycle import Switch
-from sampler_service.weights.loader import LoadOutcome, WeightVersion
+from sampler_service.lifecycle import SwitchReport
+from sampler_service.weights.loader import LoadableVersion, LoadOutcome
 from tandem.errors import TandemError
 
 _Result = TypeVar("_Result")
@@ -35,11 +35,11 @@ class SampleJob:
     """
 
     request: EngineRequest
-    version: WeightVersion
+    version: LoadableVersion
     session_id: str
     seq_id: int
     in_flight: bool = False
-    on_deltas: Callable[[Sequence[EngineDelta], WeightVersion], None] | None = None
+    on_deltas: Callable[[Sequence[EngineDelta], LoadableVersion], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Sampled:
     the admission into the engine."""
 
     result: EngineResult
-    versions: tuple[WeightVersion, ...]
+    versions: tuple[LoadableVersion, ...]
     seconds: float
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> LoadableVersion:
         """The last version."""
         return self.versions[-1]
 
@@ -82,11 +82,11 @@ class QueuedWork(Queued[_Result]):
     """Work that needs a version. `weights` are its full weights: its own, or the base model's for
     an adapter."""
 
-    version: WeightVersion
-    weights: WeightVersion
+    version: LoadableVersion
+    weights: LoadableVersion
     in_flight: bool = False
 
-    def update(self, version: WeightVersion) -> None:
+    def update(self, version: LoadableVersion) -> None:
         """Replace the needed version by a newer one of the run."""
         self.version, self.weights = version, self.weights if version.adapter else version
 
@@ -99,9 +99,9 @@ class QueuedSample(QueuedWork[Sampled]):
     job: SampleJob
     admitted: float = 0.0
     begun: float = math.inf
-    before: tuple[WeightVersion, ...] = ()
+    before: tuple[LoadableVersion, ...] = ()
 
-    def carry_over(self, version: WeightVersion) -> None:
+    def carry_over(self, version: LoadableVersion) -> None:
         """Continue a running request with a newer version of the run."""
         self.before = (*self.before, self.version)
         self.update(version)
@@ -116,15 +116,15 @@ class QueuedLoad(QueuedWork[LoadOutcome]):
 
 
 @dataclass(eq=False, kw_only=True)
-class QueuedSleep(Queued[Switch]):
+class QueuedSleep(Queued[SwitchReport]):
     level: SleepLevel
 
 
 @dataclass(eq=False, kw_only=True)
-class QueuedWake(Queued[Switch]):
+class QueuedWake(Queued[SwitchReport]):
     """A requested wake. `weights` None means the weights of the oldest waiting work."""
 
-    weights: WeightVersion | None
+    weights: LoadableVersion | None
 
 
 Work = QueuedSample | QueuedLoad
@@ -134,7 +134,7 @@ QueuedSwitch = QueuedSleep | QueuedWake
 _Key = tuple[str, bool]
 
 
-def _key(version: WeightVersion) -> _Key:
+def _key(version: LoadableVersion) -> _Key:
     return version.name, version.adapter
 
 
@@ -165,16 +165,16 @@ class WaitingList:
         firsts = (next(iter(works)) for works in self._of_version.values())
         return sorted(firsts, key=lambda work: work.arrived)
 
-    def of(self, version: WeightVersion) -> Iterable[Work]:
+    def of(self, version: LoadableVersion) -> Iterable[Work]:
         return self._of_version.get(_key(version), {})
 
     def take(
-        self, version: WeightVersion, matches: Callable[[Work], bool] = lambda _: True
+        self, version: LoadableVersion, matches: Callable[[Work], bool] = lambda _: True
     ) -> list[Work]:
         """Remove and return matching work for a version."""
         return self._take(_key(version), matches)
 
-    def update(self, version: WeightVersion, matches: Callable[[Work], bool]) -> None:
+    def update(self, version: LoadableVersion, matches: Callable[[Work], bool]) -> None:
         """Let matching work need this version instead. The order of arrival is kept."""
         taken = []
         for older in {work.version for work in self if matches(work)}:

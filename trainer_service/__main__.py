@@ -35,7 +35,7 @@ from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.libraries import import_libraries, set_environment
 from trainer_service.service.metrics import TrainerMetrics
-from trainer_service.service.nodes import OtherRanks
+from trainer_service.service.nodes import PeerRanks
 from trainer_service.service.rank_processes import devices_of_ranks
 from trainer_service.service.servicer import TrainerServicer, first_of
 
@@ -77,13 +77,13 @@ class _Worker:
         self._broken = Future[TandemError]()
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
-    def start_ranks(self) -> tuple[Topology, OtherRanks]:
+    def start_ranks(self) -> tuple[Topology, PeerRanks]:
         """Start this node's other ranks. Return them with the layout of all ranks. Raises
         `WorkerStartFailed`.
         """
         topology = topology_of(self._spec, node=0)
         devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
-        ranks = OtherRanks(self._spec, topology, devices=devices, on_death=self._break)
+        ranks = PeerRanks(self._spec, topology, devices=devices, on_death=self._break)
         if devices:
             confine(devices[0])
         return topology, ranks
@@ -93,7 +93,7 @@ class _Worker:
         with suppress(InvalidStateError):
             self._broken.set_result(error)
 
-    async def run(self, topology: Topology, ranks: OtherRanks) -> int:
+    async def run(self, topology: Topology, ranks: PeerRanks) -> int:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +128,7 @@ class _Worker:
         self,
         engine: EngineThread,
         server: WorkerServer,
-        ranks: OtherRanks,
+        ranks: PeerRanks,
         *,
         stop: asyncio.Event,
         broken: asyncio.Future[TandemError],
@@ -173,7 +173,7 @@ class _Worker:
         except BrokenPipeError:
             self._log.warning("report_unread", error=report.error)
 
-    def _bring_up(self, topology: Topology, ranks: OtherRanks) -> HostedRuns:
+    def _bring_up(self, topology: Topology, ranks: PeerRanks) -> HostedRuns:
         began = time.monotonic()
         import_libraries()
         imported = time.monotonic()

@@ -69,7 +69,7 @@ _REPLACED = ("snapshots", "operations", "results")
 """What belongs to the rows of a database that is replaced, beside the database itself."""
 
 
-class Request(BaseModel):
+class BackupRequest(BaseModel):
     """`folder` is where the backup is to be made, or lies; restoring PostgreSQL needs none."""
 
     action: Literal["backup", "restore"]
@@ -294,7 +294,7 @@ def main() -> int:
     settings = GatewaySettings()
     settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
     try:
-        request = Request.model_validate_json(sys.stdin.buffer.read())
+        request = BackupRequest.model_validate_json(sys.stdin.buffer.read())
         if request.action == "restore":
             said = asyncio.run(restore(request.folder, settings)).model_dump()
         else:

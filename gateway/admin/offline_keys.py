@@ -31,13 +31,13 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import configure_logging
 
 
-class Request(BaseModel):
+class KeysRequest(BaseModel):
     action: Literal["create", "list", "revoke"]
     create: NewKey | None = None
     key_id: str = ""
 
 
-async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
+async def answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, object]:
     """Raise a `TandemError`, also if a gateway uses the directory or the database after all."""
     url = settings.database_url
     async with AsyncExitStack() as stack:
@@ -85,7 +85,7 @@ def main() -> int:
     settings = GatewaySettings()
     settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
     try:
-        request = Request.model_validate_json(sys.stdin.buffer.read())
+        request = KeysRequest.model_validate_json(sys.stdin.buffer.read())
         said = asyncio.run(answer(request, settings))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]

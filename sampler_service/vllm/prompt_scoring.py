@@ -19,7 +19,7 @@ import torch
 
 from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
 from sampler_service.vllm.adapter_internals import head_of
-from sampler_service.vllm.internals import Computed
+from sampler_service.vllm.internals import RequestStep
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -49,14 +49,14 @@ class PromptScorer:
         self._open.pop(key, None)
         self._complete.pop(key, None)
 
-    def after_step(self, hidden_states: torch.Tensor, requests: Iterable[Computed]) -> None:
+    def after_step(self, hidden_states: torch.Tensor, requests: Iterable[RequestStep]) -> None:
         """Score the prompt tokens of a step, from the `hidden_states` [tokens, hidden] of all
         requests."""
         if self._open:
             for request in requests:
                 self._score(request, hidden_states)
 
-    def _score(self, request: Computed, hidden_states: torch.Tensor) -> None:
+    def _score(self, request: RequestStep, hidden_states: torch.Tensor) -> None:
         key = str(request.arguments.get(SCORING_ARGUMENT, ""))
         if (table := self._open.get(key)) is None:
             return

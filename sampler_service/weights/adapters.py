@@ -20,9 +20,9 @@ from pathlib import Path
 from sampler_service.engine import Engine, EngineRequest, EngineResult, PromptScoring
 from sampler_service.weights.loader import (
     Inventory,
+    LoadableVersion,
     LoadOutcome,
     Verified,
-    WeightVersion,
     compare_with_canary,
     read_inventory,
     verified_manifest,
@@ -91,7 +91,7 @@ class _Adapter:
     """An adapter in the engine. It does not serve before its `canary` is checked. `used` orders
     uses."""
 
-    version: WeightVersion
+    version: LoadableVersion
     bytes: int
     started: float
     used: int
@@ -137,14 +137,14 @@ class AdapterCache:
         """Whether the engine computes a canary, and must be stepped."""
         return any(each.canary is not None for each in self._adapters.values())
 
-    def __contains__(self, version: WeightVersion) -> bool:
+    def __contains__(self, version: LoadableVersion) -> bool:
         """Return whether the engine has the adapter, checked or not."""
         return version.name in self._adapters
 
-    def ready(self, version: WeightVersion) -> bool:
+    def ready(self, version: LoadableVersion) -> bool:
         return version in self and self._adapters[version.name].canary is None
 
-    def touch(self, version: WeightVersion) -> None:
+    def touch(self, version: LoadableVersion) -> None:
         """Note a use of an adapter, for the order of eviction."""
         self._uses += 1
         self._adapters[version.name].used = self._uses
@@ -166,7 +166,7 @@ class AdapterCache:
         self._remove(min(evictable, key=lambda each: each.used).version.name)
         return True
 
-    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+    def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of an adapter, in any thread. Raises `LoadFailed`.
 
         `go_on` is called before each piece, and stops the reading by raising.
@@ -218,7 +218,7 @@ class AdapterCache:
 
     def take_canary(
         self, result: EngineResult
-    ) -> tuple[WeightVersion, LoadOutcome | LoadFailed] | None:
+    ) -> tuple[LoadableVersion, LoadOutcome | LoadFailed] | None:
         """Compare a canary's result with the canary. Returns None for any other result."""
         adapter = next((a for n, a in self._adapters.items() if _canary_id(n) == result.id), None)
         if adapter is None:

@@ -49,7 +49,7 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
-class WeightVersion:
+class LoadableVersion:
     """A weight version in a request. Versions with one name are equal.
 
     An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read.
@@ -63,7 +63,7 @@ class WeightVersion:
     handoff: common_pb2.Handoff | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WeightVersion) and other.name == self.name
+        return isinstance(other, LoadableVersion) and other.name == self.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -82,7 +82,7 @@ class LoadOutcome:
     handoff failed and the files were read.
     """
 
-    version: WeightVersion
+    version: LoadableVersion
     bytes: int
     seconds: float
     canary_difference: float
@@ -99,7 +99,7 @@ class Verified:
     impossible, `handoff_failure` holds the reason and the version has no handoff.
     """
 
-    version: WeightVersion
+    version: LoadableVersion
     canary: Canary | None = None
     sums: WeightSums | None = None
     bytes: int = 0
@@ -127,7 +127,7 @@ class Loader:
         # A GPU's sampling leaves the host's cores free. A CPU's sampling needs them.
         self._threads = staging_threads(self._facts.device, workers=1) or 1
 
-    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+    def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of a version, in any thread. Raises `LoadFailed`.
 
         `go_on` is called before each piece, and stops the reading by raising.
@@ -140,7 +140,7 @@ class Loader:
             read = self._read_files(replace(version, handoff=None), go_on)
             return replace(read, handoff_failure=without_paths(describe(error)))
 
-    def _accept(self, version: WeightVersion, handoff: common_pb2.Handoff) -> Verified:
+    def _accept(self, version: LoadableVersion, handoff: common_pb2.Handoff) -> Verified:
         """Check the description of a handoff against the engine. Raises `LoadFailed` and
         `OSError`."""
         started = time.monotonic()
@@ -158,7 +158,7 @@ class Loader:
         seconds = time.monotonic() - started
         return Verified(version, manifest.canary, sums, bytes=manifest.bytes, seconds=seconds)
 
-    def _read_files(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+    def _read_files(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         started = time.monotonic()
         try:
             manifest = self._check(version, go_on)
@@ -256,7 +256,7 @@ class Loader:
             )
         get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
 
-    def _check(self, version: WeightVersion, go_on: Callable[[], None]) -> Manifest | None:
+    def _check(self, version: LoadableVersion, go_on: Callable[[], None]) -> Manifest | None:
         """Check a version's files and tensors. Returns its manifest, or None for a base model."""
         manifest = None
         if version.is_base:
@@ -289,7 +289,7 @@ def default_tolerance(dtype: str) -> float:
 
 
 def verified_manifest(
-    version: WeightVersion,
+    version: LoadableVersion,
     facts: EngineFacts,
     go_on: Callable[[], None] = lambda: None,
     *,

@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 
-from sampler_service.weights.loader import Verified, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Verified
 from tandem.errors import LoadFailed, describe
 from tandem.telemetry import get_log
 
-Verify = Callable[[WeightVersion, Callable[[], None]], Verified]
+Verify = Callable[[LoadableVersion, Callable[[], None]], Verified]
 """Reads a version. It calls the given function before each piece, which may raise to end the
 reading."""
 
@@ -31,7 +31,7 @@ class _Unwanted(Exception):
 
 @dataclass(eq=False)
 class _Reading:
-    version: WeightVersion
+    version: LoadableVersion
     began: float
     result: Future[Verified] = field(default_factory=Future)
     unwanted: threading.Event = field(default_factory=threading.Event)
@@ -68,7 +68,7 @@ class ReadAhead:
         self._start = start
         self._reading: _Reading | None = None
 
-    def want(self, version: WeightVersion | None) -> None:
+    def want(self, version: LoadableVersion | None) -> None:
         """Read a version, unless it was read already. Any other reading is abandoned."""
         reading = self._reading
         if reading is not None and reading.version != version:
@@ -79,11 +79,11 @@ class ReadAhead:
             self._start(lambda: self._read(reading))
 
     @property
-    def wanted(self) -> WeightVersion | None:
+    def wanted(self) -> LoadableVersion | None:
         """The version that is being read, or was read and not taken."""
         return None if self._reading is None else self._reading.version
 
-    def outcome(self, version: WeightVersion) -> Verified | LoadFailed | None:
+    def outcome(self, version: LoadableVersion) -> Verified | LoadFailed | None:
         """Return the outcome of reading a version. None if it is unfinished or was not wanted."""
         reading = self._reading
         if reading is None or reading.version != version:
@@ -96,7 +96,7 @@ class ReadAhead:
         except LoadFailed as error:
             return error
 
-    def take(self, version: WeightVersion) -> Verified:
+    def take(self, version: LoadableVersion) -> Verified:
         """Wait for a version, return it, and forget it. Raises `LoadFailed`."""
         self.want(version)
         assert self._reading is not None
@@ -129,7 +129,7 @@ class ReadAhead:
             )
         self._on_done()
 
-    def _late(self, version: WeightVersion) -> LoadFailed:
+    def _late(self, version: LoadableVersion) -> LoadFailed:
         return LoadFailed(f"{version.name} was not read within {self._timeout:g} s")
 
 

@@ -61,7 +61,7 @@ class Listening:
     logs: Path | None = None
 
 
-class Switch(Protocol):
+class SuspendCall(Protocol):
     """`suspend` or `resume` of a launcher."""
 
     async def __call__(self, worker_id: str, *, lease: int, timeout: float) -> None: ...
@@ -150,7 +150,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             yield agent_pb2.WatchReply(ended=[ended])
 
     async def _switch(
-        self, switch: Switch, request: agent_pb2.SuspendWorkerRequest
+        self, switch: SuspendCall, request: agent_pb2.SuspendWorkerRequest
     ) -> agent_pb2.SuspendWorkerReply:
         began = time.perf_counter()
         try:

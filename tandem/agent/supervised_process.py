@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tandem.errors import unusable_directory
-from tandem.protocol.heartbeat import HEARTBEAT_FD, Heartbeats
+from tandem.protocol.heartbeat import HEARTBEAT_FD, ProcessHeartbeat
 from tandem.protocol.worker import SUPERVISOR_PID
 
 MOST_ENDS_WITHIN = 60.0
@@ -47,7 +47,7 @@ class SupervisedProcess:
         self._command = command
         self._clock = clock
         self._patience = patience
-        self._heartbeats = Heartbeats()
+        self._heartbeats = ProcessHeartbeat()
         self._was_silent = False
         self._log_start = 0
         self._ends: deque[float] = deque()
@@ -57,7 +57,7 @@ class SupervisedProcess:
             log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
             raise unusable_directory(self.log_path.parent, error) from error
-        last, self._heartbeats, self._was_silent = self._heartbeats, Heartbeats(), False
+        last, self._heartbeats, self._was_silent = self._heartbeats, ProcessHeartbeat(), False
         last.close()
         with log:
             self._log_start = log.tell()

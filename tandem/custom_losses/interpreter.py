@@ -25,7 +25,7 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "bad al
 
 
 @dataclass(frozen=True)
-class Result:
+class LossValue:
     """`loss`: the value, finite. `gradient`: its derivative by the logprobs, in their shape, if it
     was asked for."""
 
@@ -46,7 +46,7 @@ class Interpreter:
             table = FUNCTIONS if node.kind == "function" else METHODS
             self._functions.append(table[node.target])
 
-    def run(self, inputs: Sequence[Tensor], *, gradient: bool) -> Result:
+    def run(self, inputs: Sequence[Tensor], *, gradient: bool) -> LossValue:
         """Compute the graph, and its `gradient`. `inputs` are in the order of the graph's.
 
         Raises `CustomLossFailed`, which names the node and the operation.
@@ -72,7 +72,7 @@ class Interpreter:
                 for name, ref in self._graph.metrics.items()
             }
             found = self._gradient(loss.double(), leaf) if gradient else None
-        return Result(loss=float(loss.double().item()), gradient=found, metrics=metrics)
+        return LossValue(loss=float(loss.double().item()), gradient=found, metrics=metrics)
 
     def failed(self, sentence: str) -> CustomLossFailed:
         return CustomLossFailed(f"the custom loss {self._graph.name!r} failed: {sentence}")

@@ -30,7 +30,7 @@ async def send_heartbeats() -> None:
         await asyncio.sleep(_INTERVAL)
 
 
-class Heartbeats:
+class ProcessHeartbeat:
     """What is heard of one process, which is given `fd`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

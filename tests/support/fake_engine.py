@@ -25,13 +25,13 @@ from sampler_service.engine import (
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Verified, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Verified
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import SequenceTooLong
 from tandem.v1 import common_pb2
 
 BASE, NEW, OTHER = (
-    WeightVersion(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2")
+    LoadableVersion(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2")
 )
 
 
@@ -206,7 +206,7 @@ class FakeLoader:
     loads: list[str] = field(default_factory=list)
     errors: dict[str, list[Exception]] = field(default_factory=dict)
 
-    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+    def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         go_on()
         self.reads.append(version.name)
         errors = self.errors.get(version.name, [])
@@ -288,7 +288,7 @@ class Bench:
 
     def ask(
         self,
-        version: WeightVersion,
+        version: LoadableVersion,
         id_: str,
         *,
         steps: int = 1,

@@ -21,7 +21,7 @@ from trainer_service.backends import World, backend_named
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
-from trainer_service.compute.trainer import Computed, RankTrainer
+from trainer_service.compute.trainer import BatchResult, RankTrainer
 from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations, encode_output
 
@@ -72,7 +72,7 @@ def make(path: Path, lora: LoraSpec | None = SPEC, **more: Any) -> Operations:
     return Operations(make_rank(path, lora, **more))
 
 
-def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Computed:
+def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> BatchResult:
     computed = trainer.forward_backward(batch_of(trainer, message))
     assert computed is not None
     return computed

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from tandem.weights import Canary, Manifest, checksum_file
 
 RANK = 4
@@ -33,7 +33,7 @@ def pair(layer: str, *, rank: int = RANK, outputs: int = 6, inputs: int = 5):
 
 def adapter(
     path: Path, number: int, *, tensors=None, canary: bool = True, **config
-) -> WeightVersion:
+) -> LoadableVersion:
     """A published adapter whose canary's logprobs are zeros, as the fake computes them."""
     name = f"run/v{number}"
     directory = path / f"v{number}"
@@ -54,4 +54,4 @@ def adapter(
         canary=Canary(tokens=[1, 2, 3], logprobs=[0.0, 0.0]) if canary else None,
     )
     (directory / "manifest.json").write_text(manifest.model_dump_json())
-    return WeightVersion(name=name, path=directory, adapter=True)
+    return LoadableVersion(name=name, path=directory, adapter=True)

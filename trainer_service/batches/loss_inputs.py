@@ -16,7 +16,7 @@ from tandem.errors import (
     UnknownLossSetting,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
-from trainer_service.losses.base import Input, Loss, Setting, Settings, SettingValue
+from trainer_service.losses.base import Input, Loss, LossSettings, Setting, SettingValue
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -132,7 +132,7 @@ class InputReader:
 
     data: Sequence[wire.Datum]
     loss: Loss
-    settings: Settings
+    settings: LossSettings
     lengths: Int64Array
     trailing: Int64Array
     sparse: bool
@@ -320,7 +320,7 @@ def type_name(dtype: int) -> str:
         return f"type {dtype}"
 
 
-def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
+def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSettings:
     """Returns every setting of the loss, given or default. Raises `UnknownLossSetting`."""
     declared = {setting.name: setting for setting in loss.settings}
     values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
@@ -332,7 +332,7 @@ def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
             )
         _check_setting(value, declared[name], loss)
         values[name] = value
-    settings = Settings(values)
+    settings = LossSettings(values)
     _check_bounds_in_order(settings, loss)
     loss.check(settings)
     return settings
@@ -371,7 +371,7 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
         raise UnknownLossSetting(f"{what} must be {bound} {low:g}, not {value:g}")
 
 
-def _check_bounds_in_order(settings: Settings, loss: Loss) -> None:
+def _check_bounds_in_order(settings: LossSettings, loss: Loss) -> None:
     """Checks that no lower bound (`…low…`) exceeds its upper bound (`…high…`)."""
     for low_name in (each.name for each in loss.settings if "low" in each.name.split("_")):
         high_name = low_name.replace("low", "high")

@@ -41,7 +41,7 @@ from trainer_service.batches.loss_inputs import (
     type_name,
 )
 from trainer_service.losses import find_loss
-from trainer_service.losses.base import Loss, Settings, Totals
+from trainer_service.losses.base import Loss, LossSettings, Totals
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Batch:
     """
 
     loss: Loss
-    settings: Settings
+    settings: LossSettings
     forward_only: bool
     tokens: Int64Array
     lengths: Int64Array

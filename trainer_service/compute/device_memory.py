@@ -66,7 +66,7 @@ class DeviceMemory(Protocol):
         ...
 
 
-class HostMemory:
+class CpuMemory:
     """Implements `DeviceMemory` for a CPU."""
 
     is_host = True
@@ -123,4 +123,4 @@ class CudaMemory:
 
 def memory_of(device: str) -> DeviceMemory:
     """That of the device of a backend."""
-    return CudaMemory() if device == "cuda" else HostMemory()
+    return CudaMemory() if device == "cuda" else CpuMemory()

@@ -36,7 +36,7 @@ WARM_UP_TIMEOUT = timedelta(minutes=10)
 """For the slowest rank to compile, while the others wait for it in collectives."""
 
 
-class Progress:
+class BatchProgress:
     """How far the operation under way is. Written by the threads that compute, read by others.
 
     A rank knows its own share of a batch alone, and takes the others to be as far.
@@ -87,7 +87,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Computed:
+class BatchResult:
     """The result of a forward_backward: `logprobs` [E], the loss's metrics, and the plan that it
     was computed with, in tokens of a micro-batch."""
 
@@ -116,7 +116,7 @@ class RankTrainer:
         self.control = control
         self.snapshot_group = snapshot_group
         self.step = 0
-        self.progress = Progress()
+        self.progress = BatchProgress()
         self.base = base
         self._parallel = parallel
         self._first_plan = micro_batch_tokens
@@ -147,7 +147,7 @@ class RankTrainer:
             else:
                 backend.warm_up()
 
-    def forward_backward(self, batch: Batch, *, plan: int = 0) -> Computed | None:
+    def forward_backward(self, batch: Batch, *, plan: int = 0) -> BatchResult | None:
         """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
         whole batch, the others None. `plan` 0: the trainer's own.
 
@@ -215,7 +215,7 @@ class RankTrainer:
     def _my_share(self) -> int:
         return self.control.rank * self._shares // self.control.size
 
-    def _attempt(self, batch: Batch, micro_batch_tokens: int) -> Computed | None:
+    def _attempt(self, batch: Batch, micro_batch_tokens: int) -> BatchResult | None:
         plan = self._plan(batch, micro_batch_tokens)
         mine = plan if self._parallel else [plan[self._my_share]]
         self.progress.expect(
@@ -247,7 +247,7 @@ class RankTrainer:
             "tokens:sum": float(batch.lengths.sum()),
             **loss.metrics(named),
         }
-        return Computed(logprobs=logprobs, metrics=metrics, plan=micro_batch_tokens)
+        return BatchResult(logprobs=logprobs, metrics=metrics, plan=micro_batch_tokens)
 
     def optim_step(self, settings: StepSettings) -> dict[str, float]:
         """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""

@@ -24,8 +24,8 @@ from trainer_service.losses.base import (
     Input,
     Loss,
     LossResult,
+    LossSettings,
     Setting,
-    Settings,
     Totals,
 )
 from trainer_service.losses.corrections import CORRECTIONS
@@ -63,8 +63,8 @@ __all__ = [
     "Input",
     "Loss",
     "LossResult",
+    "LossSettings",
     "Setting",
-    "Settings",
     "Totals",
     "find_loss",
 ]

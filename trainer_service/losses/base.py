@@ -67,7 +67,7 @@ class Setting:
     choices: tuple[str, ...] = ()
 
 
-class Settings:
+class LossSettings:
     """The checked settings of one request, with defaults filled in."""
 
     def __init__(self, values: Mapping[str, SettingValue]) -> None:
@@ -168,7 +168,7 @@ class LossResult:
     maxima: tuple[Tensor, ...] = ()
 
 
-Compute = Callable[["Tensor", Mapping[str, "Tensor"], Settings, DatumLayout], LossResult]
+Compute = Callable[["Tensor", Mapping[str, "Tensor"], LossSettings, DatumLayout], LossResult]
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Loss:
     wide: bool = False
     active: str = ""
     sampled_only: bool = False
-    check: Callable[[Settings], None] = field(default=lambda settings: None)
-    by_entry: Callable[[Settings], bool] = field(default=lambda settings: False)
+    check: Callable[[LossSettings], None] = field(default=lambda settings: None)
+    by_entry: Callable[[LossSettings], bool] = field(default=lambda settings: False)
     failure: Callable[[], str] | None = None
 
     @property
@@ -213,8 +213,8 @@ class Loss:
         return tuple(each.name for each in self.inputs if each.required)
 
     @property
-    def defaults(self) -> Settings:
-        return Settings({each.name: each.default for each in self.settings})
+    def defaults(self) -> LossSettings:
+        return LossSettings({each.name: each.default for each in self.settings})
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ AGGREGATION_SETTINGS = (
 )
 
 
-def check_aggregation(settings: Settings) -> None:
+def check_aggregation(settings: LossSettings) -> None:
     """Raise `UnknownLossSetting` for `constant` without its length."""
     if settings.text("aggregation") == "constant" and not settings.number("max_length"):
         raise UnknownLossSetting(
@@ -245,7 +245,9 @@ def check_aggregation(settings: Settings) -> None:
         )
 
 
-def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: DatumLayout) -> Tensor:
+def aggregate(
+    values: Tensor, active: Tensor, settings: LossSettings, layout: DatumLayout
+) -> Tensor:
     """Reduce `values` [E] to one number. Only entries with `active` 1 count ([E], 0 or 1).
 
     - `token_sum`: Σ, as in the Tinker protocol. The default.

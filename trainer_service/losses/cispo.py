@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def cispo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - old), sg stopping the gradient. All [E].
 

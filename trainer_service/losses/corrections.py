@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Setting, Settings
+from trainer_service.losses.base import DatumLayout, LossSettings, Setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,12 +56,12 @@ class Correction:
     """
 
     name: str
-    weight: Callable[[Mismatch, Settings, DatumLayout], Tensor]
+    weight: Callable[[Mismatch, LossSettings, DatumLayout], Tensor]
     settings: tuple[Setting, ...]
     mask: bool = False
 
 
-def tis(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def tis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = min(ρ, C), ρ = exp(old - mu) of the token.
 
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
@@ -77,7 +77,7 @@ TIS = Correction(
 )
 
 
-def seq_tis(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def seq_tis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = min(∏ ρ, C), the product over the datum's active tokens.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
@@ -99,7 +99,7 @@ def masked(log_rho: Tensor, *, low: float, high: float) -> Tensor:
     return rho * ((rho >= low) & (rho <= high))
 
 
-def mis(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def mis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = ρ·1[low ≤ ρ ≤ high], ρ = exp(old - mu) of the token.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
@@ -119,7 +119,7 @@ MIS = Correction(
 )
 
 
-def seq_mis(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def seq_mis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = P·1[low ≤ P ≤ high], P = ∏ ρ over the datum's active tokens.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
@@ -139,7 +139,7 @@ SEQ_MIS = Correction(
 )
 
 
-def icepop(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def icepop(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = ρ·1[α ≤ ρ ≤ β], ρ = exp(old - mu) of the token.
 
     The function of `mis` with the bounds of its authors, 0.5 and 5 (Ling team, "Every step
@@ -159,7 +159,7 @@ ICEPOP = Correction(
 )
 
 
-def geometric(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def geometric(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
 
     The geometric mean does not grow with the length (verl, rollout_corr.md). The default bounds,
@@ -182,7 +182,7 @@ GEOMETRIC = Correction(
 )
 
 
-def off_policy_mask(mismatch: Mismatch, settings: Settings, layout: DatumLayout) -> Tensor:
+def off_policy_mask(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = 0 where A < 0 and mean(mu - p) over the datum's active tokens is above δ, else 1.
 
     DeepSeek-V3.2, arXiv 2512.02556. The paper names no δ. Our default is 0.1.

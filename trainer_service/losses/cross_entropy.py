@@ -11,7 +11,7 @@ from trainer_service.losses.base import (
     Input,
     Loss,
     LossResult,
-    Settings,
+    LossSettings,
     aggregate,
     check_aggregation,
 )
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ w·p, where p is the log probability of the target token and w its weight.
 

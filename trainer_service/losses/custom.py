@@ -24,8 +24,8 @@ from trainer_service.losses.base import (
     Input,
     Loss,
     LossResult,
+    LossSettings,
     Setting,
-    Settings,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | Non
             "ServiceClient.create_custom_loss and pass its handle to forward_backward_custom"
         )
     graph = read_custom_loss(definition)
-    request = _Request(graph, definition, process, limits or Limits())
+    request = _LossRequest(graph, definition, process, limits or Limits())
     return Loss(
         name="custom",
         compute=request.compute,
@@ -71,7 +71,7 @@ def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | Non
     )
 
 
-class _Request:
+class _LossRequest:
     """One request's computation in one process, possibly in several threads."""
 
     def __init__(
@@ -89,7 +89,7 @@ class _Request:
         self,
         logprobs: Tensor,
         inputs: Mapping[str, Tensor],
-        settings: Settings,
+        settings: LossSettings,
         layout: DatumLayout,
     ) -> LossResult:
         """Σ over datums of the client's function.

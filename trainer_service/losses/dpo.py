@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
 from trainer_service.losses.preference import (
     BETA,
     PAIR_SUMS,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def dpo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ log σ(β·(c - r)) over pairs, with c and r = Σ w·(p - ref) of the chosen and the rejected.
 

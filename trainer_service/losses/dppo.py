@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
     CLIPPED_POLICY_SUMS,
     POLICY_MAXIMA,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def dppo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ exp(p - q)·A·1[kept], per token, with q the sampler's log probability. All [E].
 

@@ -11,8 +11,8 @@ from trainer_service.losses.base import (
     Input,
     Loss,
     LossResult,
+    LossSettings,
     Setting,
-    Settings,
     check_aggregation,
 )
 from trainer_service.losses.policy import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def dro(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Input, Loss, LossResult, Settings
+from trainer_service.losses.base import DatumLayout, Input, Loss, LossResult, LossSettings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def gspo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ min(s·A, clamp(s, low, high)·A), s = exp(mean of p - old over a datum's tokens). All [E].
 

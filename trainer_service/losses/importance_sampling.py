@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
 from trainer_service.losses.policy import (
     POLICY_MAXIMA,
     POLICY_SETTINGS,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def importance_sampling(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ exp(p - q)·A, per token. All [E].
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
 from trainer_service.losses.preference import (
     BETA,
     PAIR_SUMS,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def ipo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """Σ (c - r - 1/(2β))² over pairs, with c and r = Σ w·(p - ref) of the chosen and the rejected.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Input, Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Input, Loss, LossResult, LossSettings, Setting
 from trainer_service.losses.preference import (
     BETA,
     PREFERENCE_AGGREGATION,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def kto(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """Σ λ⁺·(1 - σ(β·(g - z))) over good and Σ λ⁻·(1 - σ(β·(z - g))) over bad datums.
 

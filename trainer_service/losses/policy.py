@@ -14,8 +14,8 @@ from trainer_service.losses.base import (
     DatumLayout,
     Input,
     LossResult,
+    LossSettings,
     Setting,
-    Settings,
     aggregate,
     check_aggregation,
 )
@@ -68,7 +68,7 @@ def add_kl(
     values: Tensor,
     logprobs: Tensor,
     inputs: Mapping[str, Tensor],
-    settings: Settings,
+    settings: LossSettings,
     *,
     ratio: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -131,18 +131,18 @@ def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
     )
 
 
-def check_policy(settings: Settings) -> None:
+def check_policy(settings: LossSettings) -> None:
     """Raise `UnknownLossSetting` for an unknown correction or a missing `max_length`."""
     check_aggregation(settings)
     correction_names(settings)
 
 
-def by_entry(settings: Settings) -> bool:
+def by_entry(settings: LossSettings) -> bool:
     """True without corrections, which weigh a token by its whole sequence. See `Loss.by_entry`."""
     return not correction_names(settings)
 
 
-def correction_names(settings: Settings) -> tuple[str, ...]:
+def correction_names(settings: LossSettings) -> tuple[str, ...]:
     """Return the names in `correction`, in order. Raises `UnknownLossSetting`."""
     text = settings.text("correction")
     if text in ("none", ""):
@@ -209,7 +209,7 @@ def ready(
 
 
 def clip_bounds(
-    inputs: Mapping[str, Tensor], settings: Settings, *, like: Tensor
+    inputs: Mapping[str, Tensor], settings: LossSettings, *, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The bounds of the ratio, [E] or [1]: from the inputs if given, else from the settings."""
     low, high = (
@@ -220,7 +220,7 @@ def clip_bounds(
 
 
 def correction_weight(
-    tokens: Tokens, settings: Settings, layout: DatumLayout, *, ratio: Tensor
+    tokens: Tokens, settings: LossSettings, layout: DatumLayout, *, ratio: Tensor
 ) -> Tensor:
     """The product of the named corrections' weights: [E], without gradient.
 
@@ -251,7 +251,7 @@ def finish(
     tokens: Tokens,
     values: Tensor,
     inputs: Mapping[str, Tensor],
-    settings: Settings,
+    settings: LossSettings,
     layout: DatumLayout,
     *,
     ratio: Tensor | None = None,

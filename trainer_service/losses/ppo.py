@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.errors import UnknownLossSetting
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def ppo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ min(r·A, clamp(r, low, high)·A) with r = exp(p - old), per token. All [E].
 
@@ -52,7 +52,7 @@ def ppo(
     return finish(tokens, values, inputs, settings, layout, clipped=clipped)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: LossSettings) -> None:
     check_policy(settings)
     if 0 < settings.number("dual_clip") <= 1:
         raise UnknownLossSetting(

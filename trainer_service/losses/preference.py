@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Input, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Input, LossResult, LossSettings, Setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def pairs(
 
 
 def pair_result(
-    values: Tensor, *, chosen: Tensor, rejected: Tensor, settings: Settings, layout: DatumLayout
+    values: Tensor, *, chosen: Tensor, rejected: Tensor, settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """Reduce the losses `values` [pairs] to one number, with statistics of β times the gains."""
     loss = values.sum()

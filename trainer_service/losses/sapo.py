@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
     POLICY_INPUTS,
     POLICY_MAXIMA,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sapo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ 4/τ·sigmoid(τ·(r - 1))·A with r = exp(p - old), per token. All [E].
 

@@ -12,8 +12,8 @@ from trainer_service.losses.base import (
     Input,
     Loss,
     LossResult,
+    LossSettings,
     Setting,
-    Settings,
     aggregate,
     check_aggregation,
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def stable_reinforce(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: DatumLayout
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: LossSettings, layout: DatumLayout
 ) -> LossResult:
     """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
 

@@ -39,7 +39,7 @@ _HELLO_SECONDS = 10.0
 """For a connection to say which node it is of."""
 
 
-class OtherRanks:
+class PeerRanks:
     """All ranks but 0, those of this node and of the others, as rank 0's process has them. Make it
     in the main thread.
 

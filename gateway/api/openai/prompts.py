@@ -25,7 +25,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """`text` and `offsets`, where each token begins in it, are known where they are shown."""
 
     token_ids: Sequence[int]
@@ -35,7 +35,7 @@ class Prompt:
 
 def prompts_of(
     request: InferenceRequest, tokenizer: ModelTokenizer, *, max_length: int | None
-) -> list[Prompt]:
+) -> list[PreparedPrompt]:
     """Return the prompts of a request; a chat has one. `max_length` of the model, in tokens.
     Raises `InvalidRequest` or one of its kinds, or `SequenceTooLong`."""
     if isinstance(request, ChatCompletionRequest):
@@ -56,15 +56,15 @@ def prompts_of(
     for one in given:
         if isinstance(one, str):
             ids = tokenizer.encode(one, add_special_tokens=special, max_length=max_length)
-            prompts.append(Prompt(ids, text=one))
+            prompts.append(PreparedPrompt(ids, text=one))
         else:
-            prompts.append(Prompt(one))
+            prompts.append(PreparedPrompt(one))
     return (
         [_echoed(one, tokenizer, special=special) for one in prompts] if request.echo else prompts
     )
 
 
-def _echoed(prompt: Prompt, tokenizer: ModelTokenizer, *, special: bool) -> Prompt:
+def _echoed(prompt: PreparedPrompt, tokenizer: ModelTokenizer, *, special: bool) -> PreparedPrompt:
     """Return a prompt that an answer begins with."""
     if prompt.text is not None:
         offsets = tokenizer.offsets(prompt.text, add_special_tokens=special)
@@ -103,7 +103,7 @@ def sampling_params(
 
 
 def make_sample_request(
-    request: InferenceRequest, *, prompt: Prompt, params: sampler_pb2.SamplingParams
+    request: InferenceRequest, *, prompt: PreparedPrompt, params: sampler_pb2.SamplingParams
 ) -> sampler_pb2.SampleRequest:
     """Return the engine's request for one prompt, without its place in a sampling session. Raises
     `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""

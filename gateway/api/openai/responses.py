@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from gateway.api.openai.prompts import Prompt
+from gateway.api.openai.prompts import PreparedPrompt
 from gateway.api.openai.schemas import ChatCompletionRequest, FinishReason, InferenceRequest, Json
 from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
 from tandem.v1 import sampler_pb2
@@ -30,7 +30,7 @@ _MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
-class SampledTokens:
+class NewTokens:
     """New tokens of one sample, with one logprob each, and each with the alternatives that were
     asked for. `finish` is set with the last tokens."""
 
@@ -45,11 +45,11 @@ class SampledTokens:
         topk: tinker_pb2.TopkLogprobs,
         *,
         finished: bool = True,
-    ) -> SampledTokens:
+    ) -> NewTokens:
         """Read a whole sample, or what a delta adds to one."""
         length = sample.stop_reason == tinker_pb2.STOP_REASON_LENGTH
         ids = array("i", sample.tokens)
-        return SampledTokens(
+        return NewTokens(
             ids=ids,
             logprobs=array("f", sample.logprobs),
             alternatives=_alternatives(topk, count=len(ids)),
@@ -81,7 +81,7 @@ class Choice:
         request: InferenceRequest,
         *,
         index: int,
-        prompt: Prompt,
+        prompt: PreparedPrompt,
         params: sampler_pb2.SamplingParams,
         tokenizer: ModelTokenizer,
     ) -> None:
@@ -106,7 +106,7 @@ class Choice:
 
     def write(
         self,
-        tokens: SampledTokens,
+        tokens: NewTokens,
         stage: Stage,
         sample: tinker_pb2.SampleResponse | None = None,
     ) -> Json:
@@ -127,7 +127,7 @@ class Choice:
                 written["prompt_token_ids"] = list(self._prompt.token_ids)
         return written
 
-    def _add(self, tokens: SampledTokens) -> None:
+    def _add(self, tokens: NewTokens) -> None:
         places = zip(tokens.ids, tokens.logprobs, tokens.alternatives, strict=True)
         self._waiting += [Position(*place, offset=0) for place in places]
         self.new_text = self._cutter.push(self._detokenizer.push(tokens.ids))
@@ -205,7 +205,7 @@ class Choice:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found.raw)
 
 
-class ChatChoice(Choice):
+class ChatChoiceWriter(Choice):
     """What a choice of a chat has in another form."""
 
     has_offsets = False
@@ -248,7 +248,7 @@ class ResponseBuilder:
         request: InferenceRequest,
         *,
         tokenizer: ModelTokenizer,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PreparedPrompt],
         params: sampler_pb2.SamplingParams,
         weight_version: str,
     ) -> None:
@@ -266,7 +266,7 @@ class ResponseBuilder:
             "model": request.model,
             "tandem_weight_version": weight_version,
         }
-        make_choice = ChatChoice if self._is_chat else Choice
+        make_choice = ChatChoiceWriter if self._is_chat else Choice
         self._choices = [
             make_choice(request, index=index, prompt=prompt, params=params, tokenizer=tokenizer)
             for index, prompt in enumerate(p for p in prompts for _ in range(self._n))
@@ -279,7 +279,7 @@ class ResponseBuilder:
             self.count(sample)
         sequences = ((sequence, sample) for sample in samples for sequence in sample.sequences)
         written = [
-            choice.write(SampledTokens.of(one, one.topk_sampled_logprobs), "whole", sample)
+            choice.write(NewTokens.of(one, one.topk_sampled_logprobs), "whole", sample)
             for choice, (one, sample) in zip(self._choices, sequences, strict=True)
         ]
         content = {**self._heading, "choices": written, "usage": self._usage()}
@@ -296,13 +296,13 @@ class ResponseBuilder:
         """Return the parts that begin the choices of a stream, before any token is sampled."""
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):
             return []
-        return [self._chunk(one.write(SampledTokens(), "opening")) for one in self._choices]
+        return [self._chunk(one.write(NewTokens(), "opening")) for one in self._choices]
 
     def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
         """Return the part for new tokens of a sample of the prompt with this index; none if the
         client would see nothing. The deltas of a sample are all that it has."""
         choice = self._choices[prompt * self._n + delta.index]
-        tokens = SampledTokens.of(delta, delta.topk, finished=delta.finished)
+        tokens = NewTokens.of(delta, delta.topk, finished=delta.finished)
         part = choice.write(tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
         if choice.new_text or choice.finish or (shows_tokens and choice.shown):

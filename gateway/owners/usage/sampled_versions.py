@@ -25,7 +25,7 @@ class VersionRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _SampledRequest:
     """`runs` has three numbers for each: of the sample, of its version, and of tokens."""
 
     samples: int
@@ -39,7 +39,7 @@ class RememberedVersions:
     def __init__(self, *, most_runs: int = _MOST_RUNS) -> None:
         self._most = 3 * most_runs
         self._numbers = 0
-        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._requests: OrderedDict[str, _SampledRequest] = OrderedDict()
 
     def remember(self, request_id: str, samples: Iterable[sampler_pb2.SampleVersions]) -> None:
         self._forget(request_id)
@@ -50,7 +50,7 @@ class RememberedVersions:
             for run in sample.runs:
                 version = versions.setdefault((run.version, run.step), len(versions))
                 runs.extend((number - 1, version, run.tokens))
-        self._requests[request_id] = _Request(number, tuple(versions), runs)
+        self._requests[request_id] = _SampledRequest(number, tuple(versions), runs)
         self._numbers += len(runs)
         while self._numbers > self._most and len(self._requests) > 1:
             self._forget(next(iter(self._requests)))

@@ -31,7 +31,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Completion:
+class EndedSample:
     """One finished sample. `size` is the result's bytes, None if the sample failed."""
 
     cursor: int
@@ -42,7 +42,7 @@ class Completion:
 @dataclass(eq=False)
 class _Queue:
     last: int
-    waiting: list[Completion] = field(default_factory=list)
+    waiting: list[EndedSample] = field(default_factory=list)
     changed: asyncio.Future[None] = field(default_factory=asyncio.Future)
     polls: int = 0
     polled_at: float = field(default_factory=time.monotonic)
@@ -62,7 +62,7 @@ class CompletionFeed:
 
     async def poll(
         self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
-    ) -> tuple[Sequence[Completion], int] | None:
+    ) -> tuple[Sequence[EndedSample], int] | None:
         """Return the samples that ended after the cursor `after` (0: all), and the new cursor,
         within `timeout` seconds. Return None for an earlier gateway's cursor. Results of
         `retrieved` are dropped.
@@ -114,7 +114,7 @@ class CompletionFeed:
             queue.last += 1
             size = None if isinstance(outcome, TandemError) else outcome.size
             queue.waiting.append(
-                Completion(cursor=queue.last, request_id=future.request_id, size=size)
+                EndedSample(cursor=queue.last, request_id=future.request_id, size=size)
             )
             # A client may never move its cursor.
             del queue.waiting[: -self._futures.max_samples]

@@ -105,7 +105,7 @@ class Future:
         self.done.add_done_callback(ended)
 
 
-class _Leaving:
+class _Expiring:
     """Futures in order of arrival. Each leaves after `ttl` seconds."""
 
     def __init__(self, ttl: float) -> None:
@@ -140,11 +140,11 @@ class FutureTable:
         self._futures: dict[str, Future] = {}
         self._closing = False
         self._long_polls: set[asyncio.Future[None]] = set()
-        self._fetched = _Leaving(FETCHED_GRACE)
+        self._fetched = _Expiring(FETCHED_GRACE)
         # Operations leave memory early, because the journal has their results.
-        self._unfetched: dict[Source, _Leaving] = {
-            "operation": _Leaving(FETCHED_GRACE),
-            "sample": _Leaving(self.result_ttl),
+        self._unfetched: dict[Source, _Expiring] = {
+            "operation": _Expiring(FETCHED_GRACE),
+            "sample": _Expiring(self.result_ttl),
         }
         # Ended futures by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)

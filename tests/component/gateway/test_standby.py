@@ -235,26 +235,26 @@ async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
 
 
 async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of, tmp_path):
-    from gateway.admin.offline_keys import Request, answer
+    from gateway.admin.offline_keys import KeysRequest, answer
 
     holder = await lease_of(ttl=SOON)
     assert await holder.take()
     serving = asyncio.create_task(holder.lost())
     settings = settings_for(tmp_path, database_url=url_for(tmp_path), lease_ttl=NEVER)
     with pytest.raises(InvalidRequest, match="a gateway uses the database"):
-        await answer(Request(action="list"), settings)
+        await answer(KeysRequest(action="list"), settings)
     serving.cancel()
 
 
 async def test_keys_are_changed_where_a_dump_has_the_lease_of_a_gateway_elsewhere(
     lease_of, tmp_path
 ):
-    from gateway.admin.offline_keys import Request, answer
+    from gateway.admin.offline_keys import KeysRequest, answer
 
     holder = await lease_of()
     assert await holder.take()
     settings = settings_for(tmp_path, database_url=url_for(tmp_path), lease_ttl=SOON)
-    assert await answer(Request(action="list"), settings) == {"keys": []}
+    assert await answer(KeysRequest(action="list"), settings) == {"keys": []}
 
 
 async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, monkeypatch):

@@ -30,7 +30,7 @@ from pathlib import Path
 from sampler_service.engine import WeightsTouched
 from sampler_service.service.engine_process import EngineProcess
 from sampler_service.vllm.start import start_engine
-from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
 from tandem.settings.workers import SamplerSettings
 
 model, old, new = map(Path, sys.argv[1:4])
@@ -82,7 +82,7 @@ def attempt(path, *, sabotage=""):
     name = f"base/{path.name}"
     if path != model:
         name = json.loads((path / "manifest.json").read_text())["version"]
-    verified = loader.verify(WeightVersion(name=name, path=path), lambda: None)
+    verified = loader.verify(LoadableVersion(name=name, path=path), lambda: None)
     try:
         loader.place(verified)
         return loader.confirm(verified)
@@ -171,7 +171,7 @@ from pathlib import Path
 
 from sampler_service.engine import WeightsTouched
 from sampler_service.vllm.libraries import import_libraries
-from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
 from tandem.errors import LoadFailed
 from tandem.settings.workers import SamplerSettings
 
@@ -192,7 +192,7 @@ def main():
 
     def load(path):
         name = json.loads((path / "manifest.json").read_text())["version"]
-        verified = loader.verify(WeightVersion(name=name, path=path), lambda: None)
+        verified = loader.verify(LoadableVersion(name=name, path=path), lambda: None)
         try:
             loader.place(verified)
             loader.confirm(verified)

@@ -11,7 +11,7 @@ from kubernetes.aio.client import ApiClient
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
-from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher, Serving
+from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher, ServingCheck
 from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
     EPOCH,
@@ -178,7 +178,7 @@ class Gateway:
         connect: Callable[[], Awaitable[ApiClient]],
         *,
         namespace: str,
-        serving: Serving,
+        serving: ServingCheck,
         epoch: int = 1,
         claims: bool = True,
         nodes: int = 1,

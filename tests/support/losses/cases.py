@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer_service.losses import DatumLayout, Loss, LossResult, Settings, Totals
+from trainer_service.losses import DatumLayout, Loss, LossResult, LossSettings, Totals
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 EXPECTED = GOLDEN["expected"]
@@ -98,8 +98,8 @@ def totals_of(loss: Loss, data: Data) -> Totals:
     return Totals(datums=len(data.sizes), entries=len(data.logprobs), active=int(acts.sum()))
 
 
-def settings_of(loss: Loss, config: Config | None = None) -> Settings:
-    return Settings({**loss.defaults.as_dict(), **(config or {})})
+def settings_of(loss: Loss, config: Config | None = None) -> LossSettings:
+    return LossSettings({**loss.defaults.as_dict(), **(config or {})})
 
 
 def compute(

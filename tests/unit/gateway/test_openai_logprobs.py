@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, processors
 
-from gateway.api.openai.prompts import Prompt, prompts_of
-from gateway.api.openai.responses import Choice, SampledTokens
+from gateway.api.openai.prompts import PreparedPrompt, prompts_of
+from gateway.api.openai.responses import Choice, NewTokens
 from gateway.api.openai.schemas import CompletionRequest
 from gateway.api.openai.tokenizer import ModelTokenizer, offsets_of
 from tandem.v1 import sampler_pb2
@@ -42,12 +42,14 @@ def tokenizers(tmp_path_factory):
 def choice_of(tokenizer, *, stop=(), **fields):
     request = CompletionRequest(model="m", prompt="x", **{"logprobs": 3, **fields})
     params = sampler_pb2.SamplingParams(stop_strings=stop)
-    return Choice(request, index=0, prompt=Prompt([], text=""), params=params, tokenizer=tokenizer)
+    return Choice(
+        request, index=0, prompt=PreparedPrompt([], text=""), params=params, tokenizer=tokenizer
+    )
 
 
 def written(tokenizer, rows, **fields):
     """The logprobs of tokens, of which each row is the alternatives, the sampled one first."""
-    tokens = SampledTokens(
+    tokens = NewTokens(
         ids=[row[0][0] for row in rows],
         logprobs=[row[0][1] for row in rows],
         alternatives=[sorted(row, key=lambda cell: -cell[1]) for row in rows],
@@ -164,7 +166,7 @@ def test_offsets_are_places_in_the_text_however_it_is_streamed(tokenizers, text,
     choice, told, shown = choice_of(tokenizer, stop=stops), "", []
     for number, part in enumerate(parts):
         finish = "stop" if number == len(parts) - 1 else None
-        tokens = SampledTokens(part, [-1.0] * len(part), [()] * len(part), finish)
+        tokens = NewTokens(part, [-1.0] * len(part), [()] * len(part), finish)
         content = choice.write(tokens, "part")
         told += content["text"]
         shown += content["logprobs"]["text_offset"]
@@ -186,7 +188,7 @@ def test_a_whole_token_is_found_at_its_offset_also_among_noise(tokenizers, kind,
     for number, part in enumerate(parts):
         finish = "stop" if number == len(parts) - 1 else None
         content = choice.write(
-            SampledTokens(part, [-1.0] * len(part), [()] * len(part), finish), "part"
+            NewTokens(part, [-1.0] * len(part), [()] * len(part), finish), "part"
         )
         text += content["text"]
         names += content["logprobs"]["tokens"]

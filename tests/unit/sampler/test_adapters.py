@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from tandem.errors import LoadFailed
 from tests.support.fake_engine import BASE, NEW, Bench
 from tests.support.published_adapters import LAYER, RANK, adapter, pair, write_base
@@ -186,7 +186,7 @@ def test_an_adapter_is_loaded_by_a_host_that_looked_too_early_and_whose_files_ge
 ):
     (data := tmp_path / "run").mkdir()
     with UnreliableDisk(data) as disk:
-        early = WeightVersion(name="run/v1", path=data / "v1", adapter=True)
+        early = LoadableVersion(name="run/v1", path=data / "v1", adapter=True)
         with disk.at("sampler"):
             bench = Bench(base=base, rank=RANK)
             answer = bench.ask(early, "early")

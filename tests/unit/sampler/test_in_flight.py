@@ -9,7 +9,7 @@ import pytest
 
 from sampler_service.engine import SleepLevel, WeightsTouched
 from sampler_service.service.responses import versions_of
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled
 from tandem.errors import LoadFailed
 from tandem.v1 import common_pb2
@@ -17,7 +17,7 @@ from tests.support.fake_engine import BASE, Bench, LaterReads
 from tests.support.published_adapters import RANK, adapter, write_base
 
 ONE, TWO, THREE = (
-    WeightVersion(name=f"run/v{step}", path=Path(f"v{step}"), run_id="run", step=step)
+    LoadableVersion(name=f"run/v{step}", path=Path(f"v{step}"), run_id="run", step=step)
     for step in (1, 2, 3)
 )
 
@@ -28,7 +28,7 @@ def runs(sampled: Sampled) -> list[tuple[str, int]]:
     return [(run.version, run.tokens) for run in each]
 
 
-def serving(version: WeightVersion, **arguments: object) -> Bench:
+def serving(version: LoadableVersion, **arguments: object) -> Bench:
     bench = Bench(**arguments)  # type: ignore[arg-type]
     bench.scheduler.load(version, in_flight=True)
     bench.settle()
@@ -66,7 +66,7 @@ def test_without_in_flight_the_engine_drains_and_nothing_is_mixed():
     [BASE, replace(TWO, name="elsewhere/v9", run_id="elsewhere")],
     ids=["the base model", "a version of another run"],
 )
-def test_other_weights_wait_for_what_is_in_flight(other: WeightVersion):
+def test_other_weights_wait_for_what_is_in_flight(other: LoadableVersion):
     bench = serving(ONE)
     running = bench.ask(ONE, "running", steps=6, in_flight=True)
     bench.turns(2)

@@ -18,11 +18,11 @@ from sampler_service.engine import (
 )
 from sampler_service.service.request_parser import ParsedRequest
 from sampler_service.service.responses import StreamBuffer, encode_response
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
-ONE, TWO = (WeightVersion(name=f"run/v{number}", path=Path()) for number in (1, 2))
+ONE, TWO = (LoadableVersion(name=f"run/v{number}", path=Path()) for number in (1, 2))
 
 
 def parsed(*, prompt_logprobs: bool) -> ParsedRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from sampler_service.service.sample_stream import SampleStream
+from sampler_service.service.sample_stream import SampleQueue
 from tandem.v1 import sampler_pb2
 
 
@@ -13,7 +13,7 @@ def encoded(answer: Future[bytes]) -> sampler_pb2.SampleReply:
     return sampler_pb2.SampleReply(response=answer.result())
 
 
-def asked(stream: SampleStream, *numbers: int) -> dict[int, Future[bytes]]:
+def asked(stream: SampleQueue, *numbers: int) -> dict[int, Future[bytes]]:
     answers: dict[int, Future[bytes]] = {number: Future() for number in numbers}
     for number, answer in answers.items():
         stream.add(number, answer, encoded)
@@ -26,7 +26,7 @@ def numbers_of(batch: sampler_pb2.SampleReplies | None) -> list[int]:
 
 
 async def test_what_a_step_of_the_engine_ends_is_one_message():
-    stream = SampleStream()
+    stream = SampleQueue()
     answers = asked(stream, 1, 2, 3)
     waiting = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
@@ -43,7 +43,7 @@ async def test_what_a_step_of_the_engine_ends_is_one_message():
 
 
 async def test_a_cancelled_request_is_dropped_and_the_others_are_answered():
-    stream = SampleStream()
+    stream = SampleQueue()
     answers = asked(stream, 1, 2)
     stream.cancel(1)
     stream.cancel(7)  # has ended long ago
@@ -58,7 +58,7 @@ async def test_a_stream_that_expects_no_more_ends_with_its_last_reply():
     async def late() -> sampler_pb2.SampleReply:
         return sampler_pb2.SampleReply(response=b"late")
 
-    stream = SampleStream()
+    stream = SampleQueue()
     stream.add_late(5, late())
     stream.complete()
     assert numbers_of(await stream.take()) == [5]
@@ -66,14 +66,14 @@ async def test_a_stream_that_expects_no_more_ends_with_its_last_reply():
 
 
 async def test_large_replies_are_messages_of_their_own():
-    stream = SampleStream()
+    stream = SampleQueue()
     for number, answer in asked(stream, 1, 2, 3).items():
         answer.set_result(bytes(3 * 2**20) if number < 3 else b"")
     assert [numbers_of(await stream.take()) for _ in range(2)] == [[1, 2], [3]]
 
 
 async def test_what_has_not_ended_when_a_stream_breaks_is_cancelled():
-    stream = SampleStream()
+    stream = SampleQueue()
     answers = asked(stream, 1, 2)
     late = asyncio.Event()
     stream.add_late(3, late.wait())  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sampler_service.engine import EngineState, SleepLevel, StepOutput, WeightsTouched
-from sampler_service.lifecycle import Switch
+from sampler_service.lifecycle import SwitchReport
 from sampler_service.service.responses import versions_of
-from sampler_service.weights.loader import Verified, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Verified
 from sampler_service.work import QueuedSwitch, Sampled, SubmissionQueue, Work
 from tandem.errors import LoadFailed, TandemError
 from tests.support.fake_engine import BASE, NEW, OTHER, Bench, FakeEngine, LaterReads
@@ -51,12 +51,12 @@ class WatchedEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class Asked:
-    version: WeightVersion
+    version: LoadableVersion
     in_flight: bool
     future: Future[Sampled]
 
 
-def label(version: WeightVersion) -> str:
+def label(version: LoadableVersion) -> str:
     """What the fake engine says that a token was computed with."""
     return version.name if version.adapter else version.path.name
 
@@ -78,7 +78,7 @@ class Sampler(RuleBasedStateMachine):
         reader._on_done = queue.notify
         take = reader.take
 
-        def take_at_once(version: WeightVersion) -> Verified:
+        def take_at_once(version: LoadableVersion) -> Verified:
             reader.want(version)
             self.reads.finish()
             return take(version)
@@ -88,7 +88,7 @@ class Sampler(RuleBasedStateMachine):
         full = [replace(version, run_id="all weights") for version in (NEW, OTHER)]
         self.versions = [BASE, *full, *adapters]
         self.futures: list[Future[object]] = []
-        self.sleeps: list[Future[Switch]] = []
+        self.sleeps: list[Future[SwitchReport]] = []
         self.samples: dict[str, Asked] = {}
 
     def teardown(self) -> None:

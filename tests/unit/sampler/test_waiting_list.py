@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import QueuedLoad, WaitingList
 
 
 def load(name: str, arrived: float) -> QueuedLoad:
-    version = WeightVersion(name=name, path=Path("/", name))
+    version = LoadableVersion(name=name, path=Path("/", name))
     return QueuedLoad(version=version, weights=version, arrived=arrived)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sampler_service.engine import EngineFacts, WeightsTouched
 from sampler_service.weights.files import read_tensors
-from sampler_service.weights.loader import Loader, WeightVersion
+from sampler_service.weights.loader import LoadableVersion, Loader
 from tandem.errors import LoadFailed
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, checksum_file
@@ -139,7 +139,7 @@ def write(directory: Path, *, seed: int) -> Path:
     return directory
 
 
-def write_version(directory: Path, *, seed: int) -> WeightVersion:
+def write_version(directory: Path, *, seed: int) -> LoadableVersion:
     write(directory, seed=seed)
     manifest = Manifest(
         version="run/v1",
@@ -151,10 +151,10 @@ def write_version(directory: Path, *, seed: int) -> WeightVersion:
         files=[checksum_file(file) for file in sorted(directory.iterdir())],
     )
     (directory / "manifest.json").write_text(manifest.model_dump_json())
-    return WeightVersion(name="run/v1", path=directory)
+    return LoadableVersion(name="run/v1", path=directory)
 
 
-def loaded(engine: HoldingEngine, base: Path, version: WeightVersion) -> float:
+def loaded(engine: HoldingEngine, base: Path, version: LoadableVersion) -> float:
     loader = Loader(engine, base=base, tolerance=0.5)
     loader.place(verified := loader.verify(version, lambda: None))
     return loader.confirm(verified)
@@ -205,7 +205,7 @@ def test_an_engine_that_ignores_a_load_is_noticed(tmp_path: Path, wanted: str):
     loader = Loader(engine, base=base, tolerance=0.5)
     if wanted == "the base model":
         engine.load(version.path)
-        version = WeightVersion(name="base/tiny", path=base)
+        version = LoadableVersion(name="base/tiny", path=base)
     engine.ignores = True
     loader.place(verified := loader.verify(version, lambda: None))
     with pytest.raises(WeightsTouched, match=r"does not hold these weights, .* in block 0"):
@@ -221,7 +221,7 @@ def test_an_engine_that_keeps_other_numbers_than_files_has_only_its_canary(tmp_p
         assert np.isnan(loader.confirm(verified))
     assert verified.sums is None
     engine.ignores = True
-    loader.place(verified := loader.verify(WeightVersion("base/tiny", base), lambda: None))
+    loader.place(verified := loader.verify(LoadableVersion("base/tiny", base), lambda: None))
     with pytest.raises(WeightsTouched):
         loader.confirm(verified)
 

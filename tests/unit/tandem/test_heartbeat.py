@@ -5,21 +5,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.protocol.heartbeat import Heartbeats
+from tandem.protocol.heartbeat import ProcessHeartbeat
 
 
 @pytest.fixture
-def heartbeats(clock) -> Iterator[Heartbeats]:
-    heartbeats = Heartbeats(clock)
+def heartbeats(clock) -> Iterator[ProcessHeartbeat]:
+    heartbeats = ProcessHeartbeat(clock)
     yield heartbeats
     heartbeats.close()
 
 
-def beat(heartbeats: Heartbeats) -> None:
+def beat(heartbeats: ProcessHeartbeat) -> None:
     os.write(heartbeats.fd, b".")
 
 
-def listen(heartbeats: Heartbeats, clock, *, seconds: float) -> float:
+def listen(heartbeats: ProcessHeartbeat, clock, *, seconds: float) -> float:
     """Listen twice a second, and return the silence at the end."""
     for _ in range(int(2 * seconds)):
         clock.now += 0.5

@@ -16,7 +16,7 @@ from tests.support.local_trainer import gradients, make_rank, output_of
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import ARCHITECTURES
 from tests.support.trainer_worker import datum, logprobs_of, request
-from trainer_service.compute.trainer import Progress, RankTrainer
+from trainer_service.compute.trainer import BatchProgress, RankTrainer
 from trainer_service.models.huggingface import find_blocks, group_blocks
 from trainer_service.optimizers import AdamWSettings
 from trainer_service.service.operations import Operations
@@ -117,7 +117,7 @@ def test_the_tokens_computed_so_far_are_told_while_a_batch_is_computed(
 
 
 def test_a_rank_takes_the_others_to_be_as_far_as_itself():
-    progress = Progress()
+    progress = BatchProgress()
     progress.begin(3)
     progress.expect(tokens=1000, share=250)
     progress.add(50)

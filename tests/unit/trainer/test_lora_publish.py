@@ -143,7 +143,7 @@ def test_a_tied_head_is_untied_only_when_an_adapter_was_merged_into_it(models, t
 def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, tmp_path):
     from types import SimpleNamespace
 
-    from sampler_service.weights.loader import Loader, WeightVersion
+    from sampler_service.weights.loader import LoadableVersion, Loader
 
     trainer = make(models["qwen3"])
     train(trainer, 1)
@@ -157,7 +157,7 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
     loader = Loader(engine, base=models["qwen3"], tolerance=1e-4)
     name = open_version(tmp_path / "v1").version
     with pytest.raises(LoadFailed, match="output head of its own"):
-        loader.verify(WeightVersion(name=name, path=tmp_path / "v1"), lambda: None)
+        loader.verify(LoadableVersion(name=name, path=tmp_path / "v1"), lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.support.losses.cases import (
     layout_for,
     random_data,
 )
-from trainer_service.losses import CORRECTIONS, LOSSES, Settings
+from trainer_service.losses import CORRECTIONS, LOSSES, LossSettings
 from trainer_service.losses.corrections import Mismatch
 from trainer_service.losses.policy import correction_weight, ready
 
@@ -37,7 +37,7 @@ def mismatch() -> Mismatch:
 
 
 def weight(name: str, config: Config) -> torch.Tensor:
-    settings = Settings({**DEFAULTS, **config})
+    settings = LossSettings({**DEFAULTS, **config})
     return CORRECTIONS[name].weight(mismatch(), settings, layout_for(SIZES))
 
 
@@ -152,7 +152,7 @@ def test_corrections_are_multiplied():
     tokens, layout = ready(data.logprobs, data.inputs), layout_for(SIZES)
 
     def of(names: str) -> torch.Tensor:
-        settings = Settings({**DEFAULTS, "correction": names})
+        settings = LossSettings({**DEFAULTS, "correction": names})
         return correction_weight(tokens, settings, layout, ratio=tokens.ratio)
 
     torch.testing.assert_close(of("tis + off_policy_mask"), of("tis") * of("off_policy_mask"))
@@ -163,7 +163,7 @@ def test_the_sequence_weight_leaves_out_what_is_masked():
     data = golden_data({"logprobs": "rollout", "old_logprobs": "old"})
     mask = torch.tensor([1.0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.float64)
     tokens = ready(data.logprobs, {**data.inputs, "mask": mask})
-    settings = Settings({**DEFAULTS, "correction": "seq_tis", "seq_tis_cap": 100.0})
+    settings = LossSettings({**DEFAULTS, "correction": "seq_tis", "seq_tis_cap": 100.0})
     found = correction_weight(tokens, settings, layout_for(SIZES), ratio=tokens.ratio)
     log_rho = (data.inputs["old_logprobs"] - data.inputs["logprobs"]) * mask
     expected = layout_for(SIZES).datum_sums(log_rho).exp()[layout_for(SIZES).datum]

@@ -31,7 +31,7 @@ from tests.support.local_trainer import (
 from trainer_service.backends.base import Capability, LiveState
 from trainer_service.checkpoints import training_state
 from trainer_service.compute import offload as module
-from trainer_service.compute.device_memory import HostMemory
+from trainer_service.compute.device_memory import CpuMemory
 from trainer_service.compute.offload import Offload
 from trainer_service.service.operations import Operations
 
@@ -279,7 +279,7 @@ def test_a_state_that_needs_more_than_it_may_take_stays_where_it_is(tmp_path):
 
 def test_a_state_that_stays_in_the_hosts_memory_takes_no_more_of_it():
     backends: Any = [Tensors([torch.zeros(1000)])]
-    offload = Offload(lambda: backends, memory=HostMemory())
+    offload = Offload(lambda: backends, memory=CpuMemory())
     offload.sleep(most_bytes=1)
     assert offload.asleep
 

@@ -15,7 +15,7 @@ from tests.support.trainer_worker import datum, request
 from trainer_service.backends.base import add_gradients
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.compute.parallel import ParallelMicroBatches
-from trainer_service.compute.trainer import Computed, RankTrainer
+from trainer_service.compute.trainer import BatchResult, RankTrainer
 
 
 def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
@@ -23,7 +23,7 @@ def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
     return make_rank(path, parallel=parallel, micro_batch_tokens=32)
 
 
-def forward_backward(trainer: RankTrainer, data: list[wire.Datum], **more: bool) -> Computed:
+def forward_backward(trainer: RankTrainer, data: list[wire.Datum], **more: bool) -> BatchResult:
     return compute(trainer, request(data, "importance_sampling", **more))
 
 

@@ -131,12 +131,12 @@ class Api:
     async def create(self, resource: Resource, body: Object) -> Object:
         """Unknown fields are refused, which would be dropped silently otherwise."""
         query = {"fieldValidation": "Strict"}
-        return await self._call(_Request("POST", resource.path, query=query, body=body))
+        return await self._call(_HttpRequest("POST", resource.path, query=query, body=body))
 
     async def read(self, resource: Resource, name: str) -> Object | None:
         """Return the object as it is now; None if there is none."""
         try:
-            return await self._call(_Request("GET", resource.path + "/{name}", name=name))
+            return await self._call(_HttpRequest("GET", resource.path + "/{name}", name=name))
         except Refused as error:
             if error.status == 404:
                 return None
@@ -158,7 +158,7 @@ class Api:
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
-        await self._call(_Request("DELETE", resource.path + "/{name}", name=name, body=body))
+        await self._call(_HttpRequest("DELETE", resource.path + "/{name}", name=name, body=body))
 
     async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
         """Give an object labels; those that are None are taken away."""
@@ -168,7 +168,7 @@ class Api:
         await self._patch(resource, name, {"annotations": dict(annotations)})
 
     async def _patch(self, resource: Resource, name: str, metadata: Object) -> None:
-        request = _Request(
+        request = _HttpRequest(
             "PATCH",
             resource.path + "/{name}",
             name=name,
@@ -179,13 +179,13 @@ class Api:
 
     async def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> Listed:
         query = _selectors(labels=labels, fields=fields)
-        answer = await self._call(_Request("GET", resource.path, query=query))
+        answer = await self._call(_HttpRequest("GET", resource.path, query=query))
         return Listed(answer.get("items") or [], answer["metadata"].get("resourceVersion", ""))
 
     async def log(self, pod: str, *, container: str, lines: int) -> str:
         """Return the last lines of what a container has written."""
         query = {"container": container, "tailLines": str(lines), "limitBytes": str(_LOG_BYTES)}
-        request = _Request("GET", PODS.path + "/{name}/log", name=pod, query=query)
+        request = _HttpRequest("GET", PODS.path + "/{name}/log", name=pod, query=query)
         return (await self._send(request)).decode(errors="replace")
 
     async def watch(
@@ -201,7 +201,7 @@ class Api:
             "timeoutSeconds": str(max(1, int(seconds))),
         }
         patient = aiohttp.ClientTimeout(sock_connect=self._timeout)
-        request = _Request("GET", resource.path, query=query)
+        request = _HttpRequest("GET", resource.path, query=query)
         async with AsyncExitStack() as opened:
             async with self._turn():
                 try:
@@ -227,7 +227,7 @@ class Api:
         if self._client is not None:
             await self._client.close()
 
-    async def _call(self, request: _Request) -> Object:
+    async def _call(self, request: _HttpRequest) -> Object:
         content = await self._send(request)
         try:
             answer: Object = orjson.loads(content)
@@ -235,7 +235,7 @@ class Api:
             raise Unanswered(f"the API server's answer cannot be read: {error}") from error
         return answer
 
-    async def _send(self, request: _Request) -> bytes:
+    async def _send(self, request: _HttpRequest) -> bytes:
         """Return the answer's body. Raises `Refused` or `Unanswered`."""
         pause = _FIRST_PAUSE
         try:
@@ -261,7 +261,7 @@ class Api:
                 await asyncio.sleep(wait)
             yield
 
-    async def _exchange(self, request: _Request) -> bytes:
+    async def _exchange(self, request: _HttpRequest) -> bytes:
         """Send one request. Raises `Unanswered` when it is to be repeated."""
         bound = aiohttp.ClientTimeout(total=self._timeout)
         try:
@@ -304,7 +304,7 @@ class Api:
 
     @asynccontextmanager
     async def _answer(
-        self, request: _Request, timeout: aiohttp.ClientTimeout
+        self, request: _HttpRequest, timeout: aiohttp.ClientTimeout
     ) -> AsyncIterator[RESTResponse]:
         async with self._connecting:
             client = self._client = self._client or await self._connect()
@@ -325,7 +325,7 @@ class Api:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _HttpRequest:
     method: str
     path: str
     name: str = ""

@@ -12,7 +12,7 @@ from gateway.workers.launchers.kubernetes.observed import Claim, Pod
 from gateway.workers.launchers.kubernetes.steps import Steps, name_of
 from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.view import View
-from gateway.workers.launchers.kubernetes.worker import Worker
+from gateway.workers.launchers.kubernetes.worker import PodWorker
 
 
 class Claims:
@@ -38,15 +38,15 @@ class Claims:
         """Return the ids of the workers that should run and name a claim."""
         return self._users.get(name, set())
 
-    def use(self, worker: Worker) -> None:
+    def use(self, worker: PodWorker) -> None:
         for claim in worker.claims:
             self._users[claim].add(worker.worker_id)
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: PodWorker) -> None:
         for claim in worker.claims:
             self._users[claim].discard(worker.worker_id)
 
-    def make(self, worker: Worker, body: Object) -> bool:
+    def make(self, worker: PodWorker, body: Object) -> bool:
         """Return whether a claim is there; begin to make it otherwise. One that was made for
         another setting of the pool is replaced when nobody uses it."""
         claim = self._view.objects.get(name_of(body))

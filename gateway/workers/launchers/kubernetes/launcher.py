@@ -26,7 +26,7 @@ from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
-from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
+from gateway.workers.launchers.kubernetes.worker import Deadlines, PodWorker
 from tandem.agent.host import Host
 from tandem.agent.worker_process import wait_until_serving
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
@@ -54,7 +54,7 @@ _REMEMBERED = 256
 """Exits that are told to a watcher that comes later."""
 
 
-class Serving(Protocol):
+class ServingCheck(Protocol):
     """Returns "" once a worker's health is SERVING, else the last answer in words; gives up after
     `timeout` seconds."""
 
@@ -78,7 +78,7 @@ class KubernetesLauncher:
         settings: KubernetesSettings,
         stop_timeout: float,
         epoch: Epoch,
-        serving: Serving = wait_until_serving,
+        serving: ServingCheck = wait_until_serving,
         pull_timeout: float = 1800.0,
         poll: float = 5.0,
         resync: float = 60.0,
@@ -155,7 +155,7 @@ class KubernetesLauncher:
         finally:
             check.cancel()
 
-    async def _until(self, worker: Worker, step: asyncio.Future[Any]) -> None:
+    async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
         """Return when the step is done. Raises `WorkerStartFailed` when the worker has failed and
         nothing of it is left, and `WorkerMayRun` when that is not known in time."""
         worker.awaited = True
@@ -291,7 +291,7 @@ class KubernetesLauncher:
             self._opened = True
             self._reconciler.open()
 
-    def _note_end(self, worker: Worker) -> None:
+    def _note_end(self, worker: PodWorker) -> None:
         """Tell the watchers of a worker of which nothing is left, unless somebody awaits it."""
         assert worker.failure is not None
         if worker.awaited or not worker.running.done():  # `start` or `wait_ready` tells it

@@ -112,7 +112,7 @@ class Condition(Seen):
     message: str = ""
 
 
-class Waiting(Seen):
+class WaitingContainer(Seen):
     reason: str = ""
     message: str = ""
 
@@ -129,7 +129,7 @@ class Terminated(Seen):
 
 
 class ContainerState(Seen):
-    waiting: Waiting | None = None
+    waiting: WaitingContainer | None = None
     running: Running | None = None
     terminated: Terminated | None = None
 

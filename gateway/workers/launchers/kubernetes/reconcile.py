@@ -34,7 +34,7 @@ from gateway.workers.launchers.kubernetes.removal import KILL_GRACE, Removal
 from gateway.workers.launchers.kubernetes.steps import Key, Steps, name_of
 from gateway.workers.launchers.kubernetes.turns import Turns
 from gateway.workers.launchers.kubernetes.view import View
-from gateway.workers.launchers.kubernetes.worker import Deadlines, Failure, Worker
+from gateway.workers.launchers.kubernetes.worker import Deadlines, PodFailure, PodWorker
 from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tandem.telemetry import get_log
@@ -64,10 +64,10 @@ class Reconciler:
         idle_seconds: Callable[[str], float],
         deadlines: Deadlines,
         resync: float,
-        ended: Callable[[Worker], None],
+        ended: Callable[[PodWorker], None],
         superseded: Callable[[], object],
     ) -> None:
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, PodWorker] = {}
         self.sweeps = False
         """Whether what nobody wants is deleted: not before it is known what is wanted."""
         self._api = api
@@ -122,7 +122,7 @@ class Reconciler:
 
     # --- What should run ----------------------------------------------------------------------
 
-    def want(self, spec: WorkerSpec, objects: WorkerObjects) -> Worker:
+    def want(self, spec: WorkerSpec, objects: WorkerObjects) -> PodWorker:
         """Have a worker run that is made of these objects."""
         worker = self._new_worker(
             spec,
@@ -133,7 +133,7 @@ class Reconciler:
         self._starting.add(spec.worker_id)
         return worker
 
-    def adopt(self, spec: WorkerSpec) -> Worker:
+    def adopt(self, spec: WorkerSpec) -> PodWorker:
         """Let a worker go on whose pods run."""
         pods = sorted(self.pods.of(spec.worker_id), key=lambda each: each.name)
         claims = tuple(claim for pod in pods for claim in pod.claims)
@@ -148,9 +148,9 @@ class Reconciler:
         *,
         pods: tuple[str, ...],
         claims: tuple[str, ...],
-    ) -> Worker:
+    ) -> PodWorker:
         loop = asyncio.get_running_loop()
-        worker = self.workers[spec.worker_id] = Worker(
+        worker = self.workers[spec.worker_id] = PodWorker(
             spec=spec,
             objects=objects,
             since=loop.time(),
@@ -175,7 +175,7 @@ class Reconciler:
         self._touch(worker_id)
         return self._removal.begin(worker_id, grace=grace)
 
-    def fail(self, worker: Worker, reason: str, *, crashed: bool = False) -> None:
+    def fail(self, worker: PodWorker, reason: str, *, crashed: bool = False) -> None:
         """Give up a worker that will never serve, or serve again, for a reason in a sentence."""
         if worker.failure is not None:
             return
@@ -205,7 +205,7 @@ class Reconciler:
         }
         return found - self.workers.keys()
 
-    def _unwant(self, worker_id: str) -> Worker | None:
+    def _unwant(self, worker_id: str) -> PodWorker | None:
         self._starting.discard(worker_id)
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
@@ -300,7 +300,7 @@ class Reconciler:
 
     # --- A worker that should run ---------------------------------------------------------------
 
-    def _compare(self, worker: Worker) -> None:
+    def _compare(self, worker: PodWorker) -> None:
         pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
         if worker.objects is not None:
             for pod in [each for each in pods.values() if each.epoch != self._epoch]:
@@ -321,7 +321,7 @@ class Reconciler:
             key = ("events", worker.worker_id)
             self._steps.begin(key, partial(self._read_events, worker, key), worker=worker)
 
-    def _note_running(self, worker: Worker) -> None:
+    def _note_running(self, worker: PodWorker) -> None:
         address = worker.seen[worker.pods[0]].status.pod_ip
         if address and not worker.running.done():
             worker.objects = None
@@ -329,14 +329,14 @@ class Reconciler:
             self._starting.discard(worker.worker_id)
             worker.running.set_result(self._handle_of(worker.spec, address))
 
-    def _fail(self, worker: Worker, failure: Failure) -> None:
+    def _fail(self, worker: PodWorker, failure: PodFailure) -> None:
         if not failure.log_of:
             self.fail(worker, failure.reason, crashed=failure.crashed)
             return
         step = partial(self._examine, worker, failure)
         self._steps.begin(("log", worker.worker_id), step, worker=worker)
 
-    async def _examine(self, worker: Worker, failure: Failure) -> None:
+    async def _examine(self, worker: PodWorker, failure: PodFailure) -> None:
         """Look into the log of a pod that has failed, since nothing else says why."""
         text = ""
         with suppress(Refused):
@@ -349,7 +349,7 @@ class Reconciler:
             f"{failure.reason}; the last lines of its log: {tail}" if tail else failure.reason,
         )
 
-    async def _read_events(self, worker: Worker, key: Key) -> None:
+    async def _read_events(self, worker: PodWorker, key: Key) -> None:
         """Ask what keeps its pods from running, which their states do not tell."""
         self._steps.put_off(key, self._deadlines.poll)
         told = ""
@@ -361,7 +361,7 @@ class Reconciler:
 
     # --- Its objects ----------------------------------------------------------------------------
 
-    def _make_missing(self, worker: Worker, objects: WorkerObjects) -> None:
+    def _make_missing(self, worker: PodWorker, objects: WorkerObjects) -> None:
         complete = self._steps.make(worker, self.secrets, objects.secret)
         if objects.service is not None:
             complete &= self._steps.make(worker, self.services, objects.service)

@@ -11,7 +11,7 @@ from gateway.workers.launchers.kubernetes.observed import Observed, Pod
 from gateway.workers.launchers.kubernetes.pods import node_is_lost, runs, why_lost
 from gateway.workers.launchers.kubernetes.steps import Steps
 from gateway.workers.launchers.kubernetes.view import View
-from gateway.workers.launchers.kubernetes.worker import Worker
+from gateway.workers.launchers.kubernetes.worker import PodWorker
 from tandem.telemetry import get_log
 
 KILL_GRACE = 1
@@ -25,7 +25,7 @@ class Ending:
 
     grace: int
     gone: asyncio.Future[None]
-    failed: Worker | None = None
+    failed: PodWorker | None = None
 
 
 class Removal:
@@ -40,7 +40,7 @@ class Removal:
         pods: View[Pod],
         others: tuple[View[Observed], ...],
         node_lost: float,
-        ended: Callable[[Worker], None],
+        ended: Callable[[PodWorker], None],
     ) -> None:
         self.endings: dict[str, Ending] = {}
         self.lost_since: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Removal:
         self._log = get_log()
 
     def begin(
-        self, worker_id: str, *, grace: int, failed: Worker | None = None
+        self, worker_id: str, *, grace: int, failed: PodWorker | None = None
     ) -> asyncio.Future[None]:
         """Have nothing be left of a worker; return what is done when that is so."""
         ending = self.endings.get(worker_id)

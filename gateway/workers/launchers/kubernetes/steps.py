@@ -24,7 +24,7 @@ from gateway.workers.launchers.kubernetes.names import GROUP, INSTANCE, WORKER
 from gateway.workers.launchers.kubernetes.observed import Claim, Observed, Pod
 from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.view import View
-from gateway.workers.launchers.kubernetes.worker import Worker
+from gateway.workers.launchers.kubernetes.worker import PodWorker
 from tandem.errors import without_paths
 from tandem.telemetry import get_log
 
@@ -46,7 +46,7 @@ class Steps:
         *,
         epoch: int,
         done: Callable[[str], None],
-        fail: Callable[[Worker, str], None],
+        fail: Callable[[PodWorker, str], None],
     ) -> None:
         self._api = api
         self._epoch = epoch
@@ -63,7 +63,9 @@ class Steps:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def begin(self, key: Key, step: Callable[[], Awaitable[None]], *, worker: Worker | str) -> None:
+    def begin(
+        self, key: Key, step: Callable[[], Awaitable[None]], *, worker: PodWorker | str
+    ) -> None:
         """Begin a step for a worker, or for what is left of the one with this id."""
         now = asyncio.get_running_loop().time()
         if key not in self._under_way and now >= self._not_before.get(key, 0.0):
@@ -79,7 +81,7 @@ class Steps:
         self._not_before = {key: at for key, at in self._not_before.items() if at > now}
 
     async def _carry_out(
-        self, key: Key, step: Callable[[], Awaitable[None]], worker: Worker | str
+        self, key: Key, step: Callable[[], Awaitable[None]], worker: PodWorker | str
     ) -> None:
         said = ""
         try:
@@ -96,14 +98,14 @@ class Steps:
             self._log.exception("step_failed", what="/".join(key))
         finally:
             del self._under_way[key]
-            if isinstance(worker, Worker):
+            if isinstance(worker, PodWorker):
                 worker.says = without_paths(said) or worker.says
                 worker = worker.worker_id
             self._done(worker)
 
     # --- Making -------------------------------------------------------------------------------
 
-    def make(self, worker: Worker, view: AnyView, body: Object) -> bool:
+    def make(self, worker: PodWorker, view: AnyView, body: Object) -> bool:
         """Return whether an object is there; begin to make it otherwise."""
         name = name_of(body)
         there = view.objects.get(name)
@@ -118,7 +120,7 @@ class Steps:
             self.delete(view, there, worker=worker)
         return False
 
-    async def _create(self, worker: Worker, view: AnyView, body: Object) -> None:
+    async def _create(self, worker: PodWorker, view: AnyView, body: Object) -> None:
         resource, name = view.resource, name_of(body)
         key = (resource.plural, name)
         uncertain = self._uncertain[worker.worker_id]
@@ -141,7 +143,7 @@ class Steps:
         if made:
             view.note(made)
 
-    async def _take(self, worker: Worker, resource: Resource, body: Object) -> Object:
+    async def _take(self, worker: PodWorker, resource: Resource, body: Object) -> Object:
         """Return an object that is there already, if it is what was to be made: a creation whose
         answer was lost has made it. Return nothing otherwise."""
         name = name_of(body)
@@ -168,7 +170,7 @@ class Steps:
         return key in self._under_way or key in self._not_before
 
     def delete(
-        self, view: AnyView, one: Observed, *, worker: Worker | str, grace: int | None = None
+        self, view: AnyView, one: Observed, *, worker: PodWorker | str, grace: int | None = None
     ) -> None:
         """Begin to delete an object; not again before the view can have told of it. A pod or a
         claim is left alone if it has changed, and judged anew: a newer gateway may have taken the

@@ -34,7 +34,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
-class Failure:
+class PodFailure:
     """Why a worker will never serve, or serve again. `log_of` is the pod whose log may say more."""
 
     reason: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 @dataclass(eq=False, kw_only=True)
-class Worker:
+class PodWorker:
     """`objects` are what it is made of, as long as it starts; None for one that was adopted.
 
     `running` has its handle when all its containers run, `lost` says that it will never serve
@@ -80,7 +80,7 @@ class Worker:
         claims: Mapping[str, object],
         lost_since: Mapping[str, float],
         deadlines: Deadlines,
-    ) -> Failure | None:
+    ) -> PodFailure | None:
         """Note how far it has come; return why it fails, if it does. `lost_since` has, by the uid
         of a pod, since when its node is out of reach."""
         now = asyncio.get_running_loop().time()
@@ -95,15 +95,15 @@ class Worker:
             return self._ended(*max(ended, key=lambda each: each[1].from_outside))
         for pod, state in both:
             if pod.deleted and state.stage != "running":  # it never will
-                return Failure(why_deleted(pod, kind=self.spec.kind))
+                return PodFailure(why_deleted(pod, kind=self.spec.kind))
             if state.hopeless:
-                return Failure(f"the {self.spec.kind} cannot start: {state.says}")
+                return PodFailure(f"the {self.spec.kind} cannot start: {state.says}")
         for pod in self.seen.values():
             if (since := lost_since.get(pod.metadata.uid)) is not None:
                 self.says = why_lost(pod)
                 if now - since < deadlines.node_lost:
                     return None
-                return Failure(f"the {self.spec.kind} was lost: {self.says}")
+                return PodFailure(f"the {self.spec.kind} was lost: {self.says}")
         return self._advance(states, claims, deadlines, now)
 
     def warn(self, told: str) -> None:
@@ -130,10 +130,10 @@ class Worker:
     def _state_of(self, pod: Pod) -> PodState:
         return state_of(pod, kind=self.spec.kind, container=CONTAINER)
 
-    def _ended(self, pod: Pod, state: PodState) -> Failure:
+    def _ended(self, pod: Pod, state: PodState) -> PodFailure:
         if state.stage != "ended" or (pod.deleted and not state.explained):
-            return Failure(why_deleted(pod, kind=self.spec.kind))
-        return Failure(state.says, state.crashed, log_of="" if state.explained else pod.name)
+            return PodFailure(why_deleted(pod, kind=self.spec.kind))
+        return PodFailure(state.says, state.crashed, log_of="" if state.explained else pod.name)
 
     def _advance(
         self,
@@ -141,7 +141,7 @@ class Worker:
         claims: Mapping[str, object],
         deadlines: Deadlines,
         now: float,
-    ) -> Failure | None:
+    ) -> PodFailure | None:
         complete = len(states) == len(self.pods)
         if complete and all(state.stage == "running" for state in states):
             self._enter("running", now)
@@ -170,7 +170,7 @@ class Worker:
         if self.stage != stage:
             self.stage, self.since, self._warning, self.says = stage, now, "", ""
 
-    def _too_slow(self, deadlines: Deadlines, now: float) -> Failure | None:
+    def _too_slow(self, deadlines: Deadlines, now: float) -> PodFailure | None:
         since, limit, setting = self.since, deadlines.pending, "PENDING"
         what = "could not be made" if self.stage == "making" else "was not scheduled"
         if self.stage == "preparing":
@@ -181,7 +181,7 @@ class Worker:
                 limit, setting = deadlines.pull, "PULL"
         if now - since <= limit:
             return None
-        return Failure(
+        return PodFailure(
             f"the {self.spec.kind}'s pod {what} within {limit:g} s "
             f"(TANDEM_KUBERNETES_{setting}_TIMEOUT): {self.says}"
         )
