@@ -24,7 +24,7 @@ from sqlalchemy import Executable, RowMapping, delete, insert, select
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.queue import EngineSlot, PlaceQueue
-from gateway.placement.room import Engine, Place, PlaceRequest, Room, engine_key
+from gateway.placement.room import Place, PlaceRequest, RetirableEngine, Room, engine_key
 from gateway.storage.database import Database
 from gateway.storage.tables import drained_groups, scaled_samplers
 from gateway.storage.tables import places as table
@@ -158,12 +158,12 @@ class Places:
         for place in ask.turn.result() if ask.turn.done() else ():
             self.drop(place.key)
 
-    async def take_for_engine(self, engine: Engine, asks: Asks) -> EngineSlot:
+    async def take_for_engine(self, engine: RetirableEngine, asks: Asks) -> EngineSlot:
         """Return the engine's slot once it may start."""
         await self.take(PlaceRequest.of_engine(engine, asks))
         return self.queue.slots[engine.key]
 
-    def adopt(self, engine: Engine) -> EngineSlot | None:
+    def adopt(self, engine: RetirableEngine) -> EngineSlot | None:
         """Return the slot of an engine that runs already, of which there may be more than
         `most_engines`; None if it has no place."""
         place = self._room.places.get(engine.key)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from gateway.placement.room import Engine, Place, PlaceRequest, Room
+from gateway.placement.room import Place, PlaceRequest, RetirableEngine, Room
 
 _POLL_SECONDS = 0.5
 _RETIREMENT = 30.0
@@ -25,7 +25,7 @@ _RETIREMENT = 30.0
 class EngineSlot:
     """What an engine runs in, from its start to its end."""
 
-    engine: Engine
+    engine: RetirableEngine
     place: Place
     since: float
     starting: bool = True

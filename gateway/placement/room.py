@@ -34,7 +34,7 @@ def sampler_of(key: str) -> str:
     return key.partition("#")[0]
 
 
-class Engine(Protocol):
+class RetirableEngine(Protocol):
     """An engine of a sampler. `key` is that of its place; `used_at` is when its last request
     ended, on the monotonic clock."""
 
@@ -104,7 +104,7 @@ class PlaceRequest:
     session_id: str
     needs: tuple[Need, ...]
     priority: int = 0
-    engine: Engine | None = None
+    engine: RetirableEngine | None = None
     number: int = 0
     overtaken: int = 0
     why: str = ""
@@ -153,7 +153,7 @@ class PlaceRequest:
         )
 
     @classmethod
-    def of_engine(cls, engine: Engine, asks: Asks) -> PlaceRequest:
+    def of_engine(cls, engine: RetirableEngine, asks: Asks) -> PlaceRequest:
         return cls(
             key=engine.key,
             owner=engine.owner,

@@ -21,7 +21,7 @@ from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.engine import SamplerEngine
-from gateway.sampling.sampler import Sample, Sampler, SamplerKey
+from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
@@ -269,7 +269,7 @@ class SamplerRouter:
             future.owner, (self.limits.samples, 1), (self.limits.held, request.ByteSize())
         )
         future.on_end(lambda _outcome: reserved.close())
-        sample = Sample(future=future, request=request, tell=tell)
+        sample = SampleCall(future=future, request=request, tell=tell)
         sampler.add(sample)
         sampler.begin(sample)
 

@@ -62,7 +62,7 @@ class SamplerKey:
 
 
 @dataclass(eq=False)
-class Sample:
+class SampleCall:
     """A sample that has not ended. `tell` is given the tokens as they are drawn, before the whole
     answer; while it waits, so do they."""
 
@@ -125,7 +125,7 @@ class Sampler:
     pins: Pins
 
     def __post_init__(self) -> None:
-        self.samples: dict[str, Sample] = {}
+        self.samples: dict[str, SampleCall] = {}
         self._numbers: list[int] = []  # of the samples, ascending, to look up a place in the queue
         self.completions = Rate()
         self.balancer = Balancer(self._serving)
@@ -169,7 +169,7 @@ class Sampler:
 
     # --- Samples ------------------------------------------------------------------------------
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: SampleCall) -> None:
         """Take a sample, which waits until `begin`. Its weight version is pinned until it ends."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
@@ -178,7 +178,7 @@ class Sampler:
         self._demand(1)
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
-    def begin(self, sample: Sample) -> None:
+    def begin(self, sample: SampleCall) -> None:
         sample.task = asyncio.create_task(self._answer(sample))
 
     def end_samples_of(self, session_id: str, error: TandemError) -> None:
@@ -195,7 +195,7 @@ class Sampler:
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         return Waiting(f"{self.explain()}; {queue}", paused=not self.serves)
 
-    async def _answer(self, sample: Sample) -> None:
+    async def _answer(self, sample: SampleCall) -> None:
         outcome: Outcome
         try:
             outcome = await self._draw(sample)
@@ -206,7 +206,7 @@ class Sampler:
             outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")
         sample.future.resolve(outcome)
 
-    async def _draw(self, sample: Sample) -> Result:
+    async def _draw(self, sample: SampleCall) -> Result:
         request = sample.request
         work = Work.of(request, beginnings=len(self.engines) > 1)
         engine = await self._assigned(work)  # start-up time is not billed
@@ -236,7 +236,7 @@ class Sampler:
         self.metrics.sampled_tokens.inc(reply.sampled_tokens)
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
-    def _ended(self, sample: Sample, outcome: Outcome) -> None:
+    def _ended(self, sample: SampleCall, outcome: Outcome) -> None:
         """Forget a sample, whoever ended it."""
         if sample.task is not None:
             sample.task.cancel()

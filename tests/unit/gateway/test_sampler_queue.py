@@ -14,7 +14,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
 from gateway.placement.places import Places
 from gateway.sampling.engine import SamplerEngine
-from gateway.sampling.sampler import Sample, Sampler, SamplerKey
+from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future, Result
 from gateway.workers.worker import Worker
 from tandem.errors import SessionFinished
@@ -83,7 +83,7 @@ async def sampler():
 def add(sampler, number: int) -> Future:
     name = f"s-1:sample:0:{number}"
     future = Future(request_id=name, source="sample", describe=lambda: sampler.describe(name))
-    sampler.add(Sample(future=future, request=sampler_pb2.SampleRequest(operation_id=name)))
+    sampler.add(SampleCall(future=future, request=sampler_pb2.SampleRequest(operation_id=name)))
     return future
 
 
