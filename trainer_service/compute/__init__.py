@@ -1,8 +1,8 @@
-"""How ranks compute a batch together.
+"""Computation of one batch by several ranks.
 
-`process_group.py` turns processes into the ranks of one torch process group, on the nodes that
-`topology.py` derives from specification and environment. `trainer.py` is what every rank then runs:
-its share of each batch and its optimizer steps; by `control_group.py`, rank 0 tells the others what
-to do. On one CPU rank the shares run in parallel threads instead (`parallel.py`). `offload.py`
-moves a rank's state off its device (`device_memory.py`) and back.
+`process_group.py` joins processes into one torch process group, on the nodes that `topology.py`
+derives from specification and environment. `trainer.py` runs on every rank: its share of each
+batch, and its optimizer steps. `control_group.py` carries rank 0's operations to the others. A
+single CPU rank computes its shares in parallel threads (`parallel.py`). `offload.py` moves a rank's
+state off its device (`device_memory.py`) and back.
 """

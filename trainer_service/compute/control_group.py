@@ -1,4 +1,4 @@
-"""The control group: what rank 0 announces to the other ranks, and what they answer."""
+"""The control group: rank 0's announcements to the other ranks, and their answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SIZE = struct.Struct("<q")
 
 
 class Op(enum.IntEnum):
-    """What rank 0 announces, each of one run. `HEARTBEAT` does nothing but keep idle ranks from
-    timing out."""
+    """Operations that rank 0 announces, each for one run. `HEARTBEAT` only keeps idle ranks from
+    timing out.
+    """
 
     HEARTBEAT = 0
     FORWARD_BACKWARD = 1
@@ -47,9 +48,9 @@ def _buffer(data: bytes) -> Tensor:
 class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
-    `group` is a gloo group beside the one that computes, or None for a single rank, which sends
-    nothing. Every wait ends with the `timeout` of both. Each run has a `ControlGroup` with its
-    number in the process, which tells the ranks whose operation it is.
+    `group` is a gloo group beside the computing group. It is None for a single rank, which sends
+    nothing. Every wait ends after `timeout`. Each run has its own `ControlGroup`. `run` is its
+    number in the process and tells the ranks whose operation it is.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ControlGroup:
         self.run = run
 
     def of_run(self, run: int) -> ControlGroup:
-        """Of another run, with this number, on the same ranks."""
+        """Return the control group of another run on these ranks."""
         other = copy.copy(self)
         other.run = run
         return other
 
     def broadcast(self, op: Op, message: Message | None = None) -> None:
-        """Sends an operation from rank 0 to all others, and its request if it has one."""
+        """Send an operation, and its request if any, from rank 0 to all others."""
         if self.group is None:
             return
         payload = b"" if message is None else message.SerializeToString()
@@ -83,11 +84,11 @@ class ControlGroup:
             dist.broadcast(_buffer(payload), src=0, group=self.group)
 
     def heartbeat(self) -> None:
-        """Restarts the other ranks' timeout while rank 0 is idle; raises if one has died."""
+        """Restart the other ranks' timeout while rank 0 is idle. Raises if a rank has died."""
         self.broadcast(Op.HEARTBEAT)
 
     def receive(self) -> tuple[Op, int, bytes]:
-        """Waits for the next operation of rank 0; returns it, the run's number and the request."""
+        """Wait for rank 0's next operation. Return it with the run's number and the request."""
         header = torch.zeros(3, dtype=torch.int64)
         dist.broadcast(header, src=0, group=self.group)
         op, run, size = header.tolist()
@@ -101,8 +102,11 @@ class ControlGroup:
     def patient(
         self, timeout: timedelta, others: Sequence[dist.ProcessGroup] = ()
     ) -> Iterator[None]:
-        """Let collectives, also of the `others`, take so long, if that is more, while the block
-        runs, which ends on all ranks together. An error in it ends the process."""
+        """Raise the timeout of collectives, also of `others`, to at least `timeout` within the
+        block.
+
+        All ranks leave the block together. An error in it ends the process.
+        """
         if self.group is None:
             yield
             return
@@ -115,8 +119,7 @@ class ControlGroup:
             group.set_timeout(self.timeout)
 
     def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
-        """Gathers payloads whose `sizes` (bytes, by rank) all ranks know. Rank 0 gets all of
-        them, the others none."""
+        """Gather payloads whose `sizes` (bytes, by rank) all ranks know. Only rank 0 gets them."""
         if self.group is None:
             return [payload]
         if self.rank:
@@ -132,7 +135,7 @@ class ControlGroup:
         return received
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers payloads of any size. Rank 0 gets all of them, the others none."""
+        """Gather payloads of any size. Only rank 0 gets them."""
         heads = self.gather_known(_SIZE.pack(len(payload)), sizes=[_SIZE.size] * self.size)
         sizes = [int(_SIZE.unpack(head)[0]) for head in heads]
         return self.gather_known(payload, sizes=sizes)

@@ -1,4 +1,4 @@
-"""The memory of a device that a rank computes in, and of the host beside it."""
+"""The memory of a rank's device, and host memory beside it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEFT_FREE = 2**30
-"""Of the host's memory, in bytes, at least."""
+"""Bytes of host memory that stay free."""
 
 _MAPPED_FROM = 17 * 2**16
-"""Bytes. More than a MiB: libraries take buffers of just that, hundreds in a pass over sequences of
-128 tokens, and to map each anew nearly doubled the processor time."""
+"""Bytes. It is above 1 MiB because libraries allocate buffers of exactly that size, hundreds per
+pass over sequences of 128 tokens. Mapping each anew nearly doubles the processor time.
+"""
 _KEPT_AT_END = 64 * 2**20
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """Parameters of mallopt(3)."""
 
 
 def map_large_tensors() -> None:
-    """Let the C library of this process map each large tensor, and unmap it, if it is glibc.
+    """Make glibc map and unmap each large tensor. Other C libraries are left alone.
 
-    glibc raises its threshold up to 32 MiB when large tensors are freed. They then lie in a heap
-    with gaps that no tensor of the same size fits into, and the heap takes twice the memory.
+    By default glibc raises its threshold up to 32 MiB when large tensors are freed. They then lie
+    in a heap whose gaps fit no tensor of equal size, and the heap takes twice the memory.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
@@ -37,42 +38,43 @@ def map_large_tensors() -> None:
 
 
 def device_peaks(device: str) -> tuple[int, int]:
-    """Return the most bytes of this rank's device that tensors have taken so far, and that torch
-    has held for them; (0, 0) on a CPU."""
+    """Return the peak bytes of tensors on this rank's device, and of torch's reservation for them.
+    (0, 0) on a CPU.
+    """
     if device != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 class DeviceMemory(Protocol):
-    """The memory that a backend computes in. `is_host`: it is the host's own."""
+    """The memory that a backend computes in. `is_host`: it is host memory."""
 
     is_host: bool
 
     def allocate_host(self, size: int) -> Tensor:
-        """Host memory, uint8 [size], that copies to and from the device are fast with."""
+        """Return host memory, uint8 [size], with fast copies to and from the device."""
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Within, copies come after what was computed before, and need not have ended."""
+        """Run the block's copies after earlier computation, without waiting for their end."""
         ...
 
     def mark(self) -> Callable[[], None]:
-        """What waits for the copies so far."""
+        """Return a function that waits for the copies so far."""
         ...
 
     def give_back(self) -> None:
-        """Leaves to others what is free but was kept for later."""
+        """Return cached free memory to the system."""
         ...
 
 
 class CpuMemory:
-    """Implements `DeviceMemory` for a CPU."""
+    """`DeviceMemory` of a CPU."""
 
     is_host = True
 
     def __init__(self) -> None:
-        # Not every C library has it; with glibc, free memory otherwise stays with the process.
+        # Not every C library has it. Without it, glibc keeps freed memory in the process.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def allocate_host(self, size: int) -> Tensor:
@@ -90,7 +92,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """Implements `DeviceMemory` for the current GPU."""
+    """`DeviceMemory` of the current GPU."""
 
     is_host = False
 
@@ -98,7 +100,7 @@ class CudaMemory:
         self._stream = torch.cuda.Stream()
 
     def allocate_host(self, size: int) -> Tensor:
-        # Pinned memory that the host does not have is not refused: the kernel kills somebody.
+        # Pinning more memory than is free does not fail: the kernel kills some process.
         if (free := free_memory_bytes()) - size < _LEFT_FREE:
             raise torch.OutOfMemoryError(f"{free} bytes of host memory are free")
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -122,5 +124,4 @@ class CudaMemory:
 
 
 def memory_of(device: str) -> DeviceMemory:
-    """That of the device of a backend."""
     return CudaMemory() if device == "cuda" else CpuMemory()

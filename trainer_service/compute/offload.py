@@ -1,12 +1,12 @@
 """Moves the state of one rank off its device and back, bit for bit, so that others can use it.
 
-What moves are storages, the memory under tensors: each is copied, emptied, and later allocated and
-filled again. Parameters, their shards, gradients and optimizer state remain the objects that they
-are, so that nothing that refers to one of them notices, and tied weights and views stay that.
+The moved things are storages, the memory under tensors. Each storage is copied and emptied, and
+later allocated and filled again. Parameters, shards, gradients and optimizer state stay the same
+Python objects, so references, tied weights and views stay valid.
 
-On a GPU the copies go to pinned host memory, which is kept for the next time, on a stream of their
-own; each batch of storages is emptied as soon as it is copied. On a CPU host and device are the
-same memory: unless state goes to a file nothing moves, and only what is a cache is given back.
+On a GPU the copies go to pinned host memory on their own stream. The memory is kept for the next
+time. Each batch of storages is emptied after its copy. On a CPU, host and device memory are the
+same. Unless state goes to a file, nothing moves, and only caches are freed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
 BLOCK_BYTES = 64 * 2**20
-"""Of host memory, at most, in one allocation, and of one read or write of a file. Torch rounds
-pinned allocations up to a power of two."""
+"""The largest allocation of host memory, and the largest read or write of a file. Torch rounds
+pinned allocations up to a power of two.
+"""
 _ALIGNMENT = 512
-"""Of each storage's copy."""
+"""Of each storage's copy, in bytes."""
 _BATCH_BYTES = 4 * BLOCK_BYTES
-"""Storages of so many bytes are emptied together."""
+"""Storages of this total size are emptied together."""
 
 
 @dataclass
 class _Moved:
-    """Storages that are empty, with their sizes, and the file that has their contents, if it is not
-    the blocks of host memory."""
+    """Emptied storages with their sizes, and the file with their contents (None: host memory)."""
 
     storages: list[UntypedStorage]
     sizes: list[int]
@@ -61,8 +61,11 @@ class _Moved:
 
 
 class Offload:
-    """The state of one rank: that of its `backends`, which may share a model. `memory` is that of
-    their device; None: the one it is. `bytes` counts what was written to files and read."""
+    """The state of one rank: that of its `backends`, which may share a model.
+
+    `memory` is their device's memory, found by default. `bytes` counts bytes written to files and
+    read.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Offload:
         return self._moved is not None
 
     def check(self) -> None:
-        """Raises `CannotSleep` if a backend cannot."""
+        """Raise `CannotSleep` if a backend cannot sleep."""
         for backend in self._backends():
             if Capability.SLEEP not in backend.capabilities:
                 name = type(backend).__name__
@@ -90,11 +93,12 @@ class Offload:
     def sleep(
         self, *, enough_bytes: int = 0, spill_folder: str = "", most_bytes: int = 0
     ) -> common_pb2.SwitchReply:
-        """Moves state off the device, optimizer state first, until `enough_bytes` are free there;
-        0: all of it. With `spill_folder` it goes to a file there. It takes `most_bytes` of host
-        memory or of the disk; 0: any number.
+        """Move state off the device, optimizer state first, until `enough_bytes` are free there.
 
-        Raises `OutOfMemory` or `StorageFailed`; then all is as it was before.
+        0 moves all of it. With `spill_folder` it goes to a file there. `most_bytes` bounds the host
+        memory or disk used. 0 is no bound.
+
+        Raises `OutOfMemory` or `StorageFailed`. Then the state is unchanged.
         """
         assert self._moved is None
         memory = self._memory = self._memory or memory_of(self._backends()[0].device)
@@ -121,8 +125,7 @@ class Offload:
         return self.describe(bytes_moved=moved.bytes)
 
     def wake(self) -> common_pb2.SwitchReply:
-        """Fills the storages again. Raises `OutOfMemory` or `StorageFailed`, and is still asleep
-        then."""
+        """Fill the storages again. After `OutOfMemory` or `StorageFailed`, the rank still sleeps."""
         moved, memory = self._moved, self._memory
         assert moved is not None
         assert memory is not None
@@ -137,12 +140,12 @@ class Offload:
             memory.give_back()
             raise
         if moved.file is not None:
-            moved.file.close()  # it has no name, and ends with this
+            moved.file.close()  # it has no name, so closing deletes it
         self._moved = None
         return self.describe(bytes_moved=moved.bytes)
 
     def describe(self, *, bytes_moved: int = 0) -> common_pb2.SwitchReply:
-        """Where the state is now."""
+        """The bytes of state on device, host and disk."""
         reply = common_pb2.SwitchReply(
             bytes_moved=bytes_moved,
             device_bytes=sum(each.nbytes() for each in _storages(self._tensors())),
@@ -153,11 +156,13 @@ class Offload:
             reply.host_bytes = self._moved.bytes
         return reply
 
-    # --- What moves ------------------------------------------------------------------------
+    # --- Selection -------------------------------------------------------------------------
 
     def _tensors(self) -> list[Tensor]:
-        """In the order in which they go. Those of a shared model come once for each backend, and
-        moments that are kept on the host do not move."""
+        """The tensors in the order of moving. A shared model's tensors appear once per backend.
+
+        Moments on the host do not move.
+        """
         backends = self._backends()
         states = [each.live_state() for each in backends]
         found: list[Tensor] = []
@@ -171,7 +176,6 @@ class Offload:
         return [local(tensor) for tensor in found if tensor.device.type == device]
 
     def _choose(self, enough_bytes: int) -> list[UntypedStorage]:
-        """The storages to move."""
         storages = _storages(self._tensors())
         if not enough_bytes:
             return storages
@@ -209,7 +213,7 @@ class Offload:
         wait()
 
     def _reserve(self, size: int, memory: DeviceMemory) -> None:
-        """Makes the blocks of host memory as large as needed, before anything is moved."""
+        """Allocate the blocks of host memory before anything moves."""
         blocks = list(self._blocks)
         missing = size - sum(len(block) for block in blocks)
         while missing > 0:
@@ -221,8 +225,9 @@ class Offload:
     def _pieces(
         self, storages: Sequence[UntypedStorage]
     ) -> Iterator[tuple[UntypedStorage, list[tuple[Tensor, Tensor]]]]:
-        """Each storage with its pieces, as bytes, and their places in the blocks: the same ones
-        whenever the sizes are the same."""
+        """Each storage with its pieces, as bytes, and their places in the blocks. Equal sizes give
+        equal places.
+        """
         blocks = iter(self._blocks)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -238,7 +243,7 @@ class Offload:
     # --- To a file -------------------------------------------------------------------------
 
     def _write(self, moved: _Moved, folder: str, memory: DeviceMemory) -> None:
-        """The file has no name: it is gone with the process, however that ends."""
+        """Write a file without a name, so that it is deleted when the process ends in any way."""
         staging = None if memory.is_host else _allocated(memory, BLOCK_BYTES)
         checksum = xxhash.xxh3_64()
         file: IO[bytes] | None = None
@@ -251,10 +256,10 @@ class Offload:
                 checksum.update(_buffer(held))
                 self.bytes += len(held)
             file.flush()
-            os.fsync(file.fileno())  # a disk may say only now that it is full
+            os.fsync(file.fileno())  # a disk may report only now that it is full
         except OSError as error:
             if file is not None:
-                with suppress(OSError):  # it flushes what could not be written
+                with suppress(OSError):  # closing flushes the unwritten rest
                     file.close()
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise (StorageFull if full else StorageFailed)(
@@ -284,7 +289,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """What the tensors lie in, each once, without what is empty."""
+    """The nonempty storages of the tensors, each once."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -294,8 +299,10 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def _make_own(tensors: Iterable[Tensor]) -> None:
-    """Copies what lies in memory that cannot be emptied: on a CPU, weights are at first those of
-    the model's mapped files, and NumPy may share other tensors."""
+    """Copy tensors whose memory cannot be emptied.
+
+    On a CPU, weights first lie in the model's mapped files, and NumPy may share other tensors.
+    """
     copies: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         mapped = tensor.untyped_storage()
@@ -314,7 +321,7 @@ def _empty(storages: Iterable[UntypedStorage]) -> None:
 
 
 def _allocate(moved: _Moved) -> None:
-    """Gives the storages their sizes again. Raises `OutOfMemory`."""
+    """Give the storages their sizes again. Raises `OutOfMemory`."""
     try:
         for storage, size in zip(moved.storages, moved.sizes, strict=True):
             storage.resize_(size)
@@ -340,12 +347,12 @@ def _allocated(memory: DeviceMemory, size: int) -> Tensor:
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
-    """The whole storage, uint8 [size]."""
+    """The whole storage as uint8 [size]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _buffer(held: Tensor) -> memoryview:
-    """The memory of bytes on the host. (After `numpy()`, their storage could not be emptied.)"""
+    """The bytes of a host tensor. After `numpy()` its storage could not be emptied."""
     return memoryview((ctypes.c_ubyte * len(held)).from_address(held.data_ptr()))
 
 

@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 class ParallelMicroBatches:
-    """Computes up to `count` shares of a batch at once, each on a thread with `threads` of
-    torch's own.
+    """Computes up to `count` shares of a batch at once, each on a thread with `threads` torch
+    threads.
 
-    For one rank on a CPU. Two threads inside every operation of a small model synchronize some
-    hundred times per update; two halves of a batch synchronize once. Measured on two cores with
-    100 sequences of 7 tokens and 1 M parameters: 45 ms per update instead of 52, and no collapse
-    while other processes compute. A share has `least_tokens`, or there are fewer of them:
-    compiled, two halves of those sequences took 49 ms of processor time and 31 ms, one share 35 ms
-    of each, and left a core to whoever sends the next batch.
+    It is for one rank on a CPU. Threads inside the operations of a small model synchronize hundreds
+    of times per update. Halves of a batch synchronize once. Each share has at least `least_tokens`,
+    or there are fewer shares. Small compiled shares cost more processor time than one share.
     """
 
     def __init__(self, *, count: int, threads: int, least_tokens: int = 1) -> None:
@@ -39,24 +36,24 @@ class ParallelMicroBatches:
         )
 
     def shares(self, tokens: int) -> int:
-        """How many shares a batch of so many tokens is divided into."""
+        """The number of shares for a batch of `tokens`."""
         return max(1, min(self._count, tokens // self._least_tokens))
 
     def warm_up(self, backend: TrainerBackend) -> None:
-        """On one of the threads: what is compiled depends on how many of torch's own one has."""
+        """Warm up on a pool thread: compiled code depends on the number of torch threads."""
         self._pool.submit(backend.warm_up).result()
 
     def compute(
         self, backend: TrainerBackend, batch: Batch, plan: Sequence[RankPlan], *, done: Done
     ) -> list[ShareResult]:
-        """Computes each share of a plan with gradients of its own. Returns the results in order.
+        """Compute each share of a plan with its own gradients. Return the results in order.
 
-        The gradients are then added to the backend's in that order too, so that the sum does not
-        depend on which thread was quicker. Raises the first error once all threads have ended.
+        The gradients are added to the backend's in this order too, so the sum does not depend on
+        the threads' speed. Raises the first error after all threads have ended.
         """
         held = [_SeparateGradients(backend.gradients) for _ in plan]
         futures = [
-            # No collectives have to match here, so that nothing is computed for empty ones.
+            # No collectives have to match here, so empty micro-batches are skipped.
             self._pool.submit(
                 compute_share, backend, batch, tuple(filter(None, share)), keep=mine.add, done=done
             )

@@ -1,7 +1,6 @@
-"""How processes become the ranks of one torch process group.
+"""Joins processes into one torch process group.
 
-Rank 0 calls `bring_up`; every other rank, on its node or on another, gets an `Assignment` from it
-and calls `join`.
+Rank 0 calls `bring_up`. Every other rank gets an `Assignment` from it and calls `join`.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from trainer_service.models.huggingface import empty_model
 from trainer_service.models.tensor_parallel import check_divisible
 
 START_TIMEOUT = timedelta(minutes=10)
-"""For ranks to find each other and load the model. A launcher gives up sooner."""
+"""For ranks to meet and load the model. A launcher gives up sooner."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
-"""For another rank to reach the store, which rank 0 serves before it sends an assignment."""
+"""For another rank to reach the store, which rank 0 serves before it sends assignments."""
 _COMPILED_SHARE_TOKENS = 512
-"""Of each of several shares of a compiled run's batch, which one core computes in some 30 ms."""
+"""Minimum tokens of a compiled run's share. One core computes them in about 30 ms."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
-"""For the thread of the slowest rank to come to a snapshot."""
+"""For the slowest rank's thread to join a snapshot."""
 
 
 class Assignment(BaseModel):
-    """Rank 0's message to another rank: who it is, where to meet, and what to train.
+    """Rank 0's message to another rank: its number, the meeting place, and the training.
 
-    `device` is "cpu" or "cuda", of all ranks alike. `local_rank` is the index of this rank's GPU
-    among the visible ones. `on_node` is the number of ranks on its node. `own_cores` says whether
-    this rank has its cores alone or shares them with these ranks. Rank 0 serves torch's store at
-    `store_host` and `store_port`.
+    `device` is "cpu" or "cuda", for all ranks. `local_rank` is the index of this rank's GPU among
+    the visible ones. `on_node` is the number of ranks on its node. `own_cores`: the rank does not
+    share its cores with the node's other ranks. Rank 0 serves torch's store at `store_host` and
+    `store_port`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -78,11 +77,13 @@ class Assignment(BaseModel):
 
 
 class OtherRanks(Protocol):
-    """How rank 0 reaches the others."""
+    """Rank 0's connection to the other ranks."""
 
     def meet(self) -> Sequence[str]:
-        """Wait for all nodes; return the network interface by which the ranks of each compute
-        together. Raises `WorkerStartFailed`."""
+        """Wait for all nodes. Return each node's network interface for collectives.
+
+        Raises `WorkerStartFailed`.
+        """
         ...
 
     def assign(self, rank: int, line: str) -> None:
@@ -93,10 +94,10 @@ class OtherRanks(Protocol):
 def bring_up(
     spec: WorkerSpec, *, settings: TrainerSettings, topology: Topology, others: OtherRanks
 ) -> RankTrainer:
-    """Serves the store where ranks meet, sends each its assignment and joins as rank 0.
+    """Serve the store where ranks meet, send each rank its assignment and join as rank 0.
 
-    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed` for nodes that do not
-    come or GPUs that are not there, before any rank loads the model.
+    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed` (a node or a GPU is
+    missing), before any rank loads the model.
     """
     size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
@@ -109,7 +110,8 @@ def bring_up(
         raise WorkerStartFailed(describe(error)) from error
     if compiles(settings.compile, device):
         check_compiler(device)
-    # Otherwise every rank would find out, and the first to die would be reported instead.
+    # Check here once. Otherwise every rank would fail, and the first death would be reported
+    # instead.
     if training.lora:
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
     if (count := training.layout.tensor_parallel) > 1:
@@ -144,10 +146,10 @@ def bring_up(
 
 
 def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
-    """Serve the store where ranks meet; return it with its port.
+    """Serve the store where ranks meet. Return it with its port.
 
-    The kernel picks the port, and torch gets the socket that has it, so nobody can take the port
-    in between. The store of a trainer on one node listens on loopback alone.
+    The kernel picks the port, and torch gets the open socket, so nobody can take the port in
+    between. The store of a one-node trainer listens only on loopback.
     """
     listener = listen_on_all_addresses(0) if nodes > 1 else socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -180,8 +182,12 @@ def reach_store(
 
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
-    """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep, and
-    `UnsupportedByBackend` if a run asks for what it cannot do."""
+    """Check the backend against the specification.
+
+    Raises `UnsupportedByBackend` if it lacks a capability that the run needs, and
+    `WorkerStartFailed` if the trainer shares devices and neither backend nor host can make it
+    sleep.
+    """
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
         raise backend.cannot(Capability.ADAPTERS)
@@ -198,7 +204,7 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
 
 
 def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer:
-    """Meets the other ranks and loads the model. Rank 0 passes the store that it serves."""
+    """Meet the other ranks and load the model. Rank 0 passes the store that it serves."""
     settings, rank, size = assignment.settings, assignment.rank, assignment.size
     if rank:
         configure_logging(service="trainer", level=assignment.log_level)
@@ -211,8 +217,8 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
-    if size > 1:  # a single rank has a group where FSDP holds its weights (`RankMesh`)
-        # Where all ranks are on this machine, their traffic stays on its loopback interface.
+    if size > 1:  # a single rank gets a group only if FSDP holds its weights (`RankMesh`)
+        # On one machine the ranks' traffic stays on its loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)
         if store is None:
@@ -258,16 +264,16 @@ def _parallel(
 
 
 def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> None:
-    """Waits until all ranks have reached a stage of starting.
+    """Wait until all ranks have reached a stage of the start.
 
-    Import and load times differ by more than a collective may take.
+    Import and load times differ by more than a collective's timeout.
     """
     store.set(f"tandem/{stage}/{rank}", "1")
     store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
 
 
 def threads_of(assignment: Assignment) -> int:
-    """Returns how many threads the rank computes with."""
+    """The number of threads that the rank computes with."""
     sharing = 1 if assignment.own_cores else assignment.on_node
     return assignment.settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
 
@@ -275,9 +281,11 @@ def threads_of(assignment: Assignment) -> int:
 def kind_of_device(
     settings: TrainerSettings, given: Device | None, *, gpus: int, ranks: int
 ) -> Literal["cpu", "cuda"]:
-    """Returns what the ranks compute on: what they were `given`, or what the settings choose, where
-    "auto" means the CPU only if there is no GPU at all. Rank 0 sees so many `gpus`, of which each
-    of the `ranks` of its node needs one. Raises `WorkerStartFailed`."""
+    """The ranks' kind of device: from the `given` device, or else from the settings.
+
+    "auto" is the CPU only if there is no GPU. Rank 0 sees `gpus` GPUs, and each of its node's
+    `ranks` needs one. Raises `WorkerStartFailed`.
+    """
     if given is not None:
         if given.kind == "cuda" and not gpus:
             raise WorkerStartFailed(
@@ -301,7 +309,7 @@ def _visible_gpus() -> int:
 
 
 def _take_gpu(assignment: Assignment) -> None:
-    """Makes this rank's GPU the current one."""
+    """Make this rank's GPU the current one. Raises `WorkerStartFailed`."""
     if (there := _visible_gpus()) <= assignment.local_rank:
         raise WorkerStartFailed(
             f"rank {assignment.rank} sees {there} GPUs and was to use number "
@@ -309,6 +317,6 @@ def _take_gpu(assignment: Assignment) -> None:
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
         )
     torch.cuda.set_device(assignment.local_rank)
-    if budget := assignment.settings.memory_bytes:  # others count on the rest
+    if budget := assignment.settings.memory_bytes:  # other workers use the rest
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total))

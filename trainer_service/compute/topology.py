@@ -1,4 +1,4 @@
-"""On which nodes a trainer's ranks are."""
+"""The layout of a trainer's ranks on nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NODE_RANK = "TANDEM_NODE_RANK"
 
 @dataclass(frozen=True)
 class Topology:
-    """`ranks` in all, equally many on each of `nodes`, of which this is number `node`; node 0 is
-    reached at `host` and `port`.
+    """`ranks` in all, equally many on each of `nodes`. This is number `node`. Node 0 listens at
+    `host` and `port`.
 
     Literal example: with 4 ranks on 2 nodes, `Topology(nodes=2, node=1, ranks=4, host="trainer-a",
     port=29500).local` is `range(2, 4)`.
@@ -30,28 +30,26 @@ class Topology:
 
     @property
     def on_each(self) -> int:
-        """How many ranks a node has."""
+        """The number of ranks on a node."""
         return self.ranks // self.nodes
 
     @property
     def local(self) -> range:
-        """The ranks of this node."""
         return self.of(self.node)
 
     def of(self, node: int) -> range:
-        """The ranks of a node."""
         return range(node * self.on_each, (node + 1) * self.on_each)
 
     def node_of(self, rank: int) -> int:
         return rank // self.on_each
 
     def where(self, rank: int) -> str:
-        """Return on which node a rank is, to be put behind its number; "" where there is one."""
+        """Return " on node N", to follow a rank's number in a message, or "" with one node."""
         return f" on node {self.node_of(rank)}" if self.nodes > 1 else ""
 
 
 def listen_on_all_addresses(port: int) -> socket.socket:
-    """Return a socket to which other hosts can connect; port 0 is any free one."""
+    """Return a socket that other hosts can connect to. Port 0 is any free port."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
@@ -66,7 +64,7 @@ def node_number(environment: Mapping[str, str]) -> int:
 
 
 def topology_of(spec: WorkerSpec, *, node: int) -> Topology:
-    """Return the place of a node's process in its trainer. Raises `WorkerStartFailed`."""
+    """Return the topology as seen from `node`. Raises `WorkerStartFailed`."""
     ranks = (spec.trainer or TrainerSettings()).ranks
     if ranks % spec.nodes:
         raise WorkerStartFailed(f"{ranks} ranks cannot be divided equally among {spec.nodes} nodes")
@@ -81,7 +79,7 @@ def topology_of(spec: WorkerSpec, *, node: int) -> Topology:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`, where an IPv6 address stands in brackets."""
+    """Return host and port of `HOST:PORT`. An IPv6 address stands in brackets."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
         raise WorkerStartFailed(f"the rendezvous {text!r} is not of the form HOST:PORT")

@@ -37,9 +37,9 @@ WARM_UP_TIMEOUT = timedelta(minutes=10)
 
 
 class BatchProgress:
-    """How far the operation under way is. Written by the threads that compute, read by others.
+    """The progress of the current operation. Computing threads write it, others read it.
 
-    A rank knows its own share of a batch alone, and takes the others to be as far.
+    A rank knows only its own share of a batch and extrapolates from it.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class BatchProgress:
             self._seq_id, self._began = seq_id, time.perf_counter()
 
     def expect(self, *, tokens: int, share: int) -> None:
-        """Note the tokens of a batch, and how many of them are computed here."""
+        """Note the tokens of a batch, and the number computed here."""
         with self._lock:
             self._tokens, self._share, self._done = tokens, share, 0
 
@@ -61,7 +61,7 @@ class BatchProgress:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Say so while the block runs."""
+        """Report "compiling" within the block."""
         with self._lock:
             self._compiling = True
         yield
@@ -88,8 +88,9 @@ class BatchProgress:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The result of a forward_backward: `logprobs` [E], the loss's metrics, and the plan that it
-    was computed with, in tokens of a micro-batch."""
+    """The result of a forward_backward: `logprobs` [E], the loss's metrics, and the `plan` (tokens
+    of a micro-batch).
+    """
 
     logprobs: Float32Array
     metrics: dict[str, float]
@@ -97,10 +98,12 @@ class BatchResult:
 
 
 class RankTrainer:
-    """One rank, for one run. `step` counts the optimizer steps applied, alike on every rank.
-    `micro_batch_tokens` is the plan: how many tokens a micro-batch may have, padding included. It
-    becomes smaller when memory runs out. `snapshot_group` joins the threads that write snapshots;
-    None for a single rank."""
+    """One rank, for one run. `step` counts optimizer steps, equal on every rank.
+
+    `micro_batch_tokens` is the plan: the most tokens of a micro-batch, padding included. It shrinks
+    when memory runs out. `snapshot_group` joins the threads that write snapshots. It is None for a
+    single rank.
+    """
 
     def __init__(
         self,
@@ -123,8 +126,10 @@ class RankTrainer:
         self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
 
     def share(self, training: TrainingSpec, *, run: int) -> RankTrainer:
-        """Returns the trainer of another run upon the same model, with the number `run`. Raises as
-        `TrainerBackend.share`."""
+        """Return the trainer of another run of this model, with the number `run`.
+
+        Raises as `TrainerBackend.share`.
+        """
         mine = self.control
         return RankTrainer(
             backend=self.backend.share(training),
@@ -136,8 +141,10 @@ class RankTrainer:
         )
 
     def warm_up(self) -> None:
-        """Compile what batches are computed with, if the run is compiled and no run of this trainer
-        computed with the like of it before. Ranks wait for the slowest."""
+        """Compile the run's code, unless a run of this trainer already compiled the like of it.
+
+        All ranks wait for the slowest.
+        """
         backend = self.backend
         if backend.warm:
             return
@@ -148,17 +155,19 @@ class RankTrainer:
                 backend.warm_up()
 
     def forward_backward(self, batch: Batch, *, plan: int = 0) -> BatchResult | None:
-        """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
-        whole batch, the others None. `plan` 0: the trainer's own.
+        """Compute this rank's share and add its gradients. Only rank 0 gets the result of the
+        batch.
 
-        A single rank that runs out of memory computes the batch again: first once more as before,
-        if more memory is free now, which others or torch's cache may have had; then in smaller
-        micro-batches, and stays with those. Raises `OutOfMemory` with the gradients held as they
-        were before, or `MicroBatchTooLarge`, or `CustomLossFailed` on rank 0.
+        `plan` 0 is the trainer's own plan. If a single rank runs out of memory, it computes the
+        batch again. If more memory is free now than then, it first repeats with the same plan.
+        Otherwise it uses smaller micro-batches, and keeps that plan.
+
+        Raises `OutOfMemory` (with the earlier gradients restored), `MicroBatchTooLarge`, or
+        `CustomLossFailed` on rank 0.
         """
         self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
-        # Others would wait for this rank in collectives, and cannot be told.
+        # Several ranks cannot undo: the others already wait for this rank in collectives.
         alone = self.control.size == 1
         repeated = 0
         while True:
@@ -170,7 +179,8 @@ class RankTrainer:
             else:
                 self.micro_batch_tokens = min(self.micro_batch_tokens, plan)
                 return computed
-            # The error is gone here, and what it held of the attempt with it.
+            # Outside the except block the error's frames are freed, and with them the attempt's
+            # tensors.
             if mark is None or not backend.undo(mark):
                 raise MicroBatchTooLarge(tokens, reason)
             if plan != repeated and free_on(backend.device) > free:
@@ -183,8 +193,10 @@ class RankTrainer:
             )
 
     def plan_after(self, batch: Batch, *, tokens: int, reason: str = "") -> int:
-        """The plan once a micro-batch of so many tokens ran out of memory: half of it. Raises
-        `OutOfMemory` if there would still be one as large."""
+        """The plan after a micro-batch of `tokens` ran out of memory: half of it.
+
+        Raises `OutOfMemory` if a micro-batch would still be as large.
+        """
         plan = max(1, tokens // 2)
         parts = self._plan(batch, plan)
         if largest(parts, batch.lengths.tolist(), packed=self.backend.packs) < tokens:
@@ -208,7 +220,7 @@ class RankTrainer:
 
     @property
     def _shares(self) -> int:
-        """How many shares of a batch there are: ranks that compute together have one."""
+        """The number of shares of a batch. Ranks that compute together have one share."""
         return self.backend.training.layout.shares(self.control.size)
 
     @property
@@ -227,7 +239,7 @@ class RankTrainer:
         else:
             results = self._compute_on_ranks(batch, plan)
         loss = batch.loss
-        if loss.failure is not None:  # perhaps on one rank alone, also of those that compute alike
+        if loss.failure is not None:  # a loss may fail on one rank only
             told = self.control.gather(loss.failure().encode("utf-8", "replace"))
             if failed := next(filter(None, told), b""):
                 raise CustomLossFailed(failed.decode())
@@ -250,7 +262,7 @@ class RankTrainer:
         return BatchResult(logprobs=logprobs, metrics=metrics, plan=micro_batch_tokens)
 
     def optim_step(self, settings: StepSettings) -> dict[str, float]:
-        """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""
+        """Apply one step. Raises `GradientsNotFinite` on all ranks alike."""
         self.backend.sum_gradients()
         metrics = self.backend.optimizer.step(settings)
         self.backend.weights_changed()
@@ -261,8 +273,9 @@ class RankTrainer:
         self.backend.optimizer.drop_gradients()
 
     def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
-        """Computes this rank's share. Rank 0 gets all shares, in order, each from the first of the
-        ranks that computed it."""
+        """Compute this rank's share. Rank 0 gets all shares in order, each from the first rank with
+        it.
+        """
         mine = self.backend.forward_backward(batch, plan[self._my_share], done=self.progress.add)
         numbers = np.concatenate([mine.sums, mine.maxima])
         width = numbers.nbytes
@@ -288,6 +301,6 @@ class RankTrainer:
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:
-    """The indices in the batch's [E] of a share's logprobs, in the order of the plan."""
+    """The indices in the batch's [E] of a share's logprobs, in the plan's order."""
     datums = np.array([datum for part in share for datum in part], np.int64)
     return ranges(starts=starts_of(batch.sizes)[datums], sizes=batch.sizes[datums])
