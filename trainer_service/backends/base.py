@@ -1,4 +1,4 @@
-"""What a trainer backend does, and how one is found by its name."""
+"""The interface of trainer backends, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -32,18 +32,17 @@ if TYPE_CHECKING:
 
 
 Gradients = list["Tensor | None"]
-"""One for each trainable parameter; None where a loss does not depend on it."""
+"""One for each trainable parameter, None if a loss does not depend on it."""
 
 Objective = Callable[["Tensor"], LossResult]
-"""Log probabilities [e] of a micro-batch to its loss."""
+"""From a micro-batch's log probabilities [e] to its loss."""
 
 Mark = list[tuple["Parameter", "Tensor | None", int]]
-"""Trainable parameters with their gradients, and how often each gradient was written to."""
+"""Trainable parameters with their gradients, and each gradient's version (number of writes)."""
 
 
 class Capability(enum.StrEnum):
-    """What a backend may be able to do besides. A trainer is refused before its start if its run
-    needs one that the backend does not have."""
+    """Optional abilities of a backend. A run that needs a missing one is refused at its start."""
 
     SLEEP = "let its state leave the device between two operations"
     """`live_state` (`compute/offload.py`)."""
@@ -57,8 +56,10 @@ class Capability(enum.StrEnum):
 
 @dataclass(frozen=True)
 class LiveState:
-    """The tensors that live between operations, in the order in which they leave the device; of
-    sharded ones, this rank's shards."""
+    """The tensors that live between operations, in the order in which they leave the device.
+
+    For sharded tensors, they are this rank's shards.
+    """
 
     optimizer: Sequence[Tensor]
     gradients: Sequence[Tensor]
@@ -67,8 +68,10 @@ class LiveState:
 
 @dataclass(frozen=True)
 class Export:
-    """A tensor of a published model, as it is named and shaped in the model's own files. Those with
-    the same `unit` are made together, and exported by the same rank."""
+    """A tensor of a published model, with its name and shape in the model's own files.
+
+    One rank makes and exports all tensors of a `unit`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -82,72 +85,70 @@ class Export:
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all. `device` is "cpu" or "cuda"; on "cuda" the rank's own GPU is the
-    current one."""
+    """This rank among all. `device` is "cpu" or "cuda". On "cuda" its GPU is the current one."""
 
     rank: int
     size: int
     device: str
     on_node: int = 0
-    """How many ranks there are on this one's host; 0: all."""
+    """The number of ranks on this host. 0: all."""
 
 
 class TrainerBackend(ABC):
-    """One rank's share of a model: this is the page from which to write a backend.
+    """One rank's share of a model. This docstring is the guide to writing a backend.
 
-    **What it is.** A class whose constructor loads a model for one rank. There are as many
-    processes as `world.size`; if more than one, they are a process group of torch when the
-    constructor is called. All ranks call each method in the same order, one at a time, so that a
-    method may use collectives wherever nothing else is said. What comes before and after is not a
-    backend's concern: requests are validated, batches divided, results gathered, operations
-    applied once, files written and committed by others.
+    **Class.** The constructor loads a model for one rank. There are `world.size` processes. If
+    there are several, they already form a torch process group. All ranks call each method in the
+    same order, one at a time, so a method may use collectives unless its docstring says otherwise.
+    Other parts validate requests, divide batches, gather results, apply operations once, and write
+    and commit files.
 
-    **What it must have.** A constructor that sets the attributes below, and four more methods:
+    **Required.** A constructor that sets the attributes below, and these methods:
 
     | for | methods |
     |---|---|
-    | computing | `logprobs`; the default `forward_backward` makes everything else of it |
+    | computing | `logprobs`; the default `forward_backward` builds on it |
     | steps | `optimizer` (`make_optimizer`); `sum_gradients`, if `backward` does not sum them |
     | checkpoints | `parameters`; the optimizer's state goes with them |
     | publishing | `exports`, `export_weights` |
 
-    A backend with `mark` and `undo` goes on after a batch for which memory ran out.
+    A backend with `mark` and `undo` continues after a batch that ran out of memory.
 
-    A backend whose gradients come about in another way overrides the nearest of these:
+    A backend that computes gradients in another way overrides the nearest of these:
 
-        backward           what to do with the loss of a micro-batch
+        backward           use the loss of a micro-batch
         loss_of            the loss and its log probabilities, for gradients in one go
         forward_backward   the whole loop: a pipeline, one fused call
 
-    **What it may have.** `capabilities` names what it can do besides; each comes with methods that
-    otherwise raise `UnsupportedByBackend`. A class says what it can, an instance may take some
-    back (`self.capabilities -= {Capability.SLEEP}`) once its model is loaded.
+    **Optional.** `capabilities` names further abilities. Their methods otherwise raise
+    `UnsupportedByBackend`. A class declares them, and an instance may remove some after loading its
+    model (`self.capabilities -= {Capability.SLEEP}`).
 
-    **What holds.** A loss is a sum over datums, so gradients are summed, over ranks too, never
-    averaged: N ranks must compute what one computes. The same operations give the same bits.
-    A rank without datums takes part in its collectives all the same.
+    **Guarantees.** A loss is a sum over datums, so gradients are summed over ranks, never averaged:
+    N ranks must compute what one computes. Equal operations give equal bits. A rank without datums
+    still takes part in its collectives.
 
-    **Where it goes.** `BACKEND = ThatClass` in a module `NAME` of this folder; or, in a
-    package of its own, an entry point of the group `tandem.trainer_backends`, as that in
-    `tests/support/plain_backend`, of 80 lines. A run names it (`tandem.backend` in its
-    `user_metadata`); for those that do not, `TANDEM_TRAINER_BACKEND` does.
+    **Registration.** `BACKEND = ThatClass` in a module `NAME` of this folder. An external package
+    uses an entry point of the group `tandem.trainer_backends` (example:
+    `tests/support/plain_backend`, 80 lines). A run names its backend in `tandem.backend` of its
+    `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
     """
 
     capabilities: frozenset[Capability] = frozenset()
     facts: ModelFacts
-    """What is told of the model, and what requests are validated against."""
+    """Facts of the model, for clients and for validating requests."""
     training: TrainingSpec
     dtype: str
-    """"float32" or "bfloat16", of the computation and of published weights."""
+    """The type of the computation and of published weights: "float32" or "bfloat16"."""
     device: str
     optimizer: Optimizer
     threads: bool = False
-    """Whether several threads may compute micro-batches at once: `logprobs`, `loss_of`, `inputs`
-    and `gradients` are thread-safe then, and the loop calls `accumulate`."""
+    """True if several threads may compute micro-batches at once. Then `logprobs`, `loss_of`,
+    `inputs` and `gradients` are thread-safe, and the loop calls `accumulate`."""
     packs: bool = False
-    """Whether micro-batches come packed into one row instead of padded."""
+    """True if micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
-    """The tokens of a micro-batch that fit into memory, if the backend plans it
+    """The tokens of a micro-batch that fit into memory, if the backend plans them
     (`tandem/backends/memory.py`)."""
 
     @abstractmethod
@@ -159,17 +160,19 @@ class TrainerBackend(ABC):
         world: World,
         training: TrainingSpec | None = None,
     ) -> None:
-        """Loads the model. `training` None: all parameters, by AdamW. Raises `UnsuitableLora`
-        for a LoRA run that the model does not allow."""
+        """Load the model. `training` None: all parameters, by AdamW.
+
+        Raises `UnsuitableLora` for a LoRA run that the model does not allow.
+        """
 
     # --- Computing -------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
-        """Computes this rank's share of a batch, and adds the gradients of its loss to those held
-        unless the batch is `forward_only`. `share` is the datums of one micro-batch after the
-        other, as many on each rank; `done` is told the tokens of each.
+        """Compute this rank's share of a batch, and add the gradients of its loss to the held ones.
 
-        Raises `MicroBatchTooLarge` where memory runs out.
+        A `forward_only` batch adds none. `share` lists the datums of each micro-batch, and every
+        rank has equally many micro-batches. `done` is called with the tokens of each. Raises
+        `MicroBatchTooLarge` if memory runs out.
         """
         return compute_share(self, batch, share, keep=self.backward, done=done)
 
@@ -180,57 +183,66 @@ class TrainerBackend(ABC):
     def loss_of(
         self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
     ) -> tuple[Tensor, LossResult]:
-        """The log probabilities [e] of the targets, without gradient, and what `objective` makes of
-        them, whose `loss` is differentiable. `by_entry`: the objective is a loss by entry."""
+        """Return the targets' log probabilities [e], without gradient, and `objective` of them.
+
+        The result's `loss` is differentiable. `by_entry`: see `Loss.by_entry`.
+        """
         logprobs = self.logprobs(micro_batch, gradients=True)
         return logprobs.detach(), objective(logprobs)
 
     @property
     def warm(self) -> bool:
-        """Whether `warm_up` would have nothing to do."""
+        """True if `warm_up` has nothing to do."""
         return True
 
     def warm_up(self) -> None:
-        """Called on all ranks before a trainer is ready, and before the first batch of each run
-        that came later, on a thread that computes: the backend can compile what it will compute
-        with. Collectives, also of `groups`, may take `WARM_UP_TIMEOUT` meanwhile."""
+        """Compile the code for later batches, on a computing thread.
+
+        All ranks call it before a trainer is ready, and before the first batch of each later run.
+        Meanwhile collectives, also of `groups`, may take `WARM_UP_TIMEOUT`.
+        """
         return
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """Of its collectives, besides that of all ranks."""
+        """The process groups of its collectives, besides the group of all ranks."""
         return []
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this rank's `loss` to those held."""
+        """Add the gradients of this rank's `loss` to the held ones."""
         loss.backward()
 
     def gradients(self, loss: Tensor) -> Gradients:
-        """Return the gradients of `loss` alone. Only where `threads` is true."""
+        """Return the gradients of `loss`, not added to the held ones. Only if `threads`."""
         raise NotImplementedError
 
     def accumulate(self, gradients: Gradients) -> None:
-        """Add the result of `gradients` to the gradients held. Only where `threads` is true."""
+        """Add results of `gradients` to the held gradients. Only if `threads`."""
         raise NotImplementedError
 
     def mark(self) -> Mark | None:
-        """What `undo` needs to know of the gradients held; None: this backend cannot undo. Asked of
-        a single rank alone, before each batch."""
+        """Record the held gradients for `undo`, before each batch of a single rank.
+
+        Returns None if this backend cannot undo.
+        """
         return None
 
     def undo(self, mark: Mark) -> bool:
-        """Forgets what was computed since the mark, and frees its memory. Returns whether the
-        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
+        """Forget the computation since the mark, and free its memory.
+
+        Returns True if the held gradients are those of the mark, bit for bit. A gradient that was
+        added to is lost.
+        """
         return False
 
     def sum_gradients(self) -> None:
-        """Called before each step. The gradients held are sums over ranks afterwards; backends
-        whose `backward` sums them have nothing to do."""
+        """Sum the held gradients over ranks, before each step. A no-op if `backward` sums them."""
         return
 
     def weights_changed(self) -> None:
-        """Called after each step, and after a load into `parameters`: what the backend computes
-        with may be made of them."""
+        """Called after each step and after a load into `parameters`, to refresh weights derived
+        from them.
+        """
         return
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
@@ -238,37 +250,44 @@ class TrainerBackend(ABC):
         return {name: self.to_device(values) for name, values in micro_batch.inputs.items()}
 
     def to_device(self, values: object) -> Tensor:
-        """A NumPy array as a tensor on the backend's device."""
         return to_device(values, self.device)
 
     # --- Weights ---------------------------------------------------------------------------
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
-        """The live tensors that a checkpoint holds, by name, possibly sharded: all parameters
-        and persistent buffers, or those of the adapter."""
+        """The live tensors of a checkpoint, by name, possibly sharded.
+
+        They are all parameters and persistent buffers, or the adapter's parameters.
+        """
 
     @abstractmethod
     def exports(self) -> Sequence[Export]:
-        """The tensors of the whole model as it is published, alike on all ranks. (A LoRA run
-        publishes its adapter instead.)"""
+        """The tensors of the published whole model, equal on all ranks. A LoRA run publishes its
+        adapter instead.
+        """
 
     @abstractmethod
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of these units, in the order of `exports`, by name. One need only be there
-        until the next is asked for, so that no rank holds the model. All ranks go to the end."""
+        """Whole tensors of these units, by name, in the order of `exports`.
+
+        All ranks iterate to the end. A tensor need only exist until the next one is requested, so
+        no rank holds the whole model.
+        """
 
     # --- Capabilities ----------------------------------------------------------------------
 
     def live_state(self) -> LiveState:
-        """SLEEP: everything that must outlast the sleep: parameters, frozen ones too, buffers,
-        gradients and optimizer state. What else there is on the device, such as gathered
-        parameters, is freed by this call."""
+        """SLEEP: all tensors that must outlast the sleep: parameters (also frozen ones), buffers,
+        gradients and optimizer state. The call frees other device memory, such as gathered
+        parameters.
+        """
         raise self.cannot(Capability.SLEEP)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
-        """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files; on other
-        ranks nothing."""
+        """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files. Empty on
+        other ranks.
+        """
         raise self.cannot(Capability.ADAPTERS)
 
     def adapter_targets(self) -> Sequence[str]:
@@ -276,8 +295,10 @@ class TrainerBackend(ABC):
         raise self.cannot(Capability.ADAPTERS)
 
     def share(self, training: TrainingSpec) -> TrainerBackend:
-        """ADAPTERS: the backend of another run, with adapters and an optimizer of its own upon the
-        same model. Raises `UnsuitableLora`, or `InvalidRequest` where runs cannot share a model."""
+        """ADAPTERS: the backend of another run, with its own adapters and optimizer on this model.
+
+        Raises `UnsuitableLora`, or `InvalidRequest` if the runs cannot share a model.
+        """
         raise self.cannot(Capability.ADAPTERS)
 
     def activate(self) -> None:
@@ -286,7 +307,7 @@ class TrainerBackend(ABC):
 
     @classmethod
     def cannot(cls, what: Capability) -> UnsupportedByBackend:
-        """The error that says so."""
+        """The error for a missing capability."""
         return UnsupportedByBackend(f"the trainer backend {cls.__name__} cannot {what}")
 
 
@@ -296,7 +317,7 @@ def to_device(values: object, device: str) -> Tensor:
 
 
 def add_gradients(held: Gradients, more: Gradients) -> Gradients:
-    """Adds `more` to `held`, in place where both are tensors. Returns the sum."""
+    """Add `more` to `held`, in place if both are tensors. Return the sum."""
     both = [(a, b) for a, b in zip(held, more, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -306,7 +327,8 @@ def add_gradients(held: Gradients, more: Gradients) -> Gradients:
 def backend_named(name: str) -> type[TrainerBackend]:
     """The backend of this package or of an installed one.
 
-    Raises `WorkerStartFailed`, which lists the known names, or those who register this one.
+    Raises `WorkerStartFailed`, which lists the known names, or the packages that all register this
+    name.
     """
     known = known_backends()
     if name not in known:

@@ -1,5 +1,7 @@
-"""A model whose parameters are copies, in the type that it computes in, of float32 weights that are
-trained: what FSDP casts anew for each micro-batch is then copied once for each step."""
+"""Copies of float32 weights in the model's dtype, made once per optimizer step.
+
+FSDP instead casts the weights for each micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class CopiedWeights:
-    """`masters` are float32 weights by the names of the model's parameters, which become copies in
-    `dtype`. Each gradient that a backward pass makes of a copy is added to its master's at once, in
-    float32: so does FSDP, and to the same bits.
+    """`masters` are float32 weights by parameter name. The model's parameters become copies in
+    `dtype`.
 
-    The copies stay the same objects. They take as much memory besides as the model in `dtype`.
+    Each gradient of a copy is added to its master's immediately, in float32. FSDP does so too, with
+    equal bits. The copies stay the same objects. They take the memory of one more model in `dtype`.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:
         self.masters: dict[str, nn.Parameter] = {}
         self._copies: list[Tensor] = []
         for name, parameter in model.named_parameters():
-            master = nn.Parameter(parameter.data.float())  # the same memory, if it is float32
+            master = nn.Parameter(parameter.data.float())  # shares memory if float32
             parameter.data = master.data.to(dtype)
             parameter.register_post_accumulate_grad_hook(functools.partial(_move, master))
             self.masters[name] = master
             self._copies.append(parameter.data)
 
     def refresh(self) -> None:
-        """Copies the masters, which have changed."""
+        """Copy the changed masters."""
         with torch.no_grad():
             torch._foreach_copy_(self._copies, list(self.masters.values()))
 

@@ -1,5 +1,7 @@
-"""The whole weights of a model as they are published: named and shaped as in the model's own files,
-gathered a group at a time."""
+"""The whole weights of a model for publishing, gathered a group at a time.
+
+They have the names and shapes of the model's own files.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class WholeWeights:
-    """The whole weights of a model, in `dtype`. Make it once the model is loaded and sharded."""
+    """The whole weights of a model, in `dtype`. Create it after the model is loaded and sharded."""
 
     def __init__(self, model: nn.Module, groups: ShardGroups, *, dtype: torch.dtype) -> None:
         self._model = model
         self._groups = groups
         self._dtype = dtype
-        # Whether the model's files differ in layout from its modules (fused experts).
+        # True if the model's files differ in layout from its modules (fused experts).
         self._converts = bool(getattr(model, "_weight_conversions", None))
         names = {module: name for name, module in model.named_modules()}
         blocks = find_blocks(model) if self._converts else []
@@ -34,7 +36,6 @@ class WholeWeights:
 
     @cached_property
     def exports(self) -> Sequence[Export]:
-        """See `TrainerBackend.exports`."""
         found = [
             Export(name, tuple(buffer.shape), buffer.dtype, unit=name)
             for name, buffer in persistent_buffers(self._model).items()
@@ -52,7 +53,6 @@ class WholeWeights:
         return found
 
     def of(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainerBackend.export_weights`."""
         for name, buffer in persistent_buffers(self._model).items():
             if name in units:
                 yield name, buffer.detach()
@@ -80,14 +80,14 @@ class WholeWeights:
         return name
 
     def _whole(self, name: str) -> Tensor:
-        """A parameter, whose group must be gathered."""
+        """A parameter. Its group must be gathered."""
         parameter = self._model.get_parameter(name).detach()
         if isinstance(parameter, DTensor):  # ranks that compute together have a part each
             parameter = parameter.full_tensor()
         return parameter
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Converts names and shapes to those of the model's own files."""
+        """Convert names and shapes to those of the model's own files."""
         if not self._converts:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 
 _COMPILE_THREADS = 8
-"""Of one rank, at most."""
+"""The most compile threads of one rank."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -85,18 +85,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Fsdp2Backend(TrainerBackend):
-    """Float32 master weights, sharded over ranks; computes in `dtype`, reduces in float32.
+    """Float32 master weights, sharded over ranks. Computes in `dtype`, reduces in float32.
 
-    LoRA runs freeze the weights, which are kept in `dtype`, and can share them: there is a backend
-    for each run upon one model, which computes with the adapters of the run that is active. These
-    are float32 and lie whole on every rank, which sums their gradients itself, once for each step:
-    they come and go, while what is sharded cannot change.
+    LoRA runs freeze the weights, keep them in `dtype`, and can share them. Each run has its own
+    backend object on the shared model, which computes with the active run's adapters. Adapters are
+    float32 and whole on every rank. The ranks sum their gradients themselves, once per step,
+    because adapters come and go while FSDP's set of sharded parameters is fixed.
 
-    A single rank has nothing to shard: its model stays a plain module, which for a small model is
-    2 to 5 % faster than a group of one rank. What it computes with in bfloat16 are copies of its
-    float32 weights, made after each step, unless they do not fit into its memory: then FSDP casts a
-    group at a time, to the same bits, as it does for states in bfloat16 that are computed with in
-    float32. It also holds the weights that a single rank keeps on its host.
+    A single rank shards nothing. Its model stays a plain module, which is faster for a small model
+    than a group of one rank. In bfloat16 it computes with copies of its float32 weights, made after
+    each step. If the copies do not fit into memory, FSDP casts a group at a time, with equal bits.
+    FSDP also handles states in bfloat16 with computation in float32, and a single rank's weights on
+    the host.
     """
 
     capabilities = frozenset(Capability)
@@ -155,7 +155,7 @@ class Fsdp2Backend(TrainerBackend):
     # --- The run ---------------------------------------------------------------------------
 
     def _begin(self, training: TrainingSpec) -> None:
-        """Makes everything that is of one run alone."""
+        """Create the state of one run."""
         self.training = training
         self._choose_trainable(training)
         self.optimizer = make_optimizer(
@@ -209,7 +209,7 @@ class Fsdp2Backend(TrainerBackend):
     # --- Loading and sharding --------------------------------------------------------------
 
     def _prepare(self, settings: TrainerSettings, model: nn.Module) -> None:
-        """While the parameters have no memory yet."""
+        """Prepare the model while its parameters have no memory yet."""
         self._model = model
         self._active = ActiveAdapters()
         self.facts = facts_of(model)
@@ -237,19 +237,21 @@ class Fsdp2Backend(TrainerBackend):
             )
 
     def _to_device(self) -> None:
-        """All that is not kept on the host."""
+        """Move everything but host weights to the device."""
         if not self.training.weights_on_host:
             self._model.to(self._device)
             return
         for part in self._groups.even_parts() if self.device != "cpu" else ():
-            pin(part)  # FSDP pins what it moves
+            pin(part)  # FSDP pins the tensors that it moves
         for buffer in self._model.buffers():
             buffer.data = buffer.to(self._device)
 
     @property
     def _compile_threads(self) -> int:
-        """How many kernels are compiled at once. Each of torch's threads is a process, which would
-        only be in the way on a CPU that computes as well."""
+        """The number of kernels compiled at once.
+
+        Each torch compile thread is a process, which would take cores from a computing CPU.
+        """
         if self._world.device == "cpu":
             return 1
         ranks = self._world.on_node or self._world.size
@@ -260,8 +262,11 @@ class Fsdp2Backend(TrainerBackend):
         return (self.dtype, self.training.states) != ("float32", "float32")
 
     def _try_out(self, path: Path, settings: TrainerSettings) -> None:
-        """Finds out whether the model is causal, whether it packs, and whether it can end at its
-        hidden states. Where ranks share it, or it is not in float32, a small one is tried out."""
+        """Check that the model is causal. Find out whether it packs and can end at its hidden
+        states.
+
+        For several ranks, or types other than float32, a small model of the same class is tested.
+        """
         small = small_model(path) if self._sharded or self._casts else None
         model = self._model if small is None else small
         check_causal(model)
@@ -303,7 +308,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         if self._mesh is not None and self._world.size > 1:
-            total = value.to(self._device)  # where their collectives are
+            total = value.to(self._device)  # collectives need the device
             self._mesh.sum_over_replica(total)
             value.copy_(total)
 
@@ -319,7 +324,9 @@ class Fsdp2Backend(TrainerBackend):
 
     @property
     def _shape(self) -> str:
-        """What the compiled code of runs that share a model differs in."""
+        """The part of the specification that compiled code depends on, for runs that share the
+        model.
+        """
         lora = self.training.lora
         return "" if lora is None else lora.model_dump_json(exclude={"seed"})
 
@@ -337,8 +344,11 @@ class Fsdp2Backend(TrainerBackend):
         self._warm.add(self._shape)
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
-        """Replicas add up their gradients with the last micro-batch alone; so do the ranks of one,
-        unless those of the whole model, which each of them has until then, are too many."""
+        """Sum gradients over replicas only with the last micro-batch.
+
+        The ranks of one replica do so too, unless memory is short: until then each holds gradients
+        of the whole model.
+        """
         if not self._reduces_once and self.training.layout.replicas == 1:
             return super().forward_backward(batch, share, done=done)
         left = len(share)
@@ -358,8 +368,8 @@ class Fsdp2Backend(TrainerBackend):
         with torch.set_grad_enabled(gradients):
             chosen = self._logprobs.of(micro_batch)
         if not gradients:
-            # Without a backward nothing reshards the root, and after the next step a forward would
-            # still use the old weights.
+            # Without a backward pass nothing reshards the root, and after the next step a forward
+            # pass would use the old weights.
             self._groups.reshard()
         return chosen
 
@@ -372,7 +382,7 @@ class Fsdp2Backend(TrainerBackend):
         return self._logprobs.with_gradients(micro_batch, objective)
 
     def _choose_checkpointing(self, micro_batch: MicroBatch) -> None:
-        """The bits are the same."""
+        """Checkpointing does not change the bits."""
         self._checkpointing.on = self.plan.checkpoints(micro_batch.tokens.size)
 
     def gradients(self, loss: Tensor) -> Gradients:
@@ -402,14 +412,15 @@ class Fsdp2Backend(TrainerBackend):
         ]
 
     def undo(self, mark: Mark) -> bool:
-        """What is written into a tensor raises its version. Where the backward has not come so
-        far, the gradients held are intact."""
+        """A write into a tensor raises its version. Gradients that the backward pass did not reach
+        are intact.
+        """
         self._groups.forget_backward()
         intact = True
         for parameter, gradient, version in mark:
             parameter.grad = gradient
             intact &= gradient is None or local(gradient)._version == version
-        gc.collect()  # errors hold the frames, and those the tensors, of what failed
+        gc.collect()  # errors hold the frames and tensors of the failed attempt
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return intact
@@ -444,7 +455,7 @@ class Fsdp2Backend(TrainerBackend):
 
 
 def _sum_over_one_rank(value: Tensor) -> None:
-    """Of what every rank has whole."""
+    """No sum: every rank has the whole value."""
 
 
 BACKEND = Fsdp2Backend

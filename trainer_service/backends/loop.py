@@ -1,5 +1,4 @@
-"""The loop over the micro-batches of one share of a batch: what `TrainerBackend.forward_backward`
-does unless a backend has a way of its own."""
+"""The default `TrainerBackend.forward_backward`: a loop over the micro-batches of one share."""
 
 from __future__ import annotations
 
@@ -31,16 +30,17 @@ if TYPE_CHECKING:
     from trainer_service.backends.base import TrainerBackend
 
 Keep = Callable[["Tensor"], None]
-"""Takes the loss of a micro-batch and adds its gradients to those held."""
+"""Adds the gradients of a micro-batch's loss to the held ones."""
 
 Done = Callable[[int], None]
-"""Is told the tokens of each micro-batch that has been computed."""
+"""Called with the tokens of each computed micro-batch."""
 
 
 @dataclass(frozen=True)
 class ShareResult:
-    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs
-    in the order of the plan."""
+    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs in
+    plan order.
+    """
 
     sums: NDArray[np.float64]
     maxima: NDArray[np.float64]
@@ -50,8 +50,10 @@ class ShareResult:
 def compute_share(
     backend: TrainerBackend, batch: Batch, share: RankPlan, *, keep: Keep, done: Done
 ) -> ShareResult:
-    """Computes the micro-batches of one share, and calls `keep` with each one's loss. Raises
-    `MicroBatchTooLarge`."""
+    """Compute the micro-batches of one share, and call `keep` with each one's loss.
+
+    Raises `MicroBatchTooLarge`.
+    """
     loss = batch.loss
     chosen: list[Tensor] = []
     sums: list[Tensor] = []
@@ -68,7 +70,7 @@ def compute_share(
                 raise
             reason = describe(error).partition("\n")[0][:300]
             free = free_on(backend.device)
-        if reason:  # raised here, it does not hold the memory that the other error does
+        if reason:  # raised here, it does not hold the other error's memory
             lengths = batch.lengths.tolist()
             tokens = tokens_of(datums, lengths, packed=backend.packs) or STAND_IN_TOKENS
             raise MicroBatchTooLarge(tokens, reason, free=free)
@@ -94,7 +96,7 @@ def compute_share(
 
 
 def _join_collectives(backend: TrainerBackend, batch: Batch, keep: Keep) -> None:
-    """Computes next to nothing, with a weight of zero."""
+    """Compute a tiny stand-in with a weight of zero."""
     gradients = not batch.forward_only
     logprobs = backend.logprobs(stand_in(packed=backend.packs), gradients=gradients)
     if gradients:
@@ -104,7 +106,7 @@ def _join_collectives(backend: TrainerBackend, batch: Batch, keep: Keep) -> None
 def _compute(
     backend: TrainerBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
 ) -> tuple[Tensor, LossResult]:
-    """Returns the logprobs and what the loss makes of them."""
+    """Return the logprobs and the result of the loss."""
     micro_batch = make_micro_batch(batch, datums, packed=backend.packs)
     loss, settings = batch.loss, batch.settings
     inputs = backend.inputs(micro_batch)
@@ -118,5 +120,5 @@ def _compute(
         return logprobs, objective(logprobs)
     logprobs, result = backend.loss_of(micro_batch, objective, by_entry=loss.by_entry(settings))
     keep(result.loss)
-    # Without the graph, whose many small pieces would divide the memory of the next micro-batch.
+    # Detached, so that pieces of the graph do not fragment the next micro-batch's memory.
     return logprobs.detach(), replace(result, loss=result.loss.detach())

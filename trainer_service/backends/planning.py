@@ -1,5 +1,7 @@
-"""Plans the memory of a backend that shards with FSDP2: the formula of `tandem/backends/memory.py`,
-with the shapes of a model that has no memory yet."""
+"""Plans the memory of an FSDP2 backend.
+
+It applies the formula of `tandem/backends/memory.py` to the shapes of a model without memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _Shapes = Mapping[str, Sequence[int]]
 
 
 def at_once(backend: TrainerBackend, settings: TrainerSettings, *, threads: int) -> int:
-    """How many micro-batches a rank computes at the same time."""
+    """The number of micro-batches that a rank computes at once."""
     if not backend.threads:
         return 1
     return min(settings.parallel_micro_batches or 2, threads)
@@ -79,8 +81,10 @@ def memory_of(
 
 
 def _moments(trained: _Shapes, training: TrainingSpec, *, outer: set[str]) -> int:
-    """How many numbers the moments have: two for each trained number, or one in a matrix of dimuon.
-    Dimuon leaves the tables and the head, the `outer` layers, to AdamW."""
+    """The number of moment values: two for each trained number, one in a matrix of dimuon.
+
+    Dimuon trains embeddings and head, the `outer` layers, with AdamW.
+    """
 
     def each(name: str, shape: Sequence[int]) -> int:
         hidden = len(shape) == 2 and name.rpartition(".")[0] not in outer
@@ -90,7 +94,7 @@ def _moments(trained: _Shapes, training: TrainingSpec, *, outer: set[str]) -> in
 
 
 def _available(settings: TrainerSettings, world: World) -> Available:
-    """The least of what any rank may use, so that all plan alike."""
+    """The least memory available to any rank, so that all ranks plan alike."""
     host = int((1 - SPARE) * free_memory_bytes())
     device = host
     if world.device == "cuda":

@@ -1,5 +1,4 @@
-"""How FSDP2 divides a model among ranks: the mesh that they are, which parameters are gathered
-together, and the calls that gather them and let them go."""
+"""FSDP2's division of a model among ranks: the mesh, the parameter groups, and gathering."""
 
 from __future__ import annotations
 
@@ -31,9 +30,12 @@ if TYPE_CHECKING:
 
 
 class RankMesh:
-    """The ranks of a trainer: `data`, over which FSDP shards, is [replicas, shards] or, of a single
-    replica, [shards]; `tensor`, over which matrices are divided, [ranks that compute together], or
-    None. A collective of some of them fails after `timeout`, as one of all does."""
+    """The ranks of a trainer.
+
+    FSDP shards over `data`: [replicas, shards], or [shards] for a single replica. Matrices are
+    divided over `tensor`: [ranks that compute together], or None. Their collectives fail after
+    `timeout`.
+    """
 
     def __init__(self, world: World, layout: Layout, *, timeout: timedelta) -> None:
         if world.size == 1 and not dist.is_initialized():
@@ -62,19 +64,19 @@ class RankMesh:
             self.data = mesh[tuple(names[:-1])]
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those of its collectives."""
+        """The process groups of its collectives."""
         meshes = [self.data] if self.tensor is None else [self.data, self.tensor]
         return [group for mesh in meshes for group in mesh.get_all_groups()]
 
     def sum_over_replica(self, value: Tensor) -> None:
-        """Adds up a tensor in place over the ranks that hold one replica."""
+        """Sum a tensor in place over the ranks of one replica."""
         dist.all_reduce(value, group=self.data.get_group("shards"))
         if self.tensor is not None:
             dist.all_reduce(value, group=self.tensor.get_group())
 
 
 def _meet_nobody(device: str, *, timeout: timedelta) -> None:
-    """Makes the process group of a single rank."""
+    """Make the process group of a single rank."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -87,12 +89,13 @@ def _meet_nobody(device: str, *, timeout: timedelta) -> None:
 
 
 class ShardGroups:
-    """The parameters of a model in groups, each of which FSDP gathers at once: those of each group
-    of `blocks`, and the root with all others last. `names` are those of the parameters, by group; a
-    tied weight comes once.
+    """The parameters of a model in groups that FSDP gathers at once.
 
-    Make it before anything replaces the model's modules: parameters keep their names. Without a
-    call of `shard` all is as before, and nothing is gathered.
+    There is one group for each entry of `blocks`, and a last one, the root, with all other
+    parameters. `names` are the parameter names by group. A tied weight appears once.
+
+    Create it before anything replaces the model's modules, so that parameters keep their names.
+    Without a call of `shard` nothing is sharded or gathered.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -110,9 +113,12 @@ class ShardGroups:
             self.names[group_of.get(parameter, -1)].append(name)
 
     def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None, on_host: bool) -> None:
-        """Shards the parameters over the ranks of a mesh. They are gathered in `dtype` (None: as
-        they are kept), and their gradients are added up in float32. `on_host`: both are kept in the
-        host's memory, pinned beside a GPU, and come to the device by group."""
+        """Shard the parameters over the ranks of a mesh.
+
+        They are gathered in `dtype` (None: their own), and their gradients are summed in float32.
+        `on_host` keeps both in host memory, pinned beside a GPU, and moves them to the device by
+        group.
+        """
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy()
         if on_host:
@@ -123,15 +129,16 @@ class ShardGroups:
         # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
         shard(self._model, reshard_after_forward=False)
         self._sharded = True
-        if mesh.size() > 1:  # a rank alone would divide by one, in memory for the quotient
+        if mesh.size() > 1:  # a single rank would divide by one, with memory for the quotient
             for module in self._modules():
                 # Losses are sums over all datums, so gradients are summed, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def even_parts(self) -> Iterator[Tensor]:
-        """This rank's parts of parameters of which all ranks have as much. FSDP moves those of the
-        others into larger memory."""
+        """This rank's parts of evenly divided parameters. FSDP moves the other parts into larger
+        memory.
+        """
         for parameter in self._model.parameters():
             assert isinstance(parameter, DTensor)
             placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -140,11 +147,11 @@ class ShardGroups:
                 yield parameter.to_local().detach()
 
     def _modules(self) -> list[FSDPModule]:
-        """One for each group; none where nothing is sharded."""
+        """One FSDP module per group. Empty if nothing is sharded."""
         return [*(group[0] for group in self._blocks), self._model] if self._sharded else []
 
     def gathered(self) -> Iterator[Sequence[str]]:
-        """Gathers one group after the other, and yields its parameters' names."""
+        """Gather one group after the other, and yield its parameters' names."""
         modules = self._modules() or [None] * len(self.names)
         for module, names in zip(modules, self.names, strict=True):
             if module is not None:
@@ -154,24 +161,27 @@ class ShardGroups:
                 module.reshard()
 
     def reshard(self) -> None:
-        """Lets go of all that is gathered: of the root after a forward pass without gradients, or
-        after a loss that failed."""
+        """Free gathered parameters: the root's after a forward pass without gradients or a failed
+        loss.
+        """
         for module in self._modules():
             module.reshard()
 
     def reduce_with_next_backward(self, *, in_replica: bool, between_replicas: bool) -> None:
-        """Whether the gradients of the next backward pass are added up over the ranks of a replica,
-        and then over replicas, with all that was kept of those before; otherwise they are kept."""
+        """Choose the reductions of the next backward pass: within a replica, then between replicas.
+
+        A reduction includes the gradients held back before. Without it, gradients are held back.
+        """
         for module in self._modules():
             module.set_requires_gradient_sync(in_replica)
             module.set_requires_all_reduce(between_replicas)
 
     def forget_backward(self) -> None:
-        """Drops what a forward or backward pass that failed has left, and all gradients."""
+        """Drop the state of a failed forward or backward pass, and all gradients."""
         for module in self._modules()[-1:]:
             module.reset_iter_state()
         for module in self._modules():
-            module.unshard()  # of the block that failed, some gradients were not reduced yet
+            module.unshard()  # some gradients of the failed block were not reduced yet
             for parameter in self._model.parameters():
                 parameter.grad = None
             module.reshard()

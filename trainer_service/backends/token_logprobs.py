@@ -1,4 +1,4 @@
-"""From a micro-batch to the log probabilities of its targets, by a model that is loaded."""
+"""Log probabilities of a micro-batch's targets, by a loaded model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs:
-    """The logprobs of tokens, for all runs that share the model, which computes with the adapters
-    that are `active`.
+    """The logprobs of tokens, for all runs that share the model. It computes with the `active`
+    adapters.
 
-    `apart`: the model comes apart, and is made to return its hidden states, of which logits are
-    made a chunk at a time, of at most `logits_bytes`; else it makes the logits whole. `compiled`:
-    its blocks are, and take no row of a single token.
+    `apart`: the model can end at its hidden states. Logits are then made in chunks of at most
+    `logits_bytes`, else whole. `compiled`: the blocks are compiled and take no row of a single
+    token.
     """
 
     def __init__(
@@ -57,21 +57,22 @@ class TokenLogprobs:
         self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
 
     def of(self, micro_batch: MicroBatch) -> Tensor:
-        """Log probabilities of the targets, float32 [e], differentiable where gradients are on."""
+        """Log probabilities of the targets, float32 [e], differentiable if gradients are on."""
         chosen = self._logprobs(self._hidden_of(micro_batch), self._targets_of(micro_batch))
         chosen = chosen.reshape(-1)
         select = self._select_of(micro_batch)
         return chosen if select is None else chosen.index_select(0, select)
 
     def in_chunks(self, micro_batch: MicroBatch) -> bool:
-        """Whether its logits never exist all at once."""
+        """True if its logits never exist all at once."""
         return micro_batch.tokens.size > self._logprobs.rows
 
     def with_gradients(
         self, micro_batch: MicroBatch, objective: Objective
     ) -> tuple[Tensor, LossResult]:
-        """As `TrainerBackend.loss_of`, of a loss by entry: its gradients are made with the log
-        probabilities."""
+        """As `TrainerBackend.loss_of` for a loss by entry. The gradients are made with the log
+        probabilities.
+        """
 
         def gradient_of(logprobs: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -89,8 +90,10 @@ class TokenLogprobs:
         return logprobs, replace(result, loss=result.loss + carrier)
 
     def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
-        """The hidden states [rows, hidden] of all tokens. No attention mask: a causal model's
-        real tokens never see padding on the right."""
+        """The hidden states [rows, hidden] of all tokens.
+
+        There is no attention mask: in a causal model real tokens never see padding on the right.
+        """
         single = self._compiled and micro_batch.tokens.shape[1] == 1
         if single:
             micro_batch = of_two_tokens(micro_batch)
@@ -110,7 +113,7 @@ class TokenLogprobs:
         return to_device(micro_batch.select, self._device)
 
     def _of_tail(self) -> list[nn.Parameter]:
-        """The trainable parameters that logits are made with, those of adapters included."""
+        """The trainable parameters that compute logits, including adapters."""
         own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
         for name, adapter in self._active.by_module.items():
             if name.partition(".")[0] in self._tail:
@@ -119,5 +122,5 @@ class TokenLogprobs:
 
 
 def _as_they_are(logits: Tensor) -> Tensor:
-    """Of a model that returns its logits itself."""
+    """For a model that returns its logits."""
     return logits

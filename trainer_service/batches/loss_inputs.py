@@ -1,4 +1,4 @@
-"""Decodes and checks the tensors (`loss_fn_inputs`) and settings (`loss_fn_config`) of a loss."""
+"""Decodes and checks a loss's tensors (`loss_fn_inputs`) and settings (`loss_fn_config`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def starts_of(sizes: Int64Array) -> Int64Array:
-    """The start of each of consecutive pieces of these sizes."""
+    """The start of each of consecutive pieces with these sizes."""
     result: Int64Array = np.cumsum(sizes) - sizes
     return result
 
@@ -44,12 +44,12 @@ def item_bytes(dtype: int) -> int:
 
 
 def read_integers(data: bytes, dtype: int) -> Int64Array:
-    """Decodes little-endian integers of a wire type as int64."""
+    """Decode little-endian integers of a wire type as int64."""
     return np.frombuffer(data, _NUMPY_TYPES[dtype]).astype(np.int64, copy=False)
 
 
 def read_floats(data: bytes, dtype: int) -> Float32Array:
-    """Decodes little-endian floats of a wire type as float32."""
+    """Decode little-endian floats of a wire type as float32."""
     values = np.frombuffer(data, _NUMPY_TYPES[dtype])
     if dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
@@ -58,18 +58,19 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
 
 MAX_DENSE_CELLS = 2**26
 """Limit for all sparse tensors of a request together, empty cells included: half a GiB as int64.
-Without it, a few bytes could claim a shape of any size."""
+Without it, a few bytes could claim a shape of any size.
+"""
 
 
 class DenseBudget:
-    """The cells that a request's sparse tensors may still take when they are made dense."""
+    """The dense cells left for a request's sparse tensors."""
 
     def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
         self._cells = cells
         self._left = cells
 
     def take(self, cells: int, *, where: str) -> None:
-        """Takes `cells` from the budget. Raises `LossInputShape` if fewer are left."""
+        """Take `cells` from the budget. Raises `LossInputShape` if fewer are left."""
         if cells > self._left:
             raise LossInputShape(
                 f"{where} has {cells} cells when its empty ones are filled in; the sparse tensors "
@@ -82,7 +83,7 @@ class DenseBudget:
 def densify(
     tensor: wire.Tensor, *, where: str, expected: tuple[int, ...], budget: DenseBudget
 ) -> wire.Tensor:
-    """Fills the empty cells of a sparse (CSR) [N, K] tensor with zeros, as the SDK does.
+    """Fill the empty cells of a sparse (CSR) [N, K] tensor with zeros, as the SDK does.
 
     Raises `LossInputShape`, naming the tensor as `where`, if its shape is not `expected`, if its
     three arrays do not describe such a matrix, or if it exceeds the `budget`.
@@ -124,10 +125,10 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class InputReader:
-    """Reads the inputs of a batch of n datums, one after the other, into `read` ([E] each).
+    """Reads the inputs of a batch of n datums, one input at a time, into `read` ([E] each).
 
-    `lengths` [n]; `trailing` [n] is the K of [N, K] targets, 0 for [N]; `sparse` says whether any
-    targets came as a sparse matrix.
+    `lengths` [n]. `trailing` [n] is the K of [N, K] targets, 0 for [N]. `sparse`: some targets came
+    as a sparse matrix.
     """
 
     data: Sequence[wire.Datum]
@@ -140,7 +141,7 @@ class InputReader:
     read: dict[str, Float32Array] = field(default_factory=dict)
 
     def add(self, given: Input) -> None:
-        """Adds the input to `read`, unless it is absent and optional. Raises a `UserError`."""
+        """Add the input to `read`, unless it is absent and optional. Raises a `UserError`."""
         sizes = self.lengths * np.maximum(self.trailing, 1)
         present = [given.name in datum.loss_fn_inputs for datum in self.data]
         if not all(present):
@@ -240,7 +241,10 @@ class InputReader:
 def read_array(
     datum: wire.Datum, given: Input, *, index: int, budget: DenseBudget
 ) -> NDArray[np.generic]:
-    """Reads an input of any shape with `given.rank` dimensions, as float32 or int64."""
+    """Read an input of any shape with `given.rank` dimensions, as float32 or int64.
+
+    Raises `LossInputMissing`, `LossInputShape` or `LossInputNotFinite`.
+    """
     where = f"datum {index}, {given.name!r}"
     if given.name not in datum.loss_fn_inputs:
         raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")
@@ -270,8 +274,11 @@ def read_array(
 
 
 def _check_extent(tensor: wire.Tensor, *, where: str) -> None:
-    """Bounds an empty tensor, whose bytes do not: numpy and torch raise for an extent beyond int64,
-    and an operation that adds up along the empty dimension would make a tensor of the others."""
+    """Bound the shape of an empty tensor, which has no bytes to bound.
+
+    numpy and torch raise for an extent beyond int64. A sum along the empty dimension makes a tensor
+    of the other dimensions.
+    """
     extent = math.prod(size for size in tensor.shape if size)
     if 0 in tensor.shape and extent > MAX_DENSE_CELLS:
         raise LossInputShape(
@@ -287,7 +294,7 @@ def active_entries(
     entries: int,
     sequences: Int64Array | None,
 ) -> int:
-    """Counts the entries of a request that the loss acts on (see `Loss.active`)."""
+    """Count the entries of a request that the loss acts on (see `Loss.active`)."""
     name = "mask" if "mask" in inputs else loss.active
     acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
     for given in loss.inputs:
@@ -321,7 +328,7 @@ def type_name(dtype: int) -> str:
 
 
 def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSettings:
-    """Returns every setting of the loss, given or default. Raises `UnknownLossSetting`."""
+    """Return every setting of the loss, given or default. Raises `UnknownLossSetting`."""
     declared = {setting.name: setting for setting in loss.settings}
     values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
     for name, value in _given_settings(message).items():
@@ -341,7 +348,7 @@ def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSetti
 def _given_settings(message: wire.ForwardBackwardRequest) -> dict[str, SettingValue]:
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
-    # Clients write both maps; only this one can hold text.
+    # Clients write both maps. Only this one can hold text.
     return {
         name: value.text if value.WhichOneof("value") == "text" else value.number
         for name, value in message.loss_fn_config_v2.items()
@@ -361,7 +368,7 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
     if isinstance(value, str) or not math.isfinite(value):
         given = value[:100] if isinstance(value, str) else value
         raise UnknownLossSetting(f"{what} must be a finite number, not {given!r}")
-    if abs(value) > _LARGEST:  # torch raises where such a number meets float32
+    if abs(value) > _LARGEST:  # torch raises when such a number meets float32
         raise UnknownLossSetting(
             f"{what} must fit float32, whose largest number is {_LARGEST:g}, not be {value:g}"
         )
@@ -372,7 +379,7 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
 
 
 def _check_bounds_in_order(settings: LossSettings, loss: Loss) -> None:
-    """Checks that no lower bound (`…low…`) exceeds its upper bound (`…high…`)."""
+    """Check that no lower bound (`…low…`) exceeds its upper bound (`…high…`)."""
     for low_name in (each.name for each in loss.settings if "low" in each.name.split("_")):
         high_name = low_name.replace("low", "high")
         if not settings.has(high_name):

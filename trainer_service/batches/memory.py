@@ -1,4 +1,4 @@
-"""Micro-batches that do not fit into memory: how that is recognised, and what is tried next."""
+"""Micro-batches that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from trainer_service.batches.micro_batches import MicroBatchPlan, RankPlan
 
 _SENTENCES = ("DefaultCPUAllocator: can't allocate", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of the RuntimeErrors that mean the same: torch's on a CPU, and of libraries on a GPU."""
+"""Messages of RuntimeErrors for lack of memory: torch's on a CPU, and those of GPU libraries."""
 
 
 class MicroBatchTooLarge(Exception):
-    """A micro-batch of so many `tokens`, padding included, ran out of memory. So many bytes of the
-    device were `free` then.
+    """A micro-batch of `tokens`, padding included, ran out of memory while the device had `free`
+    bytes.
 
-    Where it leaves `RankTrainer.forward_backward`, gradients are lost or other ranks are stuck in
-    a collective: the process group is of no use any more.
+    If `RankTrainer.forward_backward` raises it, gradients are lost or other ranks hang in a
+    collective. The process group is unusable then.
     """
 
     def __init__(self, tokens: int, reason: str, *, free: int = 0) -> None:
@@ -30,15 +30,16 @@ class MicroBatchTooLarge(Exception):
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory could not be allocated, on a GPU or by this process."""
+    """True if an error says that memory could not be allocated, on a GPU or in this process."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _SENTENCES)
 
 
 def free_on(device: str) -> int:
-    """How many bytes of a rank's GPU are free, for all processes; 0 for a CPU, whose system ends a
-    process rather than refuse it memory."""
+    """The free bytes of a rank's GPU, for all processes. 0 on a CPU, where the system ends a
+    process rather than refuse it memory.
+    """
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 

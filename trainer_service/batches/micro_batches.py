@@ -1,4 +1,4 @@
-"""Plans which rank computes which datums, and packs or pads them into micro-batches."""
+"""Assigns datums to ranks and packs or pads them into micro-batches."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def plan_batch(
     group: int = 1,
     packed: bool = False,
 ) -> tuple[RankPlan, ...]:
-    """Assigns datums to the micro-batches of each rank: `plan[rank][micro_batch]` holds indices.
+    """Assign datums to the micro-batches of each rank: `plan[rank][micro_batch]` holds indices.
 
-    `group` consecutive datums (2 for pairs) stay together and in order. Groups go to ranks
-    longest first, each to the rank with the fewest tokens so far. A rank's groups are sorted by
-    their longest datum and cut into micro-batches of at most `micro_batch_tokens` tokens (or one
-    group, should it alone be longer); padding counts unless they are `packed`. All ranks get
-    the same number of micro-batches, since collectives must match; the empty ones are `()`.
+    `group` consecutive datums (2 for pairs) stay together and in order. Groups go to ranks longest
+    first, each to the rank with the fewest tokens so far. A rank's groups are sorted by their
+    longest datum and cut into micro-batches of at most `micro_batch_tokens` tokens. A longer group
+    is a micro-batch by itself. Padding counts unless `packed`. All ranks get equally many
+    micro-batches, because collectives must match. The empty ones are `()`.
 
     Literal example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`.
     """
@@ -75,7 +75,7 @@ def plan_batch(
 def _cut_padded(
     share: Sequence[int], longest: Mapping[int, int], limit: int, group: int
 ) -> list[Sequence[int]]:
-    """`share` is sorted by falling length, so the first group of a micro-batch is its width."""
+    """`share` is sorted by falling length, so a micro-batch's first group has its width."""
     cut: list[Sequence[int]] = []
     at = 0
     while at < len(share):
@@ -105,12 +105,12 @@ def _datums(starts: Sequence[int], group: int) -> MicroBatchPlan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some datums as B rows of T tokens with at most K targets each; e entries are not padding.
+    """Some datums as B rows of T tokens with at most K targets each, e of them real.
 
-    `tokens` [B, T], `targets` [B, T, K]; `select` [e] picks the real entries out of the flat
-    [B·T·K] (None: all are real); `entries` [e] are their indices in the batch's [E];
-    `inputs` are the loss inputs, [e] each. A packed micro-batch has all datums in one row;
-    `positions` [1, T] and `bounds` (`bounds_of`) say where each begins.
+    `tokens` [B, T], `targets` [B, T, K]. `select` [e] picks the real entries out of the flat
+    [B·T·K] (None: all are real). `entries` [e] are their indices in the batch's [E]. `inputs` are
+    the loss inputs, [e] each. A packed micro-batch has all datums in one row, and `positions` [1,
+    T] and `bounds` (`bounds_of`) mark their starts.
     """
 
     tokens: Int64Array
@@ -123,7 +123,9 @@ class MicroBatch:
 
 
 def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
-    """Padding is token 0 on the right: in a causal model no real token sees it."""
+    """Make the micro-batch of `datums`. Padding is token 0 on the right, unseen by real tokens of a
+    causal model.
+    """
     chosen = np.array(datums, np.int64)
     lengths, widths = batch.lengths[chosen], batch.widths[chosen]
     rows, longest, widest = len(chosen), int(lengths.max()), int(widths.max())
@@ -168,11 +170,11 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
 
 
 STAND_IN_TOKENS = 2
-"""Of one, compiled code would be code of its own."""
+"""A row of one token would compile separately."""
 
 
 def stand_in(*, packed: bool) -> MicroBatch:
-    """What a rank without datums computes, so that its collectives match those of the others."""
+    """A small micro-batch for a rank without datums, so that its collectives match the others'."""
     tokens = np.zeros((1, STAND_IN_TOKENS), np.int64)
     return MicroBatch(
         tokens=tokens,
@@ -186,13 +188,15 @@ def stand_in(*, packed: bool) -> MicroBatch:
 
 
 _COMPILED_TOKENS = 251
-"""Of a row. A prime, so that a compiler builds nothing upon what divides it."""
+"""Tokens of a row. A prime, so that compiled code assumes no divisor."""
 
 
 def micro_batches_to_compile(
     *, packed: bool, vocabulary: int, max_length: int
 ) -> Iterator[MicroBatch]:
-    """One of each kind that a compiler tells apart: of one row and, if not `packed`, of several."""
+    """One micro-batch of each kind that a compiler distinguishes: with one row and, unless
+    `packed`, several.
+    """
     tokens = min(_COMPILED_TOKENS, max_length or _COMPILED_TOKENS)
     for rows in (1,) if packed else (1, 2):
         ids = np.arange(rows * tokens).reshape(rows, tokens) % vocabulary
@@ -208,8 +212,10 @@ def micro_batches_to_compile(
 
 
 def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
-    """One whose rows are of a single token, a size that a compiler takes for a constant, with a
-    second token in each: as padding, or as a sequence of its own."""
+    """Lengthen rows of a single token, a size that a compiler takes for a constant, to two tokens.
+
+    The second token is padding, or a sequence of its own if packed.
+    """
     tokens = np.pad(micro_batch.tokens, ((0, 0), (0, 1)))
     if micro_batch.bounds is None:
         return replace(micro_batch, tokens=tokens)
@@ -221,7 +227,7 @@ def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
 def layout_of(
     batch: Batch, micro_batch: MicroBatch, datums: Sequence[int], *, device: torch.device
 ) -> DatumLayout:
-    """The layout that a loss gets with the micro-batch of these datums, on `device`."""
+    """The layout for a loss on the micro-batch of `datums`, on `device`."""
     chosen = np.array(datums, np.int64)
     sizes = batch.sizes[chosen]
     datum = torch.from_numpy(np.repeat(np.arange(len(chosen)), sizes)).to(device)

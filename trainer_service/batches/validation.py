@@ -1,7 +1,7 @@
 """Checks a forward_backward message before any gradient is computed, and makes a `Batch` of it.
 
-Every refusal says which datum, which input and which value was wrong, and what would be right.
-Inputs that the loss does not use are ignored, as by the protocol's own server.
+Every error names the datum, the input and the wrong value, and says how to correct it. Inputs that
+the loss does not use are ignored, as by the protocol's own server.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Batch:
     """n datums as flat arrays: the values of all datums, one datum after the other.
 
     `tokens` [Σ lengths], `lengths` [n]: the model input. `targets` [E] and each of `inputs` [E]
-    hold each datum's [N] or [N, K] values row by row; `widths` [n] is K, and E = Σ lengths·widths.
-    `trailing` [n] is the K that the client gave, or 0 for targets of one dimension.
-    `sequences` [E] numbers the sampled sequences of the batch, -1 for tokens of a prompt; None
-    if no datum has provenance spans. `arrays` are the inputs of any shape, one per datum.
+    hold each datum's [N] or [N, K] values row by row. `widths` [n] is K, and E = Σ lengths·widths.
+    `trailing` [n] is the client's K, or 0 for targets of one dimension. `sequences` [E] numbers the
+    sampled sequences of the batch, -1 for prompt tokens. It is None if no datum has provenance
+    spans. `arrays` are the inputs of shape "free", one per datum.
     """
 
     loss: Loss
@@ -76,7 +76,7 @@ class Batch:
 
 
 def parse(payload: bytes) -> wire.ForwardBackwardRequest:
-    """Parses the client's message. Raises `MalformedPayload`."""
+    """Parse the client's message. Raises `MalformedPayload`."""
     message = wire.ForwardBackwardRequest()
     try:
         message.ParseFromString(payload)
@@ -88,8 +88,10 @@ def parse(payload: bytes) -> wire.ForwardBackwardRequest:
 
 
 def is_forward(payload: bytes) -> bool:
-    """Whether a payload is of a forward pass, which leaves no gradients: as the gateway finds it,
-    also if the rest cannot be read."""
+    """True for the payload of a forward pass, which leaves no gradients.
+
+    It parses as the gateway does, so it also works if the rest is malformed.
+    """
     try:
         return wire.ForwardBackwardRouting.FromString(payload).forward_only
     except DecodeError:
@@ -98,8 +100,9 @@ def is_forward(payload: bytes) -> bool:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The model accepts token ids below `vocabulary` and sequences of up to `max_length` tokens
-    (0: any length)."""
+    """The model's limits: token ids below `vocabulary`, sequences of at most `max_length` tokens
+    (0: any).
+    """
 
     vocabulary: int
     max_length: int
@@ -108,7 +111,7 @@ class BatchLimits:
 def validate(
     message: wire.ForwardBackwardRequest, *, limits: BatchLimits, definition: bytes = b""
 ) -> Batch:
-    """Returns a batch that needs no further check, or raises the `UserError` that fits best.
+    """Return a checked batch, or raise the most fitting `UserError`.
 
     `definition` is that of `find_loss`.
     """
@@ -239,8 +242,9 @@ def _targets(
     limits: BatchLimits,
     budget: DenseBudget,
 ) -> tuple[Int64Array, Int64Array, bool]:
-    """Returns target tokens [E], the K of each datum (0 for one dimension), and whether any were
-    sparse."""
+    """Return target tokens [E], the K of each datum (0 for one dimension), and whether any were
+    sparse.
+    """
     parts: list[bytes] = []
     trailing: list[int] = []
     types: set[int] = set()
@@ -254,7 +258,7 @@ def _targets(
         where = f"datum {index}, {TARGETS!r}"
         if tensor.HasField("sparse_csr"):
             sparse = True
-            # Bounds the memory for empty cells: no row has more targets than the vocabulary.
+            # Bound the memory for empty cells: no row has more targets than the vocabulary.
             columns = min(tensor.shape[1] if len(tensor.shape) == 2 else 0, limits.vocabulary)
             expected = (int(lengths[index]), columns)
             tensor = densify(tensor, where=where, expected=expected, budget=budget)
@@ -300,10 +304,11 @@ Spans = RepeatedCompositeFieldContainer[wire.ProvenanceSpan]
 def read_sequences(
     data: Sequence[wire.Datum], *, lengths: Int64Array, widths: Int64Array
 ) -> Int64Array | None:
-    """Numbers the sampled sequences of a batch: one number per target entry, -1 for entries of a
-    prompt. A datum without spans is one sequence. Returns None if no datum has spans.
+    """Number the sampled sequences of a batch, per target entry. Prompt entries get -1.
 
-    Spans of one datum that name the same sequence count as one; two datums never share one.
+    A datum without spans is one sequence. Returns None if no datum has spans. Spans of one datum
+    with one sequence id share a number. Two datums never share one.
+
     Raises `LossInputShape` for spans that do not cover their datum exactly.
     """
     if not any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data):
@@ -317,7 +322,7 @@ def read_sequences(
             numbers = np.full(length, count, np.int64)
             count += 1
         else:
-            # Targets are the model input shifted by one, so both have the same length.
+            # Targets are the model input shifted by one, so both have equal length.
             where = f"datum {index}"
             _check_spans(datum.model_input_spans, length, where=f"{where}, 'model_input_spans'")
             _check_spans(datum.loss_fn_input_spans, length, where=f"{where}, 'loss_fn_input_spans'")

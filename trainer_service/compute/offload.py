@@ -125,7 +125,7 @@ class Offload:
         return self.describe(bytes_moved=moved.bytes)
 
     def wake(self) -> common_pb2.SwitchReply:
-        """Fill the storages again. After `OutOfMemory` or `StorageFailed`, the rank still sleeps."""
+        """Fill the storages again. After `OutOfMemory` or `StorageFailed`, the rank sleeps on."""
         moved, memory = self._moved, self._memory
         assert moved is not None
         assert memory is not None
