@@ -1,7 +1,7 @@
-"""Owners: their keys, their sessions, their limits and their usage.
+"""Owners, with their keys, sessions, limits and usage.
 
-`auth` finds the owner and the role of a caller and audits changes. `sessions` are the connections
-of clients; each owns the runs and samplers that it creates. `limits` bounds the requests and bytes
-of an owner. `usage` counts what owners used and writes traces of sessions. `counted_lines` keeps
-strangers from filling the log.
+`auth` finds a caller's owner and role and audits changes. `sessions` are client connections, which
+own runs and samplers. `limits` bounds an owner's requests and bytes. `usage` meters owners and
+traces sessions. `counted_lines` keeps refused requests from filling the log. A new limit starts in
+`limits`, a new kind of usage in `usage/meter.py`.
 """

@@ -1,4 +1,4 @@
-"""Log lines that strangers cause, which must not fill the disk."""
+"""Log lines that strangers cause, limited so that they cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _NAMED_ADDRESSES = 10
 
 
 class CountedLines:
-    """Logs the first event at once, as `first`, and those of the minute after it as one line with
-    their number, `more`."""
+    """Logs the first event at once as `first`, and the next minute's events as one line `more` with
+    their number.
+    """
 
     def __init__(
         self, *, first: str, more: str, clock: Callable[[], float] = time.monotonic
@@ -37,8 +38,7 @@ class CountedLines:
             self._addresses.add(address)
 
     def write(self, *, closing: bool = False) -> None:
-        """Log the number of those that have no line of their own, if their minute is over or the
-        gateway closes."""
+        """Log the number of events without a line, if the minute is over or the gateway closes."""
         now = self._clock()
         if self._logged_at is None:
             return

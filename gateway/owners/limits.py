@@ -1,13 +1,13 @@
-"""What an owner may have and use, and the errors beyond that.
+"""The limits of an owner and their errors.
 
-There are two kinds of limits. What does not pass by waiting (runs, checkpoints, …) is
-`LimitExceeded`, a 403, which the SDK raises at once: whoever owns the things counts them, and
-calls `Quotas.check`. What passes (queues, bodies on their way) is `Overloaded`, a 429 with the
-time to retry after: a `Ledger` counts it.
+There are two kinds. Waiting does not help against a limit of things such as runs and checkpoints:
+it raises `LimitExceeded` (403) from `Quotas.check`, and the caller counts the things. Queues and
+arriving bodies shrink by themselves: a `Ledger` counts them and raises `Overloaded` (429) with a
+time to retry.
 
-To add a limit: a field of `LimitSettings`, or a line in `BOUNDS`; then, for things that an owner
-keeps, a call of `Quotas.check` where they are created and a line in `_FREE`, or else a ledger in
-`Quotas` and a reservation where the amount is taken.
+To add a limit, add a field of `LimitSettings` or a line in `BOUNDS`. For things, add a call of
+`Quotas.check` where they are created and a line in `_FREE`. For amounts, add a ledger in `Quotas`
+and a reservation.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ BOUNDS = {
 """Limits that no deployment needs to change. `_in_all` means all owners together."""
 _MIN_RETRY_AFTER = 1.0
 _MAX_RETRY_AFTER = 10.0
-"""Seconds. Well below `GAP_TIMEOUT`, so that a refused operation comes back before those
-behind it are given up."""
+"""Seconds. Well below `GAP_TIMEOUT`, so that a refused operation returns before its successors are
+given up.
+"""
 _RATE_WINDOW = 30.0
-"""Seconds over which a rate is measured."""
+"""The time constant of a rate, in seconds."""
 _ASSUMED_RATE = 10.0
-"""Completions per second where none was measured."""
+"""Completions per second if none was measured."""
 
 
 class Quotas:
@@ -69,10 +70,10 @@ class Quotas:
         self.requests = self._ledger("requests", "open requests")
 
     def check(self, what: str, *, used: int, adding: int = 1) -> None:
-        """Raise `LimitExceeded` if `adding` is too much for an owner that uses so many.
-
-        `what` is the name of the limit. Where adding takes time, as a save does, what is
-        added meanwhile is not counted, so that several can each exceed the limit once."""
+        """Raise `LimitExceeded` if an owner with `used` things may not add more. `what` names the
+        limit. Slow concurrent additions, such as saves, are not counted, so each may exceed the
+        limit once.
+        """
         limit = self._limits[what]
         if used + adding <= limit:
             return
@@ -89,8 +90,9 @@ class Quotas:
     def reserve(
         self, owner: str, *amounts: tuple[Ledger, int], forced: bool = False
     ) -> ExitStack[None]:
-        """Reserve all amounts or none; closing the result releases them. Raises `Overloaded`,
-        unless `forced`."""
+        """Reserve all amounts or none. Closing the result releases them. Raises `Overloaded`,
+        unless `forced`.
+        """
         if not forced:
             for ledger, amount in amounts:
                 ledger.check(owner, amount)
@@ -101,15 +103,14 @@ class Quotas:
 
     @property
     def unnamed_bytes(self) -> int:
-        """How many bytes of weights without a name an owner may have on disk."""
+        """Bytes of unnamed weights that an owner may have on disk."""
         return self._settings.unnamed_bytes
 
     def note_refusal(self, limit: str) -> None:
         self._metrics.refusals.labels(limit=limit).inc()
 
     def _ledger(self, limit: str, what: str) -> Ledger:
-        """Make a ledger with the limit of this name for each owner and, if there is one, for all
-        together."""
+        """Make a ledger with this limit per owner and, if defined, its limit for all owners."""
         return Ledger(
             limit=limit,
             what=what,
@@ -120,12 +121,12 @@ class Quotas:
 
 
 def _setting_of(limit: str) -> str:
-    """Name the setting of a limit, for a message; "" if it has none."""
+    """Name the limit's setting for a message, or return ""."""
     return f" (TANDEM_LIMIT_{limit.upper()})" if limit in LimitSettings.model_fields else ""
 
 
 class Rate:
-    """Recent completions per second. One of `_RATE_WINDOW` seconds ago counts 1/e."""
+    """Recent completions per second. A completion `_RATE_WINDOW` seconds ago counts 1/e."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -142,35 +143,33 @@ class Rate:
 
 @dataclass
 class Reservation:
-    """What an owner holds of a ledger, until `release`."""
+    """An owner's amount in a ledger, until `release`."""
 
     ledger: Ledger
     owner: str
     amount: int
 
     def extend(self, amount: int) -> None:
-        """Reserve more. Raises `Overloaded`, and keeps what was reserved before."""
+        """Reserve more. Raises `Overloaded` and keeps the earlier amount."""
         self.ledger.check(self.owner, amount, held=self.amount)
         self.ledger.add(self.owner, amount)
         self.amount += amount
 
     def shrink(self, amount: int) -> None:
-        """Return a part."""
         self.ledger.remove(self.owner, amount)
         self.amount -= amount
 
     def release(self) -> None:
-        """Return the amount. Does nothing the second time."""
         if self.amount:
             self.ledger.remove(self.owner, self.amount)
             self.amount = 0
 
 
 class Ledger:
-    """Counts how much of something each owner holds, and all owners together. `what` says what
-    is counted, for messages; `limit` is its name.
+    """Counts an amount per owner and for all owners. `what` describes it in messages. `limit` is
+    its name.
 
-    An owner that holds nothing always passes its own limit, so that one oversized item can pass.
+    An owner with nothing reserved always passes its own limit, so that one oversized item can pass.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Ledger:
         self._per_owner = per_owner
         self._in_all = in_all
         self._refused = refused
-        # By owner; under None, of all owners.
+        # By owner; None holds the sum of all owners.
         self._held: Counter[str | None] = Counter()
         self._rates: defaultdict[str | None, Rate] = defaultdict(Rate)
 
@@ -203,14 +202,14 @@ class Ledger:
         return Reservation(ledger=self, owner=owner, amount=amount)
 
     def has_room(self, owner: str, amount: int, *, share: float) -> bool:
-        """Whether the amount would keep what is held within this share of the limits."""
+        """Return whether the new total stays within this share of the limits."""
         return (
             self._held[owner] + amount <= share * self._per_owner
             and self.total + amount <= share * self._in_all
         )
 
     def check(self, owner: str, amount: int, *, held: int = 0) -> None:
-        """Raises `Overloaded`. `held` is what the same request holds already."""
+        """Raise `Overloaded` above a limit. `held` is this request's earlier amount."""
         self._check(owner, amount, held, most=self._per_owner, whose="this owner", in_all="")
         self._check(None, amount, held, most=self._in_all, whose="all owners", in_all="_in_all")
 
@@ -244,7 +243,7 @@ class Ledger:
 
 
 def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) -> Overloaded:
-    """Return the error of a queue with `waiting` items of which so many complete per second."""
+    """Return the error of a queue with `waiting` items that completes `per_second` of them."""
     seconds = retry_after(per_second, waiting=waiting)
     return Overloaded(
         f"{sentence}; ask again in {seconds:g} s",
@@ -255,7 +254,7 @@ def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) ->
 
 
 def retry_after(per_second: float, *, waiting: int) -> float:
-    """Return the whole seconds, from 1 to 10, in which a tenth of what waits completes.
+    """Return the whole seconds, from 1 to 10, until a tenth of the queue completes.
 
     Literal example: 1000 wait and 20 complete per second: 5 seconds.
     """

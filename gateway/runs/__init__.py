@@ -1,17 +1,15 @@
-"""Training runs, and the operations that are carried out on them in order.
+"""Training runs and their ordered operations.
 
-A run in memory is a `training_run.TrainingRun`: the `registry` has it, from its creation to the end
-of its session, and the `lifecycle` starts and ends its trainer. An operation comes in through the
-`admission`, which writes it into the `journal` before its client gets a request_id. The run's
-`dispatcher` keeps the order of `seq_id`, the window and the gaps. At its turn the `runner` prepares
-the operation, and `delivery` sends the call to the run's `trainer` until it is answered; the
-journal records the outcome and resolves the future. The `publisher` is for the calls that write a
+A run in memory is a `training_run.TrainingRun`. The `registry` holds it until its session ends, and
+`lifecycle` starts and ends its trainer. `admission` writes an operation into the `journal` before
+the client gets its request_id. The run's `dispatcher` keeps the order of `seq_id`. At the
+operation's turn the `runner` prepares it, and `delivery` sends the call to the run's `trainer`
+until it is answered. The journal then records the outcome. `publisher` serves calls that write a
 weight version.
 
-When the trainer dies, another one is brought to where it was (`restoration`) from the newest of the
-`snapshots` that the `snapshot_taker` asked for, and the calls after it (`replay`). The next gateway
-takes all of it up from its rows (`resumption`). A gateway that ends saves its runs or leaves them
-to the next one (`stopping`).
+After a trainer's death, `restoration` loads the newest of the `snapshots` from `snapshot_taker`
+into a new trainer and replays the later calls (`replay`). The next gateway resumes runs from their
+rows (`resumption`). A gateway that ends saves its runs or leaves them to the next one (`stopping`).
 
 To add a kind of operation:
 

@@ -1,7 +1,7 @@
-"""How operations enter a run: each once, within its limits, and into the journal.
+"""Admits operations to a run: each once, within limits, and into the journal.
 
-Operations of an ended run are accepted and fail with what ended it, so that the SDK shows the
-reason at once (it would repeat a 5xx for minutes).
+Operations of an ended run are accepted and fail with the run's error, so that the SDK shows it at
+once. It would repeat a 5xx for minutes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, SessionFinished, TandemError, UnknownRun
 
 _PAYLOAD_SHARE = 0.5
-"""Of what an owner may hold in memory, for payloads that need not be read back then."""
+"""Share of an owner's memory for payloads that need not be read from the disk."""
 
 MOST_QUEUED = 4096
-"""Operations of one run that may wait."""
+"""Most waiting operations of one run."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -52,12 +52,12 @@ class OperationAdmission:
         payload: bytes | None = None,
         refused: TandemError | None = None,
     ) -> str:
-        """Accept an operation, and return its request_id once it is in the journal.
+        """Write an operation into the journal and return its request_id.
 
-        Idempotent: a repeated `seq_id` with the same request returns the original request_id. A
-        `refused` operation consumes its `seq_id` and fails with that error at its turn. Raises
-        `SequenceTaken` for another request, or `UnknownRun`, `SessionFinished` or `Overloaded`,
-        which leave the `seq_id` free, or `StorageFailed`: then the client asks again.
+        Idempotent: a repeated `seq_id` with an equal request returns the original. A `refused`
+        operation uses its `seq_id` and fails at its turn. Raises `SequenceTaken` for another
+        request. Raises `UnknownRun`, `SessionFinished`, `Overloaded` or `StorageFailed`, which
+        leave the `seq_id` free.
         """
         digest = digest_of(kind, request if payload is None else payload)
         run = self.runs.get(run_id)
@@ -66,8 +66,8 @@ class OperationAdmission:
                 run_id=run_id, seq_id=seq_id, kind=kind, digest=digest
             )
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
-        # Equal requests come one after the other: the second finds what the first has written, or
-        # goes on if that failed.
+        # Equal requests take turns: the second finds the first one's row, or continues if that
+        # failed.
         async with self._arriving.setdefault(request_id, asyncio.Lock()):
             known = self.journal.has_future(request_id)
             if known or run.dispatcher.passed(seq_id):
@@ -80,8 +80,8 @@ class OperationAdmission:
                     run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=run.error
                 )
                 return request_id
-            # The operation that a run waits for is let in whatever the limits say: without it,
-            # those that are there already could not go on, and would never make room.
+            # The operation that a run waits for ignores the limits. Without it, the waiting ones
+            # would never make room.
             forced = run.dispatcher.awaits(seq_id)
             if not forced:
                 self._check_queue(run)
@@ -110,14 +110,14 @@ class OperationAdmission:
             ) as reserved:
                 try:
                     await self.journal.accept(operation, payload=payload)
-                except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+                except IntegrityError:  # in the journal, but no longer in memory
                     await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
                     await self.database.sync()
                     return request_id
-                release = reserved.pop_all().close  # not now, but when the operation ends
+                release = reserved.pop_all().close  # when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
-        await self.database.sync()  # while it is carried out
+        await self.database.sync()  # in parallel with the operation
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:
@@ -140,7 +140,7 @@ class OperationAdmission:
             )
 
     async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes) -> str:
-        """Accept an operation of a run that a restart of the gateway ended: it has failed."""
+        """Accept, as failed, an operation of a run that the gateway's restart ended."""
         row = await self.database.read_one(
             select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
         )

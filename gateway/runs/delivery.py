@@ -1,6 +1,4 @@
-"""The delivery of a call: it is sent to the run's trainer, and to the one that replaces it, until
-it is answered.
-"""
+"""Sends a call to the run's trainer, and to its replacements, until it is answered."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 
 _DELIVERIES = 3
-"""Of a call to a trainer that lives, over connections that break."""
+"""Most sendings to a live trainer over breaking connections."""
 _PROGRESS_INTERVAL = 2.0
 
 Pick = Callable[[TrainerClient], Method[Request, Reply]]
-"""Returns the method of a client that sends a request."""
+"""Selects the client method that sends a request."""
 
 
 class CallDelivery:
@@ -53,11 +51,11 @@ class CallDelivery:
         *,
         release: Callable[[], None] | None = None,
     ) -> Reply:
-        """Call the trainer. Raises the failure that it reports, or `RunBroken`.
+        """Call the trainer. Raises the trainer's failure or `RunBroken`.
 
-        If the connection breaks, the request is sent again: the trainer answers from memory what
-        it has applied already. If the trainer is lost, so it is once there is a new one.
-        `release` is called when the call need not be replayed any more.
+        If the connection breaks, the request is sent again, and the trainer answers an applied one
+        from memory. If the trainer is lost, its replacement gets the request. `release` is called
+        when no replay can need the call.
         """
         operation = call.operation
         request.header.CopyFrom(
@@ -65,8 +63,8 @@ class CallDelivery:
                 operation_id=operation.future.request_id,
                 session_id=self._run.session_id,
                 run_id=self._run.id,
-                # The trainer counts from 1, and counts the creation of the run, which may be a
-                # load; the client counts from 1 what comes after it.
+                # The trainer counts the run's creation, which may be a load, as 1. The client
+                # counts from 1 after it.
                 seq_id=operation.seq_id + 1,
                 previous_seq_id=call.previous_seq_id + 1,
                 gradients_incomplete=call.gradients_incomplete,
@@ -87,7 +85,6 @@ class CallDelivery:
         return reply
 
     async def _answer(self, call: Call, pick: Pick[Request, Reply], request: Request) -> Reply:
-        """Send a request until it is answered."""
         while True:
             async with self._trainer.turn(call.operation) as client:
                 if reply := await self._answer_of(client, call, pick(client), request):
@@ -98,7 +95,7 @@ class CallDelivery:
     async def _answer_of(
         self, client: TrainerClient, call: Call, method: Method[Request, Reply], request: Request
     ) -> Reply | None:
-        """Send a request until this trainer answers it, or is lost: then return None."""
+        """Send a request until this trainer answers. Return None if the trainer is lost."""
         gone, broken = self._trainer.gone, 0
         self._trainer.restoration.tell_incomplete(request.header)
         while not gone.done():
@@ -109,7 +106,7 @@ class CallDelivery:
             try:
                 with self.following(call, client):
                     reply = await client.call(method, request, begun=call.begun)
-                # Answers count in the order of the operations: a replay has all before this one.
+                # Answers count in order. A replay sends earlier calls first.
                 if not call.begun.done():
                     await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if call.begun.done():
@@ -123,9 +120,9 @@ class CallDelivery:
                     self._trainer.lose(client, InternalError(why))
             except OperationTimedOut as error:
                 if not self._trainer.is_silent:
-                    if not self._trainer.is_at_work:  # but at what was sent before, of another run
+                    if not self._trainer.is_at_work:  # it worked on another run's call
                         continue
-                    # It would take as long again.
+                    # A repetition would take as long.
                     raise RunBroken(await self._trainer.final(error)) from error
                 self._trainer.lose(client, error)
             except TandemError as error:
@@ -134,8 +131,7 @@ class CallDelivery:
 
     @contextmanager
     def following(self, call: Call, client: TrainerClient) -> Iterator[None]:
-        """Keep the call's progress up to date while the block runs. What takes no longer than the
-        interval is not asked about."""
+        """Update the call's progress during the block. Short calls are not asked."""
         tasks: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(
             _PROGRESS_INTERVAL,
@@ -154,7 +150,7 @@ class CallDelivery:
             await asyncio.sleep(_PROGRESS_INTERVAL)
             try:
                 reply = await client.progress()
-            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
+            except (WorkerUnavailable, TandemError) as error:  # the call reports the error
                 self._log.debug("no_progress", reason=describe(error))
                 continue
             if reply.seq_id == call.operation.seq_id + 1:

@@ -1,12 +1,9 @@
-"""Which weight versions of a run are published as deltas: what has changed since a whole one.
+"""Chooses the weight versions of a run that are published as deltas.
 
-A delta is always one of the newest whole version, so that a reader needs two folders and no more.
-The longer ago that was, the more has changed. A new whole one is due when a delta has come to be
-larger than what a version took on average since then, the whole one included: from then on that
-average would only grow. And it is due when a delta has a quarter of the bytes of a whole version:
-from there on, to find and to put in what changed takes longer than a volume takes for all of it,
-unless it is slow. Where they all have, as with large learning rates, deltas are tried less and less
-often.
+A delta's base is always the newest whole version, so a reader needs two folders. Deltas grow with
+the distance to their base. A whole version is due when a delta exceeds the average size since the
+last whole one, which then could only grow. It is also due when a delta has a quarter of a whole
+version's bytes. After repeated deltas of that size, deltas are tried less and less often.
 """
 
 from __future__ import annotations
@@ -15,13 +12,14 @@ from dataclasses import dataclass
 
 _PAYS = 0.25
 _MOST_PAUSES = 32
-"""Whole versions between two deltas of which none pays."""
+"""Most whole versions between two tried deltas."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version that the trainer has written: of `bytes` for a reader and `written_bytes` on the
-    disk, which are fewer where it is a delta of `delta_of`."""
+    """A published version. `bytes` is its size for a reader, `written_bytes` its size on the disk,
+    which is smaller for a delta of `delta_of`.
+    """
 
     version: str
     bytes: int
@@ -31,10 +29,10 @@ class Published:
 
 @dataclass(eq=False)
 class DeltaBase:
-    """What the next version of a run can be a delta of: a whole version, which the run's newest one
-    is or is a delta of. Forgotten with the gateway: the next version is whole then.
+    """The base of a run's next delta: the newest whole version. It is forgotten when the gateway
+    ends.
 
-    Use: ask the trainer for a delta of `next()`, and say with `note` what it wrote.
+    Ask the trainer for a delta of `next()`, then call `note` with the result.
     """
 
     _whole: str = ""
@@ -44,15 +42,13 @@ class DeltaBase:
     _pause: int = 0
 
     def next(self) -> str:
-        """Return the name of the version that the next may be a delta of, "" if it is to be
-        whole."""
+        """Return the base of the next version, "" for a whole one."""
         if self._whole and self._pause:
             self._pause -= 1
             return ""
         return self._whole
 
     def note(self, published: Published) -> None:
-        """Note a version of the run."""
         written, whole = published.written_bytes, published.bytes
         if not published.delta_of:
             self._whole, self._written, self._versions = published.version, written, 1
@@ -71,5 +67,5 @@ class DeltaBase:
             self._failed = 0
 
     def forget(self) -> None:
-        """Make the next version a whole one: something is wrong."""
+        """Make the next version whole, after an error."""
         self._whole = ""

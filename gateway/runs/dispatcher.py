@@ -1,11 +1,10 @@
-"""The dispatcher of one run: gives operations to the trainer in `seq_id` order, a few ahead.
+"""The dispatcher sends a run's operations to the trainer in `seq_id` order, a few ahead.
 
-Operations may arrive in any order. The next one is prepared as soon as it is there, the one
-before it was sent, and fewer than `window` are under way. Each call names the one sent before it,
-so that the trainer keeps the order whatever the network does. Operations end in the same order,
-except that one does not hold up others while only a sampler works at it. A gap in the sequence that
-nobody fills fails the operations behind it. When the run ends, everything that has not ended fails
-with the run's error.
+Operations may arrive in any order. The next one is prepared when it has arrived, its predecessor
+was sent, and fewer than `window` are in progress. Each call names its predecessor, so the trainer
+can keep the order on any network. Operations end in order, except while only a sampler works on
+one. A lasting gap fails the operations behind it. The run's end fails all unfinished ones with its
+error.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ CarryOut = Callable[[Call], Awaitable[Outcome]]
 
 
 DISPATCH_WINDOW = 4
-"""Operations sent ahead to a trainer. A trainer keeps more results, for repeated operations."""
+"""Operations sent ahead. A trainer remembers more results, for repeated operations."""
 DISPATCH_WINDOW_BYTES = 32 * 2**20
-"""Of the operations sent ahead. A single operation may be larger."""
+"""Bytes of operations sent ahead, unless a single one is larger."""
 GAP_TIMEOUT = 60.0
-"""Seconds for which an operation waits for one with a smaller `seq_id`."""
+"""Seconds for which an operation waits for a smaller `seq_id`."""
 
 
 class Dispatcher:
-    """`end` is called once with the outcome of each operation. `gap_timeout` in seconds;
-    `window_bytes` bounds the payloads that are under way, unless there is only one."""
+    """`end` is called once with each operation's outcome. `gap_timeout` is in seconds.
+    `window_bytes` bounds the payloads in progress, unless there is only one.
+    """
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        """Operations that have not ended."""
+        """Unfinished operations."""
         return len(self._waiting) + len(self._under_way)
 
     @property
@@ -73,8 +73,7 @@ class Dispatcher:
 
     @property
     def first(self) -> Call | None:
-        """The first of those that are under way, without those that only a sampler still works at
-        if there are others."""
+        """The first call in progress, preferring calls that the trainer works on."""
         calls = self._under_way.values()
         waiting = [call for call in calls if not call.released] or calls
         return min(waiting, key=lambda call: call.operation.seq_id, default=None)
@@ -85,15 +84,15 @@ class Dispatcher:
         return self._completions.per_second()
 
     def passed(self, seq_id: int) -> bool:
-        """Whether it was the turn of this `seq_id`: an operation had it, or it was given up."""
+        """Return whether the turn of this `seq_id` is over."""
         return seq_id < self._next
 
     def awaits(self, seq_id: int) -> bool:
-        """Whether operations are waiting, and all of them for this one to arrive."""
+        """Return whether waiting operations need this one to arrive."""
         return seq_id == self._next and self._gap_since is not None
 
     def put(self, operation: Operation) -> None:
-        """Take an operation that is in the journal, and of whose `seq_id` there was no other."""
+        """Add an operation from the journal with a new `seq_id`."""
         seq_id = operation.seq_id
         if self._ended is not None:
             self._end(operation, self._ended)
@@ -113,8 +112,9 @@ class Dispatcher:
     def resume(
         self, operations: Sequence[Operation], *, ended: int, gradients_incomplete: str
     ) -> None:
-        """Go on where another dispatcher was: the operations up to `ended` have ended. Those of
-        `operations` that are up to there, too, are published, and only a sampler works at them."""
+        """Continue after another dispatcher, whose operations up to `ended` have ended. Earlier
+        ones in `operations` are published, and only a sampler works on them.
+        """
         self._next, self._incomplete = max(ended, 0) + 1, gradients_incomplete
         for operation in operations:
             if operation.seq_id > ended or not operation.folder:
@@ -125,11 +125,12 @@ class Dispatcher:
                 self._under_way[operation.seq_id] = call
 
     async def serve(self, carry_out: CarryOut, *, sent: int = -1) -> NoReturn:
-        """Carry out operations until cancelled. `sent` is the `seq_id` of what the trainer has
-        been given already, or -1. Raises `RunBroken` when an operation ended the run."""
+        """Carry out operations until cancelled. `sent` is the last `seq_id` that the trainer
+        received, or -1. Raises `RunBroken` if an operation ended the run.
+        """
         self._sent = sent
         self._ready = True
-        self._gap_since = None  # nobody could fill it before
+        self._gap_since = None  # gaps count from now on
         try:
             async with asyncio.TaskGroup() as calls:
                 for resumed in self._under_way.values():
@@ -145,7 +146,7 @@ class Dispatcher:
             raise broken.exceptions[0] from None
 
     async def drain(self) -> None:
-        """Begin no further operation, and return when those that the trainer is at have ended."""
+        """Start no further operation and wait for the trainer's present ones."""
         self._drained = asyncio.get_running_loop().create_future()
         self._note_drained()
         self._wake.set()  # no gap is given up any more
@@ -153,7 +154,7 @@ class Dispatcher:
 
     @property
     def _at_work(self) -> bool:
-        """Whether the trainer has been given something that has not ended."""
+        """Whether the trainer has an unfinished operation."""
         return any(not call.released for call in self._under_way.values())
 
     def _note_drained(self) -> None:
@@ -161,8 +162,7 @@ class Dispatcher:
             self._drained.set_result(None)
 
     def end(self, error: TandemError) -> None:
-        """Fail everything that has not ended, and everything that arrives later. Whoever calls
-        it cancels `serve`."""
+        """Fail all unfinished and later operations. The caller cancels `serve`."""
         if self._ended is not None:
             return
         self._ended = error
@@ -171,7 +171,7 @@ class Dispatcher:
             self._end(operation, error)
 
     def describe(self, seq_id: int) -> Waiting:
-        """Say what an operation is waiting for."""
+        """Return an operation's reason for waiting."""
         now = time.monotonic()
         if not self._ready:
             return Waiting(f"the trainer is starting ({now - self._created_at:.0f} s)", paused=True)
@@ -190,7 +190,7 @@ class Dispatcher:
         return Waiting(f"{reason}; {first.describe()}" if (first := self.first) else reason)
 
     def _take_next(self) -> Call | None:
-        """Return the call of the next operation if it may go now."""
+        """Return the next operation's call if it may go now."""
         operation = self._waiting.get(self._next)
         calls = self._under_way.values()
         if operation is None or self._drained is not None:
@@ -206,15 +206,14 @@ class Dispatcher:
         self._next += 1
         call = Call(operation, previous_seq_id=self._sent, wake=self._wake)
         self._sent = operation.seq_id
-        if operation.changes_state:  # others leave no trace from which the trainer is restored
+        if operation.changes_state:  # the others are not replayed
             call.gradients_incomplete, self._incomplete = self._incomplete, ""
-        elif operation.kind == "save_weights":  # it serves as a snapshot where nothing is missing
+        elif operation.kind == "save_weights":  # complete saves serve as snapshots
             call.gradients_incomplete = self._incomplete
         self._under_way[operation.seq_id] = call
         return call
 
     def _take_all(self) -> list[Operation]:
-        """Return all that wait, in order."""
         waiting, self._waiting = self._waiting, {}
         self._gap_since = None
         return [waiting[seq_id] for seq_id in sorted(waiting)]
@@ -233,10 +232,10 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
                 self._log.exception("operation_failed", kind=operation.kind)
                 outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")
-                # What the trainer has applied is unknown only until it has answered.
+                # The trainer's state is unknown only until it has answered.
                 broken = RunBroken(outcome) if call.sent and not call.answered else None
             if not call.sent:
-                await call.begun  # those before it end first
+                await call.begun  # earlier ones end first
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]
@@ -249,14 +248,14 @@ class Dispatcher:
         self._wake.set()
 
     def _take_back(self, call: Call, outcome: Outcome) -> None:
-        """Go on as if there had been no such call, of which the trainer has not heard."""
+        """Undo a call that the trainer never received."""
         self._sent = call.previous_seq_id
         self._incomplete = self._incomplete or call.gradients_incomplete
         if call.operation.kind == "forward_backward" and isinstance(outcome, TandemError):
             self._incomplete = why_refused(call.operation.seq_id, outcome.message)
 
     async def _wait(self) -> None:
-        """Return when another operation may be able to go, or when a gap was given up."""
+        """Wait until another operation may go, or give up a gap."""
         self._note_gap()
         self._wake.clear()
         if self._gap_since is None:
@@ -267,11 +266,11 @@ class Dispatcher:
             async with asyncio.timeout(left):
                 await self._wake.wait()
         except TimeoutError:
-            if self._gap_since is not None:  # otherwise it was filled at the last moment
+            if self._gap_since is not None:  # not filled meanwhile
                 self._give_up_gap()
 
     def _note_gap(self) -> None:
-        """Note since when operations wait for one that has not arrived, and for nothing else."""
+        """Note when operations began to wait for a missing one and nothing else."""
         waits = self._waiting and self._next not in self._waiting and self._drained is None
         if not waits or self._at_work:
             self._gap_since = None
@@ -283,7 +282,7 @@ class Dispatcher:
             f"operation {self._next} did not arrive within {self._gap_timeout:g} s, so that those "
             "behind it cannot be carried out in order"
         )
-        # Any of them, or the missing one, may have been a forward_backward.
+        # The missing one may be a forward_backward.
         self._incomplete = message
         self._next = max(self._waiting) + 1
         for operation in self._take_all():
@@ -291,5 +290,5 @@ class Dispatcher:
 
 
 def why_refused(seq_id: int, reason: str) -> str:
-    """Say why the gradients after a refused forward_backward are not complete."""
+    """Explain the incomplete gradients after a refused forward_backward."""
     return f"operation {seq_id}, a forward_backward since the last step, was refused: {reason}"

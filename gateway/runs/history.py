@@ -1,5 +1,6 @@
-"""The optimizer steps of training runs, one row each: what the trainer measured, and nothing that
-clients log. They are kept as long as their run is."""
+"""The optimizer steps of training runs, one row each. Rows contain the trainer's measurements, and
+live as long as their run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from gateway.storage.tables import training_steps
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A row of `training_steps`. `metrics` are the optimizer's, and those of the step's batches."""
+    """A row of `training_steps`. `metrics` come from the optimizer and the step's batches."""
 
     run_id: str
     seq_id: int
@@ -33,7 +34,7 @@ class RunHistory:
         self._insert = database.insert_once(training_steps)
 
     def record(self, step: TrainingStep) -> None:
-        """Write a step, without waiting. One that is recorded already stays as it is."""
+        """Write a step without waiting. An existing row stays."""
         finite = {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in step.metrics.items()
@@ -41,7 +42,7 @@ class RunHistory:
         self._database.write_soon(self._insert, asdict(step) | {"metrics": finite})
 
     async def newest(self, run_id: str, *, limit: int, before: int | None) -> list[TrainingStep]:
-        """Return the newest steps of a run in their order; `before`: those before a `seq_id`."""
+        """Return the newest steps of a run in order, or the newest before the `seq_id` `before`."""
         wanted = select(training_steps).where(training_steps.c.run_id == run_id)
         if before is not None:
             wanted = wanted.where(training_steps.c.seq_id < before)
@@ -52,7 +53,7 @@ class RunHistory:
         return [from_row(TrainingStep, row) for row in reversed(rows)]
 
     async def last_of(self, run_ids: Sequence[str]) -> dict[str, TrainingStep]:
-        """Return the last step of each of these runs that has made one."""
+        """Return the last step of each run that has one."""
         last = (
             select(training_steps.c.run_id, func.max(training_steps.c.seq_id))
             .where(training_steps.c.run_id.in_(run_ids))

@@ -1,9 +1,9 @@
-"""The journal: every accepted operation in the order of its run, and what became of it.
+"""The journal: the accepted operations of each run, in order, with their outcomes.
 
-An operation is in the journal, and on the disk, before its client gets the request_id: a row, and
-a file for a large payload. The payload, and what the trainer was sent with it, are removed when the
-operation has ended and no replay needs them any more (`replay`). The result stays until it was
-fetched, or for `result_ttl` seconds. The next gateway goes on from these rows (`resumption`).
+An operation is on the disk before its client gets the request_id, as a row and perhaps a payload
+file. Payload and call message are removed when the operation has ended and no replay needs them
+(`replay`). The result stays until its fetch, at most `result_ttl` seconds. The next gateway
+continues from these rows (`resumption`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tandem.weights.store import read_again
 _INLINE_RESULT_BYTES = 64 * 1024
 """Larger results are files."""
 INLINE_PAYLOAD_BYTES = 64 * 1024
-"""Larger payloads are files: each costs a sync of its own."""
+"""Larger payloads are files, each with its own sync."""
 _READS = 4
-"""Payloads that are read at the same time; owners take turns."""
+"""Concurrent payload reads. Owners take turns."""
 
 _ACCEPT = insert(operations)
 _THIS = and_(
@@ -51,7 +51,7 @@ _THIS = and_(
 )
 _END = update(operations).where(_THIS).values(payload=None)
 _END_HELD = update(operations).where(_THIS)
-"""Of an operation that a replay may need."""
+"""Ends an operation that a replay may need."""
 _DROP = (
     update(operations)
     .where(
@@ -72,7 +72,7 @@ _NAMES = (operations.c.run_id.label("this_run"), operations.c.seq_id.label("this
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Journal:
-    """`result_ttl` in seconds. The futures of operations are in `futures`."""
+    """`result_ttl` is in seconds. `futures` holds the operations' futures."""
 
     database: Database
     data_dir: Path
@@ -87,7 +87,7 @@ class Journal:
         self._log = get_log()
 
     def open_log(self, run_id: str, recovery: Recovery) -> ReplayLog:
-        """Keep the payloads of a run from now on as long as its log needs them; return the log."""
+        """Return a new replay log of a run. Payloads now stay while the log needs them."""
 
         def drop(after: int, up_to: int, with_payload: list[int]) -> None:
             files = [self._file_of(run_id, seq_id) for seq_id in with_payload]
@@ -97,18 +97,19 @@ class Journal:
         return log
 
     def forget_run(self, run_id: str) -> None:
-        """Keep nothing for a replay of a run that has ended, and is about to be written as such."""
+        """Drop the replay data of an ended run."""
         self._replay_logs.pop(run_id, None)
-        self._drop(run_id, after=-1, up_to=2**62)  # with what a crash has left behind
+        self._drop(run_id, after=-1, up_to=2**62)  # includes leftovers of a crash
 
     async def remove_payloads(self, run_id: str) -> None:
-        """Remove the payloads of a run whose trainer has stopped for good."""
+        """Remove the payloads of a run without a trainer."""
         folder = self._file_of(run_id, 0).parent
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _drop(self, run_id: str, *, after: int, up_to: int, files: Sequence[Path] = ()) -> None:
-        """Note that no replay goes back to these operations, and then remove what it would have
-        needed. A crash in between leaves too much; without the note, a replay would lack it."""
+        """Note that no replay returns to these operations, then remove their data. In this order, a
+        crash leaves too much data, never too little.
+        """
         self.database.write_soon(_REPLAY_AFTER, {"this_run": run_id, "up_to": up_to})
         self.database.write_soon(
             _DROP,
@@ -117,11 +118,11 @@ class Journal:
         )
 
     async def accept(self, operation: Operation, *, payload: bytes | None) -> None:
-        """Write an operation and add its future to the table. Returns once the operation would
-        survive the end of this process; a power failure, once `database.sync` has returned.
+        """Write an operation and add its future to the table.
 
+        The operation then survives this process, and after `database.sync` a power failure.
         `payload` is the protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's
-        `IntegrityError` for a `seq_id` that is taken.
+        `IntegrityError` for a known `seq_id`.
         """
         row, remove_payload = _accepted_row(operation), None
         if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
@@ -144,8 +145,7 @@ class Journal:
         self.futures.add(operation.future)
 
     async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
-        """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
-        or neither."""
+        """Write operation 0 and the run's row (`run`) in one transaction."""
         accept = insert(operations).values(_accepted_row(operation))
         await self.database.write_together(run, accept)
         self.futures.add(operation.future)
@@ -153,8 +153,7 @@ class Journal:
     async def accept_failed(
         self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes, error: TandemError
     ) -> None:
-        """Write an operation that has failed already. Does nothing for one that is repeated.
-        Raises `SequenceTaken`."""
+        """Write a failed operation, unless it exists. Raises `SequenceTaken`."""
         row = _new_row(run_id, seq_id, kind, digest) | {
             "state": "failed",
             "ended_at": time.time(),
@@ -170,8 +169,9 @@ class Journal:
         return self.futures.get(request_id) is not None
 
     async def has(self, *, run_id: str, seq_id: int, digest: bytes) -> bool:
-        """Whether an operation of the run had this `seq_id`, or has it. Raises `SequenceTaken`
-        where that is of another request."""
+        """Return whether the run has an operation with this `seq_id`. Raises `SequenceTaken` if its
+        request differs.
+        """
         row = await self.database.read_one(
             select(operations.c.kind, operations.c.digest).where(
                 operations.c.run_id == run_id, operations.c.seq_id == seq_id
@@ -186,14 +186,13 @@ class Journal:
         return row is not None
 
     async def payload_of(self, operation: Operation) -> bytes:
-        """Return the protobuf of a forward_backward."""
         if operation.payload is not None:
             return operation.payload
         async with self._reads.turn(operation.future.owner):
             return await self.read_payload(operation.run_id, operation.seq_id)
 
     async def read_payload(self, run_id: str, seq_id: int) -> bytes:
-        """Return the protobuf of a forward_backward of which memory has no copy."""
+        """Return the protobuf of a forward_backward from the disk."""
         row = await self.database.read_one(
             select(operations.c.payload).where(
                 operations.c.run_id == run_id, operations.c.seq_id == seq_id
@@ -204,13 +203,12 @@ class Journal:
         return await asyncio.to_thread(read_again, Path.read_bytes, self._file_of(run_id, seq_id))
 
     def end(self, operation: Operation, outcome: Outcome) -> None:
-        """Write the outcome, and resolve the operation's future. The first outcome counts.
+        """Write the outcome and resolve the future; only the first outcome counts.
 
-        The client may hear of a result before it is committed; until then it is kept in memory,
-        without its body where the storage fails and there is no more room for it. If the gateway
-        dies in between, the next one carries the operation out with the same result. It need not
-        fail again, though: the gap may be filled, the room be there. So the client hears of a
-        failure when it is committed, unless the storage fails.
+        The client may get a result before its commit. If the gateway dies in between, the next one
+        computes an equal result. A failure might not repeat, because a gap may be filled. So the
+        client gets it after the commit, unless the storage fails. Uncommitted outcomes stay in
+        memory, without a body if there is no room.
         """
         request_id = operation.future.request_id
         if operation.future.ended or request_id in self._unwritten:
@@ -282,8 +280,9 @@ class Journal:
         )
 
     async def recall(self, request_id: str) -> Outcome | None:
-        """Return the outcome of an operation that memory no longer holds: None if the journal
-        has no such operation, an `UnknownRequest` if its result was removed."""
+        """Return an operation's outcome from the journal, None if unknown, `UnknownRequest` if its
+        result was removed.
+        """
         named = split_request_id(request_id)
         if named is None:
             return None
@@ -311,7 +310,7 @@ class Journal:
         return Result(media=row["media"], file=file, file_bytes=size)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Remove the results of operations that were fetched."""
+        """Remove the results of fetched operations."""
         rows, files = [], []
         for request_id in request_ids:
             if (named := split_request_id(request_id)) is not None:
@@ -321,7 +320,7 @@ class Journal:
             self.database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
 
     async def expire(self) -> None:
-        """Remove the results that nobody fetched within `result_ttl`."""
+        """Remove results older than `result_ttl`."""
         cutoff = time.time() - self.result_ttl
         over = select(*_NAMES).where(
             operations.c.ended_at < cutoff, operations.c.result.is_not(None)
@@ -332,8 +331,9 @@ class Journal:
         )
 
     async def abandon(self) -> int:
-        """Fail what an earlier gateway left unfinished of runs that have ended, and remove their
-        payloads; return how many operations that were."""
+        """Fail an earlier gateway's unfinished operations of ended runs, and remove their payloads.
+        Return the number of operations.
+        """
         active = select(runs.c.id).where(runs.c.state == "active")
         unfinished = operations.c.ended_at.is_(None) & operations.c.run_id.not_in(active)
         count = await self.database.read_value(
@@ -358,7 +358,7 @@ class Journal:
         return count
 
     def _file_of(self, run_id: str, seq_id: int) -> Path:
-        """Return where the payload of an operation is if it is a file."""
+        """Return the path of an operation's payload file."""
         return operation_blob(self.data_dir, run_id=run_id, seq_id=seq_id)
 
 

@@ -1,7 +1,7 @@
 """The life of a run: its trainer starts, serves its operations, and ends with the run.
 
-A run ends with its session, or when its trainer cannot be restored: the client creates a new run,
-from a checkpoint if there is one.
+A run ends with its session, or when its trainer cannot be restored. Then the client creates a new
+run, from a checkpoint if there is one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunLifecycle:
         self._log = get_log()
 
     def trainer_of(self, run: TrainingRun, host: TrainerHost) -> RunTrainer:
-        """Return the trainer of a run, which is not started yet."""
+        """Return a new, unstarted trainer for a run."""
         return RunTrainer(
             run=run,
             host=host,
@@ -60,13 +60,13 @@ class RunLifecycle:
     def begin(
         self, run: TrainingRun, *, heard: asyncio.Event | None = None, ended: int = -1
     ) -> None:
-        """Begin the life of a run that has a trainer. One of an earlier gateway, whose operations
-        up to `ended` have ended, goes on once its client is `heard` of."""
+        """Start serving a run that has a trainer. An earlier gateway's run continues after its
+        operation `ended`, once its client is `heard`.
+        """
         run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
 
     async def _live(self, run: TrainingRun, heard: asyncio.Event | None, ended: int) -> None:
-        """Start the trainer once there is a place for it, and carry out operations until one of
-        them ends the run."""
+        """Start the trainer when it has a place, and carry out operations until the run ends."""
         assert run.trainer is not None
         if heard is not None:
             await heard.wait()
@@ -97,18 +97,18 @@ class RunLifecycle:
         self.abort(run, error)
 
     def abort(self, run: TrainingRun, error: TandemError) -> None:
-        """End a run whose trainer is of no use any more, and the trainer if it still runs."""
+        """End a run with a useless trainer, and the trainer."""
         self._end(run, error)
         self._stopped(run, error.message)
 
     async def end_all(self, ending: Sequence[TrainingRun], error: TandemError) -> None:
-        """End the runs of a session; return when their trainers are stopped."""
+        """End a session's runs and wait until their trainers stopped."""
         for run in ending:
             self._end(run, error)
         await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
 
     def write_end(self, run_id: str, error: TandemError) -> None:
-        """Write that a run has ended, and keep nothing for a replay of it."""
+        """Record the run's end and drop its replay data."""
         self.journal.forget_run(run_id)
         self.database.write_soon(
             update(runs)
@@ -119,21 +119,22 @@ class RunLifecycle:
         )
 
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        """Give up the trainer of a run for which nothing was done yet."""
+        """Release an unused trainer."""
         try:
             await self.hosts.leave(host, run_id, reason)
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._log.exception("trainer_not_stopped", run_id=run_id)
 
     def leave_soon(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        """As `leave`, though whoever asked for it does not wait."""
+        """Do as `leave`, in the background."""
         self._in_background(self.leave(host, run_id, reason))
 
     async def close(self, left: Sequence[TrainingRun], *, patience: float) -> None:
-        """Cancel everything. The next gateway goes on with what has not ended, and stops the
-        trainers that have not ended within `patience` seconds, though their runs have."""
+        """Cancel everything. The next gateway continues unfinished work, and stops the trainers of
+        ended runs that outlast `patience` seconds.
+        """
         lives = [run.life for run in left if run.life is not None]
-        for life in lives:  # first: what ends without its log is not replayed
+        for life in lives:  # first: operations that end without a log are not replayed
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
         if stopping := tuple(self._stopping):
@@ -145,7 +146,7 @@ class RunLifecycle:
         await asyncio.gather(*(trainer.close() for trainer in trainers))
 
     def _end(self, run: TrainingRun, error: TandemError) -> None:
-        """Fail what has not ended. The first error counts."""
+        """Fail unfinished operations. Only the first error counts."""
         if run.error is not None:
             return
         run.error = error
@@ -166,8 +167,9 @@ class RunLifecycle:
         self.write_end(run.id, error)
 
     def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
-        """Stop the run's trainer, and then collect its files. Whoever asks again waits for the
-        same end: nothing is collected while the trainer may still write."""
+        """Stop the run's trainer, then collect its files, since the trainer may write until then.
+        Repeated calls return one task.
+        """
         if run.stopping is None:
             run.stopping = self._in_background(self._stop_trainer(run, reason))
         return run.stopping
@@ -187,7 +189,7 @@ class RunLifecycle:
             self._log.exception("trainer_not_stopped", run_id=run.id)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Do what goes on though whoever asked for it does not wait any more."""
+        """Run a task whose caller does not wait for it."""
         task = asyncio.create_task(work)
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)

@@ -1,4 +1,4 @@
-"""What an operation is: its kinds and bodies, and the `Call` that it becomes at its turn."""
+"""Operations: their kinds and bodies, and `Call`, an operation at its turn."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ Kind = Literal[
 
 
 RowInteger = Annotated[int, Field(ge=-(2**53), le=2**53)]
-"""What a row can hold. Whether it makes sense is said at the operation's turn."""
+"""The integers that fit into a row. Their meaning is checked at the operation's turn."""
 
 
 class AdamParams(BaseModel):
-    """The defaults are those of the SDK, which always sends all of them."""
+    """The SDK's defaults. The SDK always sends all fields."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ class AdamParams(BaseModel):
 
 
 class DimuonParams(BaseModel):
-    """The fields of the SDK. A `grad_clip_norm` of 0 or less turns clipping off."""
+    """The SDK's fields. A `grad_clip_norm` of 0 or less turns clipping off."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
 
@@ -72,7 +72,7 @@ class OptimStep(BaseModel):
 
 
 class LossReference(BaseModel):
-    """The loss of a forward_backward that names, by id, a definition registered beforehand."""
+    """A forward_backward's loss, registered beforehand under an id."""
 
     loss_fn: str
     loss_id: str
@@ -96,7 +96,7 @@ class SaveWeightsForSampler(BaseModel):
 
 
 class SaveWeightsExternal(BaseModel):
-    """`age_encryption_recipients`: every file is encrypted to each of these keys."""
+    """Every file is encrypted to each of `age_encryption_recipients`."""
 
     path: str
     ttl_seconds: RowInteger | None = None
@@ -109,7 +109,7 @@ class LoadWeights(BaseModel):
     _readers: Readers | None = PrivateAttr(None)
 
     def on_behalf_of(self, readers: Readers) -> LoadWeights:
-        """Remember who may read: the checkpoint is looked up at the operation's turn."""
+        """Remember the caller's rights for the lookup at the operation's turn."""
         self._readers = readers
         return self
 
@@ -120,13 +120,13 @@ class LoadWeights(BaseModel):
 
 
 class LossDefinitions(Protocol):
-    """The definitions that clients registered for one `loss_fn`, each in its session."""
+    """Registered definitions of one `loss_fn`, by session."""
 
     async def definition(self, loss_id: str, *, session_id: str) -> bytes:
-        """Return what the trainer needs besides the request. Raises `UnknownLoss`."""
+        """Return the definition for the trainer. Raises `UnknownLoss`."""
 
     async def recall(self, request_id: str) -> Outcome | None:
-        """Return the result of the request that registered a definition, or None."""
+        """Return the result of a registration request, or None."""
 
     def end_session(self, session_id: str) -> None:
         """Delete the session's definitions."""
@@ -154,7 +154,7 @@ _BODIES: Mapping[Kind, type[BaseModel]] = {
 
 
 def body_to_json(body: Body | None) -> bytes:
-    """Return what `body_from_json` reads; empty for None."""
+    """Return JSON for `body_from_json`, empty for None."""
     if body is None:
         return b""
     fields = body.model_dump(mode="json")
@@ -174,13 +174,12 @@ def body_from_json(kind: Kind, content: bytes) -> Body | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """An accepted operation that has not ended.
+    """An accepted, unfinished operation.
 
-    `has_payload` says that the journal has the protobuf of a forward_backward. It is also in
-    memory, as `payload`, where there was room. `size` is the bytes of the request, and `digest`
-    tells it from others. A `refused` operation consumes its `seq_id` and fails with that error at
-    its turn. One that is `resumed` was accepted by an earlier gateway, which may have carried it
-    out.
+    `has_payload`: the journal has the protobuf of a forward_backward. `payload` is its copy in
+    memory, if there was room. `size` is the request's bytes, `digest` its hash. A `refused`
+    operation uses its `seq_id` and fails at its turn. A `resumed` one was accepted, and perhaps
+    carried out, by an earlier gateway.
     """
 
     run_id: str
@@ -197,8 +196,9 @@ class Operation:
 
     @property
     def usage_kind(self) -> UsageKind:
-        """The kind under which usage is metered. An unnamed save for a sampler is a publish,
-        because it leaves no checkpoint."""
+        """The kind for metering. An unnamed save for a sampler is a publish, because it leaves no
+        checkpoint.
+        """
         if isinstance(self.body, SaveWeightsForSampler) and self.body.path is None:
             return "publish"
         assert self.kind != "create_model", "creating a model asks nothing of a trainer"
@@ -206,8 +206,9 @@ class Operation:
 
     @property
     def folder(self) -> str:
-        """Return where the trainer writes for it, relative to the data directory, or "". Delivered
-        again, also by another gateway, an operation finds there what it has written before."""
+        """The trainer's output folder, relative to the data directory, or "". A repeated operation
+        finds its earlier output there.
+        """
         if isinstance(self.body, SaveWeights):
             suffix = f"{self.seq_id:08x}"
             return new_state_folder(run_id=self.run_id, name=self.body.path, suffix=suffix)
@@ -217,19 +218,20 @@ class Operation:
 
     @property
     def version(self) -> str:
-        """Return the name of the version that it publishes."""
+        """The name of its weight version."""
         suffix = self.digest.hex()[:8]
         return new_version_name(run_id=self.run_id, number=self.seq_id, suffix=suffix)
 
     @property
     def changes_state(self) -> bool:
-        """Whether it changes what the trainer holds, so that a replay needs it."""
+        """Whether it changes the trainer's state, so that a replay needs it."""
         return self.kind in ("forward_backward", "optim_step", "load_weights")
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether the operations before it must have ended: named saves and loads look at the
-        checkpoints that those leave."""
+        """Whether earlier operations must have ended. Named saves and loads look at their
+        checkpoints.
+        """
         match self.body:
             case SaveWeights() | SaveWeightsExternal() | LoadWeights():
                 return True
@@ -240,9 +242,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the trainer is with an operation, `seconds` after its turn came: tokens of its batch
-    that are computed, and all of them; 0 for an operation without a batch. `compiling`: it has yet
-    to compile what it computes the batch with."""
+    """A trainer's progress on an operation. `seconds` counts from its turn. `tokens_done` of
+    `tokens` are computed; both are 0 without a batch. `compiling`: the computation is not compiled
+    yet.
+    """
 
     seconds: float
     tokens_done: int = 0
@@ -267,11 +270,11 @@ class Progress:
 
 @dataclass(eq=False)
 class Call:
-    """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
-    `waiting_for`, or `explain` where that changes, tells its client why it has not ended, and
-    `progress` is what the trainer said last of it; `wake` is set when the next one may go.
-    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it.
-    `begun` is done once the trainer has answered all calls before, and so begins this one."""
+    """An operation at its turn. `waiting_for`, or the result of `explain`, is the client's reason
+    for waiting. `progress` is the trainer's last report. `wake` is set when the next operation may
+    go. `gradients_incomplete` reports an earlier refused forward_backward. `begun` is done when the
+    trainer has answered all earlier calls.
+    """
 
     operation: Operation
     previous_seq_id: int = -1
@@ -286,8 +289,9 @@ class Call:
     begun: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def describe(self) -> str:
-        """Say what is being done. Literal example: `forward_backward 12: the trainer is at work on
-        it (4,096 of 65,536 tokens, 512 tokens/s, 8 s)`."""
+        """Literal example: `forward_backward 12: the trainer is at work on it (4,096 of 65,536
+        tokens, 512 tokens/s, 8 s)`.
+        """
         why = self.explain() if self.explain is not None else self.waiting_for
         age = Progress(time.monotonic() - self.operation.future.accepted_at)
         progress = self.progress if why == TRAINER_AT_WORK and self.progress is not None else age
@@ -298,20 +302,21 @@ class Call:
             self.begun.set_result(None)
 
     def send(self) -> None:
-        """Note that all is done that can fail before the trainer hears of the operation."""
+        """Note that all local preparation succeeded."""
         self.sent = True
         self.waiting_for = TRAINER_AT_WORK
         self.wake.set()
 
     def release(self) -> None:
-        """Free the slot in the window: the trainer has answered, and the rest of the operation
-        (a sampler's load, an encryption) does not concern it."""
+        """Free the window's slot. The trainer has answered, and the rest (a sampler's load, an
+        encryption) does not involve it.
+        """
         self.released = True
         self.wake.set()
 
 
 class RunBroken(Exception):
-    """The trainer is gone, or its state is unknown. `error` is what the run ends with."""
+    """The trainer is gone or its state is unknown. `error` ends the run."""
 
     def __init__(self, error: TandemError) -> None:
         super().__init__(error.message)
@@ -319,7 +324,7 @@ class RunBroken(Exception):
 
 
 def check_body(body: Body) -> None:
-    """Check what can be checked before an operation's turn. Raises `InvalidRequest`."""
+    """Check a body before the operation's turn. Raises `InvalidRequest`."""
     match body:
         case LoadWeights():
             parse_checkpoint_path(body.path)

@@ -1,4 +1,4 @@
-"""The weight versions of a run: its trainer writes them, and each is the next one's parent."""
+"""Publishes a run's weight versions through its trainer. Each is the parent of the next."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ class WeightPublisher:
         delta: bool = False,
         to: Sampler | None = None,
     ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
-        """Let the trainer write a weight version, which may be `sampled` from, and may be a
-        `delta`; return it. What has a name is whole, for its files are copied and downloaded.
-
-        If the trainer can hand it over `to` a sampler, return where the trainer keeps it, too,
-        until its `release`."""
+        """Publish and return a weight version. `sampled` allows sampling, `delta` a delta. Named
+        versions are whole, because their files are copied and downloaded. If the trainer can hand
+        the weights over `to` a sampler, also return the handoff, valid until `release`.
+        """
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
@@ -65,7 +64,7 @@ class WeightPublisher:
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
-            # It is kept until then: the newest version, `run.parent`, is that one or a delta of it.
+            # The base is pinned: `run.parent` is the base or a delta of it.
             delta_of=run.deltas.next() if delta else "",
             handoff=to is not None and self._hands_over(to),
         )
@@ -111,7 +110,7 @@ class WeightPublisher:
         return version, reply.handoff if reply.HasField("handoff") else None
 
     def _hands_over(self, sampler: Sampler) -> bool:
-        """Whether a sampler's engine can take the weights from the trainer's memory."""
+        """Return whether the sampler's engine can read the trainer's memory."""
         run, wanted = self._run, self._handoff
         if run.training.lora is not None or wanted == "off":
             return False
@@ -121,8 +120,7 @@ class WeightPublisher:
         return place is not None and len(engines) == 1 and engines[0].is_beside(place)
 
     async def release(self, version: str) -> None:
-        """Let the trainer free what it kept of a version. One that cannot be told frees it by
-        itself, in time."""
+        """Let the trainer free the weights of a handoff. Otherwise it frees them after a while."""
         if self._trainer.serves:
             try:
                 await (await self._trainer.client()).release(version)

@@ -1,7 +1,7 @@
-"""Queries of training runs: whose they are, and what they hold.
+"""Queries of training runs.
 
-`owned` is what belongs to the caller; `accessible` is what the caller may see (everything, for an
-admin). A run that the caller may not see is reported as if it did not exist.
+The scope `owned` means the caller's runs, `accessible` all that the caller may see. Others appear
+not to exist.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from tandem.protocol.worker import TrainingSpec
 
 @dataclass(frozen=True)
 class Storage:
-    """The number of some checkpoints, and their bytes."""
-
     count: int = 0
     bytes: int = 0
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A row of `runs`. `failed` says that the run ended before its session, and lost its state."""
+    """A row of `runs`. `failed`: the run ended before its session and lost its state."""
 
     id: str
     session_id: str
@@ -56,7 +54,7 @@ _ACCEPTED_LAST = (
     .limit(1)
     .scalar_subquery()
 )
-"""Reads one row of each journal, because a journal can be long."""
+"""Reads one row per journal, because a journal can be long."""
 _RUNS = select(
     runs, func.coalesce(_ACCEPTED_LAST, runs.c.ended_at, runs.c.created_at).label("last_request_at")
 )
@@ -67,7 +65,7 @@ class RunQueries:
         self._database = database
 
     async def storage_of(self, session_ids: Sequence[str]) -> dict[str, Storage]:
-        """Return the storage of the checkpoints of these sessions' runs."""
+        """Return the checkpoint storage of these sessions' runs."""
         rows = await self._database.read(
             select(
                 runs.c.session_id,
@@ -83,7 +81,9 @@ class RunQueries:
         }
 
     async def run(self, run_id: str, caller: Caller, *, scope: Scope = "accessible") -> RunRecord:
-        """Raises `UnknownRun`. A run with a published checkpoint is accessible to everybody."""
+        """Return a run. Raises `UnknownRun`. A run with a published checkpoint is accessible to
+        everybody.
+        """
         await self._database.flush()
         seen = visible(runs.c.owner, caller, scope)
         if scope == "accessible":
@@ -99,7 +99,7 @@ class RunQueries:
     async def runs(
         self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """Return a page of runs, newest first, and how many there are in all."""
+        """Return a page of runs, newest first, and the total number."""
         wanted = [visible(runs.c.owner, caller, scope)]
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
@@ -134,7 +134,7 @@ class RunQueries:
     async def _newest_checkpoints(
         self, run_ids: Sequence[str]
     ) -> dict[tuple[str, str], Checkpoint]:
-        """Return the newest checkpoint of each run and kind. A run can have many."""
+        """Return the newest checkpoint per run and kind."""
         table = checkpoints.c
         from_newest = func.row_number().over(
             partition_by=(table.run_id, table.kind),

@@ -1,6 +1,4 @@
-"""The training runs that there are: created by a client, or taken up from an earlier gateway, and
-here until their session ends.
-"""
+"""The registry of training runs, from creation or resumption until their session ends."""
 
 from __future__ import annotations
 
@@ -89,13 +87,13 @@ class RunRegistry:
         self._log = get_log()
 
     async def shared_trainers(self) -> set[str]:
-        """Return the keys of the trainers that an earlier gateway's runs share."""
+        """Return the keys of shared trainers of an earlier gateway."""
         shared = (runs.c.state == "active") & (runs.c.host != runs.c.id)
         rows = await self.database.read(select(runs.c.host).where(shared))
         return {row["host"] for row in rows}
 
     async def open(self) -> None:
-        """Go on with the runs of an earlier gateway that can be restored; end the others."""
+        """Resume an earlier gateway's restorable runs and end the others."""
         over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
         active = runs.c.state == "active"
         for row in await self.database.read(select(runs.c.id).where(active, over)):
@@ -129,8 +127,7 @@ class RunRegistry:
             )
 
     async def _resume(self, row: RowMapping) -> None:
-        """Take up a run where an earlier gateway left it. Its trainer is started when its session
-        is heard of."""
+        """Resume a run. Its trainer starts when its client is heard."""
         model, session = row["model"], self.sessions.require(row["session_id"])
         run = self._new_run(
             id=row["id"],
@@ -152,7 +149,6 @@ class RunRegistry:
         self.lifecycle.begin(run, heard=session.heard, ended=left.ended)
 
     async def close(self, *, patience: float) -> None:
-        """As `RunLifecycle.close`, for all runs."""
         await self.lifecycle.close(self.all(), patience=patience)
 
     def all(self) -> list[TrainingRun]:
@@ -173,16 +169,14 @@ class RunRegistry:
         request: bytes,
         admin: bool = False,
     ) -> str:
-        """Begin to start a run, and return the request_id of its creation, which is operation 0
-        of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
+        """Start a run and return the request_id of operation 0, its creation. The operation ends
+        when the trainer is ready and has loaded the checkpoint, if any.
 
-        `user_metadata` may say how the run is restored (`recovery_of`), and with that of its
-        session what it asks for (`settled_asks`), for an `admin` or another caller.
-
-        Idempotent: a repeated `model_seq_id` with the same request returns the original
-        request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
-        not have another run, `UnsuitableLora`, `InvalidRequest`, also for a model that cannot be
-        trained and for what no group can give, `PermissionDenied` and `SessionFinished`.
+        `user_metadata` may choose the recovery (`recovery_of`) and the resources (`settled_asks`),
+        where an `admin` may choose more. Idempotent: a repeated `model_seq_id` with an equal
+        request returns the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`,
+        `InvalidRequest` (also for an untrainable model or missing devices), `PermissionDenied` and
+        `SessionFinished`.
         """
         recovery = recovery_of(user_metadata, self.settings)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
@@ -200,7 +194,7 @@ class RunRegistry:
             _check_trained(config, model.name)
             _check_adapted(config, model.name, training)
             await read_ahead(model.path, self.settings, anew=True)
-            # Nothing is awaited from here to where the run is registered.
+            # No await from here until the run is registered.
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
@@ -257,7 +251,7 @@ class RunRegistry:
                 self.lifecycle.leave_soon(host, run_id, "its run was not created")
                 raise
         run.creation = creation
-        if run.error is not None:  # its session has ended meanwhile
+        if run.error is not None:  # its session ended meanwhile
             self.lifecycle.leave_soon(host, run_id, run.error.message)
             self.journal.end(creation, run.error)
         else:
@@ -294,7 +288,7 @@ class RunRegistry:
         )
 
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
-        """End the session's runs and stop their trainers; return the ids of the runs."""
+        """End the session's runs and stop their trainers. Return the runs' ids."""
         ending = [run for run in self._runs.values() if run.session_id == session_id]
         await self.lifecycle.end_all(ending, error)
         for run in ending:
@@ -305,21 +299,20 @@ class RunRegistry:
 
 
 def _config_of(folder: Path) -> Mapping[str, object]:
-    """Return a model's configuration. Of one that cannot be read nothing is known, and what is
-    wrong with it is said when it is loaded."""
+    """Return a model's configuration, {} if unreadable. The load reports the error."""
     with suppress(OSError, ValueError):
         return read_json(folder / "config.json")
     return {}
 
 
 def _check_trained(config: Mapping[str, object], name: str) -> None:
-    """Raise `InvalidRequest` for a model whose configuration says that it cannot be trained."""
+    """Raise `InvalidRequest` for a model that cannot be trained."""
     if reason := why_untrained(config):
         raise InvalidRequest(f"the model {name} {reason}")
 
 
 def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSpec) -> None:
-    """Raise `UnsuitableLora` for layers of a model whose adapters no engine serves."""
+    """Raise `UnsuitableLora` for adapted layers that no engine serves."""
     lora = training.lora
     if lora is None or not head_alone(config):
         return
@@ -332,8 +325,7 @@ def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSp
 
 
 def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> None:
-    """Raise `InvalidRequest` for a model whose configuration says that so many ranks cannot divide
-    its matrices."""
+    """Raise `InvalidRequest` if this many ranks cannot divide the model's matrices."""
     if ranks > 1 and (reason := why_undivided(config, ranks)):
         raise InvalidRequest(
             f"tandem.tensor_parallel is {ranks}, and the model {name} cannot be divided among so "
@@ -342,8 +334,7 @@ def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> No
 
 
 def _check_sharded(config: Mapping[str, object], name: str, asks: Asks) -> None:
-    """Raise `InvalidRequest` for a model whose configuration says that a copy of it cannot be on so
-    many ranks."""
+    """Raise `InvalidRequest` if this many ranks cannot hold a copy of the model."""
     shards = asks.shards or 1
     if reason := why_unsharded(config, ranks=shards, divided=asks.tensor_parallel):
         raise InvalidRequest(

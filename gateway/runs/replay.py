@@ -1,9 +1,8 @@
-"""What a run's trainer can be computed again from: its snapshots, and the calls after them.
+"""The replay log: a run's snapshots and later calls, from which a new trainer is restored.
 
-The log notes each call when it is sent, in the order in which the trainer applies and answers them.
-Calls that changed the trainer's state stay until two snapshots cover them: the newest may be
-damaged. The journal has the same in rows, from which the next gateway resumes the log. See
-`docs/reliability.md`.
+Calls are noted when they are sent, in the trainer's order. Calls that changed its state stay until
+two snapshots cover them, because the newest may be damaged. The journal's rows hold equal data for
+the next gateway. See `docs/reliability.md`.
 """
 
 from __future__ import annotations
@@ -21,30 +20,28 @@ from tandem.v1 import trainer_pb2
 
 METADATA_KEY = "tandem.recovery"
 VARIABLE_FAILURES = frozenset({CheckpointDamaged.type, CustomLossFailed.type})
-"""Those that need not come again with the same call: the disk decides, or how busy the machine
-is."""
+"""Failures that a replay may not repeat: they depend on the disk or the machine's load."""
 _SECONDS: TypeAdapter[float] = TypeAdapter(NonNegativeFloat)
 _GENERATIONS = 2
 _MANY_CALLS = 5000
-"""Calls after which a snapshot is asked for, however little work they were."""
+"""Calls that trigger a snapshot, however short they were."""
 REPLAY_SECONDS = 60.0
 LOG_BYTES = 2**30
 _MOST_CALLS = 100_000
 _BYTES_PER_SECOND = 2e8
-"""At which the first snapshot is taken to be written, until that was measured."""
+"""Assumed write speed of the first snapshot."""
 _NEARLY = 0.75
-"""Of the bytes that the log may take; at half of them, a snapshot is asked for."""
+"""Share of the log's bytes that counts as nearly full. Half of them trigger a snapshot."""
 _LARGEST_SHARE = 0.25
-"""Of the training time that snapshots may take, even if a replay takes longer for it."""
+"""Largest share of training time for snapshots, even if a replay then takes longer."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How the trainer of a run is restored when it dies. If it is not `enabled`, the run ends.
+    """How a run's dead trainer is restored. If not `enabled`, the run ends.
 
-    Snapshots take the `share` of the training time. `replay` bounds the seconds of training that
-    are replayed, unless snapshots would then take a quarter of the time. `log_bytes` bounds the
-    payloads that a run keeps for a replay; half of it asks for a snapshot.
+    Snapshots take the `share` of training time. `replay` bounds the seconds to replay, unless
+    snapshots would take a quarter of the time. `log_bytes` bounds a run's stored payloads.
     """
 
     enabled: bool = True
@@ -54,10 +51,9 @@ class Recovery:
 
 
 def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySettings) -> Recovery:
-    """Return how a run is restored. Its creator may turn that off, or say how many seconds are
-    replayed at most: `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`.
-
-    Raises `InvalidRequest` for any other value.
+    """Return a run's recovery. Its creator may turn it off or bound the replay in seconds:
+    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest` for other
+    values.
     """
     chosen = (user_metadata or {}).get(METADATA_KEY)
     usual = Recovery(
@@ -81,8 +77,9 @@ def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySet
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a trainer after the operation `seq_id`. Without a `folder` it is that of a run
-    before its first operation. `bytes` is its size."""
+    """A trainer's state after the operation `seq_id`. Without a `folder`, it is the initial state.
+    `bytes` is its size.
+    """
 
     seq_id: int = -1
     step: int = 0
@@ -92,12 +89,10 @@ class Snapshot:
 
 @dataclass(eq=False)
 class SentCall:
-    """A call that was sent to the trainer: `request` is its message, without a payload (the journal
-    has it, if it `has_payload`) and without the definition of the loss that `body` names.
-
-    `size` is its bytes, with those of its payload. Once it is `answered`, it took the trainer
-    `seconds` and had this `failure`, "" for none, with this `reason`. `release` is called when it
-    is forgotten.
+    """A call sent to the trainer. `request` is its message without the payload, which the journal
+    has if `has_payload`, and without the definition of the loss in `body`. `size` includes the
+    payload. An `answered` call took `seconds` and has a `failure` ("" for none) with a `reason`.
+    `release` is called when the call is forgotten.
     """
 
     seq_id: int
@@ -119,13 +114,14 @@ class SentCall:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a replay sends it again. Of what failed for a reason that may be gone (a disk, a
-        busy machine), it does what came of it: see `leaves_incomplete`."""
+        """Whether a replay sends it. A failure with a temporary cause is not repeated; see
+        `leaves_incomplete`.
+        """
         return self.failure not in VARIABLE_FAILURES
 
     @property
     def leaves_incomplete(self) -> str:
-        """Say why the gradients are incomplete after it has failed, "" if it does not say."""
+        """Why gradients are incomplete after its failure, "" if unknown."""
         if self.kind == "forward_backward":
             return self.reason
         header = trainer_pb2.LoadCheckpointRequest.FromString(self.request).header
@@ -133,9 +129,9 @@ class SentCall:
 
 
 class ReplayLog:
-    """The calls of one run that a restored trainer would need. `dropped` is called when the calls
-    after a `seq_id` up to another one are needed no longer, with the two and with the numbers of
-    the calls that have a payload. `missing_to` is the newest such."""
+    """The calls that a restored trainer needs. `dropped` gets the `seq_id` range of unneeded calls
+    and the numbers of those with a payload. `missing_to` is the newest dropped call.
+    """
 
     def __init__(
         self, recovery: Recovery, *, dropped: Callable[[int, int, list[int]], None]
@@ -149,12 +145,11 @@ class ReplayLog:
         self._cost: float | None = None
         self.bytes = 0
         self.work = 0.0
-        """Seconds that the trainer worked since the newest snapshot: what a replay takes."""
+        """Seconds of the trainer's work since the newest snapshot: the length of a replay."""
 
     @property
     def complete(self) -> bool:
-        """Whether all calls after the newest snapshot are there, so that the run can be
-        restored."""
+        """Whether all calls after the newest snapshot exist, so that the run can be restored."""
         return self.newest.seq_id >= self.missing_to
 
     @property
@@ -174,12 +169,12 @@ class ReplayLog:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Return those that the log goes back to, newest first."""
+        """The usable snapshots, newest first."""
         return [each for each in reversed(self._snapshots) if each.seq_id >= self.missing_to]
 
     @property
     def first_unanswered(self) -> SentCall | None:
-        """Return the call that the trainer is at, if it is at one."""
+        """The call that the trainer works on, or None."""
         return min(
             (call for call in self._calls.values() if not call.answered),
             key=lambda call: call.seq_id,
@@ -188,13 +183,11 @@ class ReplayLog:
 
     @property
     def newest_change(self) -> int:
-        """Return the newest operation of which the state must contain what it changed, -1 for
-        none."""
+        """The newest operation in the trainer's state, -1 for none."""
         answered = [call.seq_id for call in self._calls.values() if call.answered]
         return max([self.missing_to, self.newest.seq_id, *answered])
 
     def held(self, seq_id: int) -> SentCall | None:
-        """Return a call, if it may be needed again."""
         return self._calls.get(seq_id)
 
     def resume(
@@ -205,8 +198,9 @@ class ReplayLog:
         missing_to: int,
         answered: int,
     ) -> None:
-        """Take over what an earlier log had: `snapshots`, oldest first, the calls after them, the
-        newest `seq_id` that it had dropped and the newest that was answered."""
+        """Continue an earlier log: its `snapshots`, oldest first, later calls, newest dropped
+        `seq_id` and newest answered one.
+        """
         self._snapshots.extend(snapshots)
         if len(snapshots) >= _GENERATIONS or missing_to >= 0:
             self._snapshots.popleft()
@@ -216,8 +210,9 @@ class ReplayLog:
         self.work = sum(call.seconds for call in calls if call.seq_id > self.newest.seq_id)
 
     def note_sent(self, call: SentCall) -> None:
-        """Note a call that is about to be sent. When they become too many, those before the newest
-        snapshot are forgotten, and if that is not enough, all that were answered."""
+        """Note a call before its sending. Above the bounds, drop calls before the newest snapshot,
+        and if needed all answered ones.
+        """
         self._calls[call.seq_id] = call
         self.bytes += call.size
         self._keep_within_bounds()
@@ -225,7 +220,7 @@ class ReplayLog:
     def note_answered(
         self, seq_id: int, *, seconds: float, failure: str = "", reason: str = ""
     ) -> None:
-        """Note that the trainer has answered, after so many seconds of work."""
+        """Note the trainer's answer after `seconds` of work."""
         call = self._calls.get(seq_id)
         if call is None or call.answered:
             return
@@ -241,7 +236,9 @@ class ReplayLog:
             self._keep_within_bounds()
 
     def wants_snapshot(self, *, expected_bytes: int) -> bool:
-        """Whether the work since the newest snapshot is worth another one, of about this size."""
+        """Return whether the work since the newest snapshot justifies another of about this
+        size.
+        """
         cost = self._cost_of(expected_bytes)
         latest = max(self._recovery.replay, cost / _LARGEST_SHARE)
         return (
@@ -252,8 +249,9 @@ class ReplayLog:
         )
 
     def is_worth_snapshot(self, *, expected_bytes: int) -> bool:
-        """Whether a snapshot of about this size, taken now, costs less than a replay of what it
-        would cover: the work up to the newest step or load."""
+        """Return whether a snapshot of about this size costs less than a replay of the work that it
+        would cover, up to the newest step or load.
+        """
         changes = [c.seq_id for c in self._calls.values() if c.answered and c.changes_weights]
         upto = max(changes, default=-1)
         after = self.newest.seq_id
@@ -261,15 +259,16 @@ class ReplayLog:
         return not self.complete or work > self._cost_of(expected_bytes)
 
     def _cost_of(self, expected_bytes: int) -> float:
-        """Return the seconds that a snapshot takes, as far as is known."""
+        """Return the seconds for a snapshot, measured or assumed."""
         return self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
-        """Note a snapshot that was written, at a `cost` in seconds if it was asked for. Return
-        those that are superfluous now; while one was written, a save may have become a newer."""
+        """Add a snapshot, which took `cost` seconds if it was requested. Return superfluous ones. A
+        save may have become a newer one meanwhile.
+        """
         if cost is not None:
             self._cost = cost
-        # From one that is older than a missing call, nothing leads to the present.
+        # A snapshot before a missing call is useless.
         useful = [each for each in self._snapshots if each.seq_id >= self.missing_to]
         useful = sorted([*useful, snapshot], key=lambda each: each.seq_id)
         kept, before = useful[-_GENERATIONS:], [*self._snapshots, snapshot]
@@ -279,33 +278,32 @@ class ReplayLog:
         return [each for each in before if each not in kept and each.folder]
 
     def lose(self, snapshot: Snapshot) -> None:
-        """Note that a snapshot turned out to be damaged."""
+        """Remove a damaged snapshot."""
         self._snapshots.remove(snapshot)
 
     def calls_after(self, snapshot: Snapshot) -> list[SentCall]:
-        """Return what to send, in this order, to a trainer that has loaded the snapshot."""
+        """Return the calls, in order, for a trainer that has loaded the snapshot."""
         calls = (self._calls[seq_id] for seq_id in sorted(self._calls))
         return [c for c in calls if snapshot.seq_id < c.seq_id <= self._answered]
 
     def answered_up_to(self, snapshot: Snapshot) -> int:
-        """Return the newest `seq_id` that needs no delivery after those of `calls_after`."""
+        """Return the newest `seq_id` covered by the snapshot and `calls_after`."""
         return max(self._answered, snapshot.seq_id)
 
     def close(self) -> None:
-        """Forget everything: the run has ended."""
         self._forget(list(self._calls.values()))
 
     def _keep_within_bounds(self) -> None:
-        # What only the older snapshot needs goes first.
+        # Drop calls that only the older snapshot needs first.
         for seq_id in (self.newest.seq_id, self._answered):
             if self.bytes > self._recovery.log_bytes or len(self._calls) > _MOST_CALLS:
                 self._drop_up_to(seq_id)
 
     def _drop_up_to(self, seq_id: int) -> None:
-        """Forget the calls up to this one; those of which no answer arrived are still needed."""
+        """Forget answered calls up to this one."""
         calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
-        # Not `seq_id`: it may be of an operation of which the trainer never heard.
+        # Not `seq_id`, which the trainer may never have received.
         newest = max((call.seq_id for call in calls), default=-1)
         if newest > self.missing_to:
             after, self.missing_to = self.missing_to, newest

@@ -1,5 +1,4 @@
-"""How a trainer that has just started is brought to where a lost one was: it loads the newest
-snapshot that is whole, and gets the calls after it."""
+"""Restores a new trainer to the state of a lost one, from a snapshot and the calls after it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 
 _MOST_DEATHS = 3
-"""Of the trainer at one operation."""
+"""Most deaths of a trainer at one operation."""
 
 TrainerRequest = (
     trainer_pb2.ForwardBackwardRequest
@@ -34,11 +33,11 @@ TrainerRequest = (
 Request = TypeVar("Request", bound=TrainerRequest)
 Reply = TypeVar("Reply", bound=TrainerReply)
 DefinitionOf = Callable[[Body | None], Awaitable[bytes]]
-"""Returns the definition of the loss that a request names, if it names one."""
+"""Returns the definition of a request's loss, if any."""
 
 
 class GiveUp(Exception):
-    """The trainer cannot be brought back."""
+    """The trainer cannot be restored."""
 
     def __init__(self, error: TandemError) -> None:
         super().__init__(error.message)
@@ -46,10 +45,9 @@ class GiveUp(Exception):
 
 
 class Restoration:
-    """Brings a new trainer of one run to where the lost one was. It lives as long as the run, and
-    remembers which operations ended its trainers.
-
-    `doing` says what is done to bring the trainer back, "" while it serves."""
+    """Restores the trainers of one run, and remembers the operations that ended them. `doing`
+    describes a restoration in progress, "" otherwise.
+    """
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class Restoration:
         self._data_dir = data_dir
         self.doing = ""
         self.at: SentCall | None = None
-        """The call that the trainer is at, which is replayed."""
+        """The call being replayed."""
         self._untold = ""
         self._deaths: Counter[int] = Counter()
         self._too_large: dict[int, int] = {}
@@ -79,13 +77,15 @@ class Restoration:
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     def too_large(self, seq_id: int) -> int:
-        """Return the tokens of the micro-batch of an operation that ended its trainer by running
-        out of memory; 0 if none did."""
+        """Return the micro-batch size, in tokens, that ran out of memory at an operation, 0 for
+        none.
+        """
         return self._too_large.get(seq_id, 0)
 
     def note_plan(self, seq_id: int, reply: TrainerReply) -> None:
-        """Note with how large micro-batches a batch was computed, or could not be: a replay does
-        the same, and gives the same bits."""
+        """Note the micro-batch sizes of a batch, because a replay with equal sizes gives equal
+        bits.
+        """
         log = self._replay_log
         if log is None or not isinstance(reply, trainer_pb2.ForwardBackwardReply):
             return
@@ -99,14 +99,15 @@ class Restoration:
             ).SerializeToString()
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
-        """Note that the trainer died at a call. Raises `GiveUp` if it has too often, or would each
-        time."""
+        """Note that the trainer died at a call. Raises `GiveUp` after too many deaths, or for a
+        certain repetition.
+        """
         if isinstance(error, WorkerDied) and error.defect:
             raise GiveUp(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
             before = self._too_large.get(call.seq_id, math.inf)
             self._too_large[call.seq_id] = error.tokens
-            if error.tokens < before:  # until the trainer has none smaller, and refuses it
+            if error.tokens < before:  # retry with smaller micro-batches until the trainer refuses
                 return
         self._deaths[call.seq_id] += 1
         if self._deaths[call.seq_id] >= _MOST_DEATHS:
@@ -118,13 +119,14 @@ class Restoration:
             )
 
     def blame_no_snapshot(self) -> None:
-        """Note that whatever ended the trainer was no snapshot that it loaded."""
+        """Note that no snapshot caused the trainer's end."""
         self._unusable.clear()
 
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
-        """Bring a trainer that has just started to where the lost one was; return how many
-        operations were replayed. It has its devices for one call at a time, so that others get
-        theirs in between. Raises `GiveUp`, or what this trainer ended with."""
+        """Restore a new trainer and return the number of replayed operations. It holds its devices
+        for one call at a time, so that others get them in between. Raises `GiveUp` or the trainer's
+        error.
+        """
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
@@ -154,16 +156,18 @@ class Restoration:
         return len(calls)
 
     def tell_incomplete(self, header: common_pb2.OperationHeader) -> None:
-        """Let the first call after a restoration say why the gradients are incomplete, if none that
-        was replayed has."""
+        """Put the pending reason for incomplete gradients into the first call after a
+        restoration.
+        """
         header.gradients_incomplete = header.gradients_incomplete or self._untold
         self._untold = ""
 
     async def _replay(
         self, client: TrainerClient, call: SentCall, previous: int, incomplete: str
     ) -> common_pb2.Failure:
-        """Send a call again, after the one of the `seq_id` `previous`, which left the gradients
-        `incomplete` if that is not empty; return its failure, an empty one for none."""
+        """Send a call again, after the `seq_id` `previous`, and return its failure, empty for none.
+        `incomplete` is the reason for incomplete gradients, or "".
+        """
         run = self._run
 
         async def send(method: Method[Request, Reply], request: Request) -> common_pb2.Failure:
@@ -196,17 +200,17 @@ class Restoration:
         )
 
     def _check(self, client: TrainerClient) -> None:
-        """Raise `DevicesLost` if the trainer has ended while its devices were waited for."""
+        """Raise `DevicesLost` if the trainer ended while it waited for devices."""
         if self._host.worker is not client.worker:
             raise DevicesLost("it ended while it waited for its devices")
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
-        """Let the trainer load the newest snapshot that is whole; return it."""
+        """Load the newest usable snapshot and return it."""
         if not log.complete:
             raise GiveUp(WorkerDied(f"the trainer died; {log.why_incomplete}"))
         for snapshot in log.snapshots:
             if not snapshot.folder:
-                return snapshot  # the trainer has loaded the base model
+                return snapshot  # the base model is loaded
             if snapshot.folder in self._unusable:
                 continue
             self.doing = f"the trainer is being restored: it loads step {snapshot.step}"
@@ -223,7 +227,7 @@ class Restoration:
         raise GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
 
     async def _remove_unusable(self, log: ReplayLog) -> None:
-        """Remove the snapshots that could not be loaded, now that another one was."""
+        """Remove the snapshots that failed to load, after another succeeded."""
         for snapshot in log.snapshots:
             if snapshot.folder in self._unusable:
                 log.lose(snapshot)
@@ -232,8 +236,9 @@ class Restoration:
 
 
 def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
-    """Raise what a replay ends with in which a call did not end as before: `GiveUp`, or where it
-    may end otherwise the next time, the failure."""
+    """Raise the error of a replay in which a call ended differently: the failure if it may be
+    temporary, else `GiveUp`.
+    """
     if failure.type in VARIABLE_FAILURES:
         error = from_failure(failure)
         raise type(error)(

@@ -1,8 +1,7 @@
-"""What an earlier gateway left of a run, out of its rows: from it, the run goes on.
+"""Resumes a run from an earlier gateway's rows.
 
-Operations end in the order of their numbers, each in one transaction with what a replay needs of
-it, so that the rows always show the run as it was at one moment. Only an operation that a sampler
-still works at (its version is published, and recorded) may be unfinished before others that ended.
+Operations end in order, each in one transaction with its replay data, so the rows show one moment
+of the run. Only an operation that waits for a sampler may end after later ones.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ _COLUMNS = tuple(
 
 @dataclass
 class Unfinished:
-    """What is left of a run: the newest operation that has ended (-1: none), the calls that a
-    replay needs, and the operations that have not ended, each in order; and why the gradients since
-    the last step are not complete, "" if they are."""
+    """The rest of a run: the newest ended operation (-1: none), replayable calls and unfinished
+    operations in order, and the reason for incomplete gradients, "" if they are complete.
+    """
 
     ended: int = -1
     calls: list[SentCall] = field(default_factory=list)
@@ -58,7 +57,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class RunResumption:
-    """Reads the rows of a run, and holds for it what it held in the earlier gateway."""
+    """Reads a run's rows and takes its reservations and pins."""
 
     database: Database
     journal: Journal
@@ -68,7 +67,7 @@ class RunResumption:
     data_dir: Path
 
     async def resume(self, run: TrainingRun, row: RowMapping) -> Unfinished:
-        """Take up a run where an earlier gateway left it; its trainer is not started yet."""
+        """Resume a run, without starting its trainer."""
         assert run.trainer is not None
         run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.snapshots.resume(run)
@@ -96,15 +95,14 @@ class RunResumption:
         return left
 
     def _pin_loaded(self, call: SentCall) -> None:
-        """Keep the checkpoint that a call loads, as long as it may have to be loaded again."""
+        """Pin the checkpoint that a replay may load again."""
         if call.kind == "load_weights":
             folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
             self.pins.pin(folder)
             call.release = partial(self.pins.unpin, folder)
 
     def _take_up(self, run: TrainingRun, operation: Operation) -> None:
-        """Hold for an operation that was accepted by an earlier gateway what it needs, and keep
-        what its trainer may have written for it."""
+        """Reserve an unfinished operation's resources and pin its output folder."""
         held = self.limits.reserve(
             run.owner,
             (self.limits.operations, 1),
@@ -121,8 +119,9 @@ class RunResumption:
 async def unfinished(
     run: TrainingRun, *, covered: int, database: Database, data_dir: Path
 ) -> Unfinished:
-    """Read what there is of a run. `covered` is the newest operation that its newest snapshot
-    contains, or of which the log has dropped what the trainer was sent."""
+    """Read a run's rows. `covered` is the newest operation in the newest snapshot or dropped from
+    the log.
+    """
     of_run = operations.c.run_id == run.id
     inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
     rows = await database.read(
@@ -177,8 +176,9 @@ async def unfinished(
 
 
 async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
-    """Say why the gradients since the last call that changed the trainer are not complete: a
-    forward_backward after it failed before the trainer heard of it."""
+    """Explain incomplete gradients: a later forward_backward failed before the trainer
+    received it.
+    """
     row = await database.read_one(
         select(operations.c.seq_id, operations.c.error_type, operations.c.error)
         .where(
@@ -199,7 +199,7 @@ async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
 
 
 def _sizes_in(folder: Path) -> dict[int, int]:
-    """Return the bytes of the payloads in files, by number."""
+    """Return the sizes of payload files by number."""
     if not folder.is_dir():
         return {}
     files = (path for path in folder.iterdir() if path.name.isdecimal())

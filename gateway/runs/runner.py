@@ -1,7 +1,7 @@
-"""How the operations of a run are carried out by its trainer.
+"""Carries out a run's operations.
 
-Each kind of operation has a method. It does everything that can fail before the trainer hears of
-the operation, calls the trainer (`delivery`), and returns the result.
+Each kind has a method. It does all that can fail before the trainer receives the operation, calls
+the trainer (`delivery`), and returns the result.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ from tandem.weights import new_version_name
 
 @dataclass(frozen=True)
 class RunnerTools:
-    """What the operations of every run use besides their trainer. `loss_definitions` has, by
-    `loss_fn`, what clients registered."""
+    """Shared parts for all runs. `loss_definitions` maps each `loss_fn` to its registered
+    definitions.
+    """
 
     journal: Journal
     history: RunHistory
@@ -72,8 +73,7 @@ class RunnerTools:
     settings: GatewaySettings
 
     async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
-        """Return the definition of the loss that a request names; empty if it names none. Raises
-        `UnknownLoss`."""
+        """Return the definition of a request's loss, empty for none. Raises `UnknownLoss`."""
         if isinstance(body, LossReference) and (known := self.loss_definitions.get(body.loss_fn)):
             return await known.definition(body.loss_id, session_id=session_id)
         return b""
@@ -100,8 +100,9 @@ class OperationRunner:
         self._data_dir = tools.settings.data_dir
 
     async def carry_out(self, call: Call) -> Outcome:
-        """Raises the `TandemError` that is the operation's outcome, or `RunBroken` when the
-        trainer is of no use any more."""
+        """Return the outcome. Raises the operation's `TandemError`, or `RunBroken` if the trainer
+        is useless.
+        """
         match call.operation.body:
             case OptimStep() as body:
                 return await self._optim_step(call, body)
@@ -205,7 +206,7 @@ class OperationRunner:
                 optimizer=body.optimizer,
             )
             folder = checkpoint.relative_folder
-            self._pins.pin(folder)  # a replay loads it again
+            self._pins.pin(folder)  # for a replay
             reply = await self._delivery.deliver(
                 call,
                 lambda client: client.stub.LoadCheckpoint,
@@ -218,14 +219,14 @@ class OperationRunner:
     # --- Weight versions ----------------------------------------------------------------------
 
     async def _save_for_sampler(self, call: Call, body: SaveWeightsForSampler) -> Outcome:
-        """An unnamed save ends when the engine serves the new weights, not before."""
+        """Save for a sampler. An unnamed save ends when the engine serves the new weights."""
         run, path, what = self._run, None, "publish the weights"
         if body.path and (done := await self._saved_before(call, "sampler_weights", body.path)):
             return json_result(type="save_weights_for_sampler", path=str(done.path))
         if body.path is None:
             await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
             await read_ahead(run.model.path, self._tools.settings)
-            # Engines that do not run yet start while the trainer publishes.
+            # Engines start while the trainer publishes.
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id,
                 model=run.model,
@@ -256,7 +257,7 @@ class OperationRunner:
                 run.deltas.forget()
                 raise
             except asyncio.CancelledError:
-                handoff = None  # the engine may go on reading, so that the trainer frees it later
+                handoff = None  # the engine may still read, so the trainer frees it later
                 raise
             finally:
                 if handoff is not None:
@@ -304,12 +305,11 @@ class OperationRunner:
                     await self._versions.add_version(version)
                 await self._put_checkpoint(path, body, version=version)
         finally:
-            if recipients:  # nobody uses the plain files any more
+            if recipients:  # the plain files are no longer needed
                 self._checkpoints.mark(run.id)
         return json_result(type="save_weights_external", path=str(path), size_bytes=version.bytes)
 
     def _writing(self, version: str) -> AbstractContextManager[None]:
-        """Pin the folder of a new version while the block runs."""
         return self._checkpoints.writing(relative_version_folder(version), run_id=self._run.id)
 
     # --- Named checkpoints --------------------------------------------------------------------
@@ -323,9 +323,10 @@ class OperationRunner:
         what: str,
         overwrite: bool = False,
     ) -> CheckpointPath:
-        """Return the path of a checkpoint to be, of about `size` bytes. Raises `NameTaken`,
-        `LimitExceeded` or `StorageFull`."""
-        await self._trainer.client()  # before, nothing is known of its size
+        """Return the path of a new checkpoint of about `size` bytes. Raises `NameTaken`,
+        `LimitExceeded` or `StorageFull`.
+        """
+        await self._trainer.client()  # the size is known only then
         expected = size()
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
         found = await self._checkpoints.find(path)
@@ -341,7 +342,7 @@ class OperationRunner:
         return path
 
     async def _saved_before(self, call: Call, kind: CheckpointKind, name: str) -> Checkpoint | None:
-        """Return the checkpoint that this operation has saved already, for an earlier gateway."""
+        """Return the checkpoint if an earlier gateway already saved it for this operation."""
         if not call.operation.resumed:
             return None
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
@@ -349,7 +350,7 @@ class OperationRunner:
             return None
         folders = [found.relative_folder]
         if kind == "external_weights" and (version := await self._versions.find(found.version)):
-            folders.append(relative_version_folder(version.parent))  # what it was encrypted from
+            folders.append(relative_version_folder(version.parent))  # the plain version
         return found if call.operation.folder in folders else None
 
     async def _put_checkpoint(
@@ -362,7 +363,7 @@ class OperationRunner:
         folder: str = "",
         version: WeightVersion | None = None,
     ) -> None:
-        """Give a saved state (`folder`) or a weight version its name."""
+        """Name a saved state (`folder`) or a weight version."""
         now, ttl = time.time(), body.ttl_seconds
         await self._checkpoints.put(
             Checkpoint(

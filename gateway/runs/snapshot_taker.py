@@ -1,4 +1,4 @@
-"""When a run's trainer takes a snapshot, and what is noted of it."""
+"""Decides when a run's trainer takes a snapshot, and records it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
 _PAUSE = 60.0
-"""Seconds until a snapshot is tried again that failed or had no room."""
+"""Seconds until a failed snapshot is tried again."""
 
 
 Written = Callable[[], Awaitable[trainer_pb2.AwaitSnapshotReply]]
-"""Waits for a snapshot to be written."""
 
 
 class SnapshotTaker:
-    """Decides when one run takes a snapshot, and notes what came of it. `log` is what snapshots
-    cover; nothing is taken without one."""
+    """Takes one run's snapshots, which cover `log`. Without a log, it takes none."""
 
     def __init__(
         self, *, run: TrainingRun, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics
@@ -35,9 +33,9 @@ class SnapshotTaker:
         self._snapshots = snapshots
         self._metrics = metrics
         self.problem = ""
-        """Why there is no snapshot since the newest one, "" if nothing went wrong."""
+        """Why the last attempt failed, "" after a success."""
         self._asked = ""
-        """The folder of the one that the trainer takes."""
+        """The folder of the snapshot in progress."""
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
         self._left_behind: list[str] = []
@@ -45,15 +43,14 @@ class SnapshotTaker:
 
     @property
     def writing(self) -> bool:
-        """Whether the trainer was asked for a snapshot that is not written yet."""
         return bool(self._asked)
 
     async def folder(self) -> str:
-        """Return where the trainer is to write a snapshot after the next step; "" for none."""
+        """Return the folder for a snapshot after the next step, "" for none."""
         log, run = self._replay, self._run
         if log is None or self._asked or time.monotonic() < self._next_at:
             return ""
-        if not run.about.trainable_parameters:  # after a restart: the size is not known yet
+        if not run.about.trainable_parameters:  # the size is unknown after a restart
             return ""
         if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
             return ""
@@ -64,16 +61,17 @@ class SnapshotTaker:
         return self._asked
 
     def follow(self, client: TrainerClient, folder: str) -> None:
-        """Wait, in the background, for the snapshot that the trainer has begun to write."""
+        """Wait in the background for a snapshot in progress."""
         request = trainer_pb2.AwaitSnapshotRequest(path=folder)
         written = self._note(lambda: client.await_snapshot(request), folder)
         self._task = asyncio.create_task(written)
 
     async def take(self, client: TrainerClient) -> None:
-        """Let the trainer take a snapshot now, while it has nothing else to do, if that costs less
-        than a replay of what came since the newest one. Return when it is written."""
+        """Take a snapshot now if it costs less than a replay, and wait for it. The trainer must be
+        idle.
+        """
         log, run = self._replay, self._run
-        if self._task is not None:  # it may be just that
+        if self._task is not None:  # it may make another needless
             await asyncio.wait({self._task})
         if log is None or not log.is_worth_snapshot(expected_bytes=run.expected_state_bytes):
             return
@@ -86,11 +84,11 @@ class SnapshotTaker:
         await self._note(lambda: client.take_snapshot(request), self._asked)
 
     def not_begun(self) -> None:
-        """Note that the step with which a snapshot was asked for was not applied."""
+        """Note that the step of a requested snapshot was not applied."""
         self._asked = ""
 
     async def _note(self, written: Written, folder: str) -> None:
-        """Note a snapshot once it is written, or remove what there is of it."""
+        """Record a written snapshot, or remove its remains."""
         log, run = self._replay, self._run
         assert log is not None
         useless = [Snapshot(folder=folder)]
@@ -122,7 +120,7 @@ class SnapshotTaker:
                 await self._snapshots.remove(run, each)
 
     async def note_saved(self, saved: Snapshot) -> None:
-        """Note a checkpoint that a client has saved at a step: it serves as a snapshot."""
+        """Use a client's checkpoint at a step as a snapshot."""
         if self._replay is None:
             return
         try:
@@ -136,17 +134,17 @@ class SnapshotTaker:
             await self._snapshots.remove(self._run, each)
 
     def trainer_lost(self) -> None:
-        """Give up the snapshot that the trainer was at, if it was at one."""
+        """Give up the snapshot in progress."""
         if self._asked:
             self._left_behind.append(self._asked)
             self._asked = ""
-            # It may be what the trainer died of.
+            # It may be the cause of death.
             self._note_none("the trainer died while it took one")
         if self._task is not None:
             self._task.cancel()
 
     async def remove_left(self) -> None:
-        """Remove what lost trainers have written of snapshots, now that they have ended."""
+        """Remove the snapshot remains of ended trainers."""
         for folder in self._left_behind:
             await self._snapshots.remove(self._run, Snapshot(folder=folder))
         self._left_behind.clear()

@@ -1,5 +1,4 @@
-"""The snapshots of runs: their folders and rows, their quota, and what becomes of them when a run
-ends."""
+"""The snapshots of runs: their folders, rows and quota."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
 _KEEPING_PATIENCE = 60.0
-"""Seconds that the clients of a run that ends wait for a disk to rename its newest snapshot."""
+"""Seconds for which an ending run's clients wait until its newest snapshot is renamed."""
 
 
 class SnapshotStore:
-    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes."""
+    """Snapshots lie in `DATA/snapshots/RUN` and count as their owner's checkpoint bytes."""
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class SnapshotStore:
         self._log = get_log()
 
     async def open(self) -> None:
-        """Remove what an earlier gateway left of runs that the database knows to be over. The
-        folders of unknown runs stay (`GarbageCollector`)."""
+        """Remove the snapshots of ended runs. Folders of unknown runs stay (`GarbageCollector`)."""
         active = select(runs.c.id).where(runs.c.state == "active")
         await self._database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))
         rows = await self._database.read(select(snapshots.c.folder))
@@ -65,7 +63,7 @@ class SnapshotStore:
             await asyncio.to_thread(_remove_others, folders, kept)
 
     async def resume(self, run: TrainingRun) -> list[Snapshot]:
-        """Return the snapshots that an earlier gateway has noted of a run, oldest first."""
+        """Return an earlier gateway's snapshots of a run, oldest first."""
         rows = await self._database.read(
             select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
         )
@@ -77,45 +75,44 @@ class SnapshotStore:
         return found
 
     async def new_folder(self, run: TrainingRun, *, step: int) -> str:
-        """Return where a new snapshot of a run's step is to be written. Raises `LimitExceeded` or
-        `StorageFull` when there is no room."""
+        """Return the folder for a new snapshot. Raises `LimitExceeded` or `StorageFull`."""
         size = run.expected_state_bytes
         await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
         await self._versions.check_space(expected_bytes=size, what="take a snapshot")
         return str(self._new_name(run, step=step))
 
     async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
-        """Return a snapshot that has the files of what a client has saved, whose own folder may go
-        at any time. They take no room but that of the checkpoint. Raises `OSError`, as where the
-        filesystem knows no links."""
+        """Link a client's checkpoint files into a snapshot, since the checkpoint may be deleted.
+        The snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links.
+        """
         folder = self._new_name(run, step=saved.step)
         await asyncio.to_thread(_link_files, Path(saved.folder), folder)
         return replace(saved, folder=str(folder), bytes=0)
 
     def add(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        """Note a snapshot that was written."""
         self._count(run, snapshot)
         row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
         self._database.write_soon(insert(snapshots), row)
 
     async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        """Remove a snapshot, or what was written of one: the row first."""
+        """Remove a snapshot or its remains, the row first."""
         if not self._forget(run, snapshot.folder):
             await asyncio.to_thread(_remove, Path(snapshot.folder))
 
     async def remove_all(self, run: TrainingRun) -> None:
-        """Remove the snapshots of a run that has ended."""
+        """Remove the snapshots of an ended run."""
         for folder in tuple(self._bytes[run.id]):
             self._forget(run, folder)
         self._bytes.pop(run.id, None)
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
-        """Make a snapshot a checkpoint of its owner, because its run cannot go on; return its
-        path. Returns None where that fails or takes long, since the run ends for another reason."""
+        """Turn the newest snapshot of a failed run into a checkpoint and return its path. Return
+        None if that fails or takes too long, because the run ends for another reason.
+        """
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
-        if await self._checkpoints.find(path) is not None:  # the owner has one of this name
+        if await self._checkpoints.find(path) is not None:  # the name is taken
             path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
         folder = new_state_folder(run_id=run.id, name=name)
         place = self._data_dir / folder
@@ -149,7 +146,7 @@ class SnapshotStore:
         return self._data_dir / _FOLDER / run_folder_name(run_id)
 
     def _name_of(self, folder: str) -> str:
-        """Return the path of a folder relative to the data directory."""
+        """Return a folder's path relative to the data directory."""
         return str(Path(folder).relative_to(self._data_dir))
 
     def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
@@ -157,7 +154,7 @@ class SnapshotStore:
         self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
 
     def _forget(self, run: TrainingRun, folder: str) -> bool:
-        """Remove a snapshot with its row, soon. Returns False for one that was not noted."""
+        """Remove a snapshot and its row, soon. Return False if it was not recorded."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
             return False
         self._checkpoints.snapshot_bytes[run.owner] -= size
@@ -171,17 +168,17 @@ class SnapshotStore:
 
 
 def _remove_others(folders: Iterable[Path], kept: Container[Path]) -> None:
-    """Remove the snapshots in these folders that are not kept, and what was written of others."""
+    """Remove all other snapshots and remains in these folders."""
     for folder in folders:
         for path in folder.glob("*"):
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):  # something is kept in it
+        with suppress(OSError):  # not empty
             folder.rmdir()
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Give the files of a checkpoint names in a new folder."""
+    """Link a checkpoint's files into a new folder."""
     partial = target.parent / f".partial-{target.name}"
     make_folder(partial)
     try:
@@ -199,8 +196,7 @@ def _remove(folder: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> int:
-    """Return the bytes of the state that was moved, without those of the list of its files, as
-    they are counted for what a client saves."""
+    """Move a state and return its bytes without file lists, as for a client's save."""
     with suppress(FileExistsError):
         make_folder(target.parent)
     give_name(source, target)

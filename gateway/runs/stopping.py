@@ -1,5 +1,4 @@
-"""How a gateway ends that was asked to: it leaves its workers to the next one, or saves its runs
-before it stops them."""
+"""The end of a gateway: it leaves its workers to the next one, or saves its runs and stops them."""
 
 from __future__ import annotations
 
@@ -19,11 +18,10 @@ _NAMED = 3
 
 @dataclass
 class Stop:
-    """What becomes of the workers when a gateway ends.
+    """The mode of a gateway's end.
 
-    `hand_over`: they go on, for the next gateway; so it is also when this one cannot start, or
-    ends by a fault. `at_once`: it was interrupted again, and waits for nothing. `tell` says what it
-    waits for, to whoever asked.
+    `hand_over`: workers continue for the next gateway, also after a failed start or a fault.
+    `at_once`: a second interrupt skips all waiting. `tell` reports to the user.
     """
 
     hand_over: bool = True
@@ -31,15 +29,16 @@ class Stop:
     tell: Callable[[str], None] = lambda sentence: None
 
     def ask(self, number: int) -> None:
-        """Note a signal: SIGTERM, from a supervisor that starts another gateway, or SIGINT."""
+        """Note a signal: SIGTERM from a supervisor that will start another gateway, or SIGINT."""
         if number == signal.SIGINT:
             self.at_once = not self.hand_over
             self.hand_over = False
 
 
 async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) -> None:
-    """Let the trainers end what they are at, and take a snapshot where that spares a replay, for
-    `timeout` seconds at most; say for which runs that lasts."""
+    """Let trainers finish their calls and take useful snapshots, for at most `timeout` seconds.
+    Report slow runs.
+    """
     serving = [run for run in runs if run.trainer is not None and run.trainer.serves]
     saving = {asyncio.create_task(run.save()): run for run in serving}
     clock = asyncio.get_running_loop().time
@@ -53,7 +52,7 @@ async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) 
         task.cancel()
     ended = await asyncio.gather(*saving, return_exceptions=True)
     for fault in ended:
-        if isinstance(fault, Exception):  # the replay does it
+        if isinstance(fault, Exception):  # a replay makes up for it
             get_log().error("run_not_saved", exc_info=fault)
     if pending and timeout:
         stop.tell(

@@ -1,7 +1,7 @@
-"""The trainer of a run: started with it, and started again when it dies.
+"""A run's trainer, which is replaced when it dies.
 
-A new trainer is brought to where the lost one was (`restoration`); then what was under way is
-delivered again. Their clients wait, and notice nothing else. See `docs/reliability.md`.
+`restoration` restores the replacement, and unanswered calls are delivered again. Clients only
+notice a delay. See `docs/reliability.md`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
 _MOST_FAILURES = 5
-"""Of trainers that are to replace a lost one, before they are at an operation."""
+"""Most failed replacements before one reaches an operation."""
 
 
 class RunTrainer:
-    """`host` is the process, which other runs may share. `definition_of` returns the definition of
-    the loss that a request names, if it names one. `on_lost` is called with the error that ends the
-    run, when the trainer cannot be brought back. `log` is None for a run whose trainer is not
-    restored."""
+    """`host` is the process, perhaps shared with other runs. `definition_of` returns a request's
+    loss definition. `on_lost` gets the error that ends the run when no restoration is possible.
+    `log` is None without recovery.
+    """
 
     def __init__(
         self,
@@ -89,14 +89,13 @@ class RunTrainer:
         )
         self.taker = SnapshotTaker(run=run, log=self.log, snapshots=snapshots, metrics=metrics)
         self.restored = 0
-        """How often another trainer was brought to where one was lost."""
+        """Number of restorations."""
         self._serving: asyncio.Future[TrainerClient] = asyncio.Future()
         self.gone: asyncio.Future[None] = asyncio.Future()
-        """Done once the trainer that serves now has been given up."""
+        """Done when the present trainer was given up."""
         self._exit: asyncio.Future[str] = asyncio.Future()
         self._without_turn: dict[int, asyncio.Event | None] = {}
-        """By `seq_id`, the operations that wait for a turn, with what is set when they do not any
-        more, if another one waits for that."""
+        """By `seq_id`: operations waiting for a turn. A later operation waits for the event."""
         self._backoff = Backoff()
         self._restore_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -108,36 +107,37 @@ class RunTrainer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the trainer does not answer its heartbeat, and can be restored."""
+        """Whether the trainer ignores heartbeats and can be restored."""
         return self.log is not None and not (self.host.worker and not self.host.silence)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the trainer is at an operation of this run, and not of another that shares it, as
-        far as can be known."""
+        """Whether the trainer works on this run, as far as is known, and not on another that shares
+        it.
+        """
         return self.host.was_at(self._run.id)
 
     @property
     def problem(self) -> str:
-        """Say why there is no snapshot since the newest one, or why it would be of no use; "" if
-        all is well."""
+        """Why there is no useful newer snapshot, "" if all is well."""
         if self.log is not None and not self.log.complete:
             return self.log.why_incomplete
         return self.taker.problem
 
     @property
     def makes_room(self) -> bool:
-        """Whether the log is nearly full, and a snapshot is being written that will empty it."""
+        """Whether the log is nearly full and a snapshot in progress will empty it."""
         return self.log is not None and self.log.nearly_full and self.taker.writing
 
     @property
     def snapshot_step(self) -> int:
-        """Return the step of the newest snapshot, 0 without one."""
+        """The step of the newest snapshot, 0 without one."""
         return self.log.newest.step if self.log is not None else 0
 
     async def start(self) -> None:
-        """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`. One
-        that dies as soon as it serves is restored like any other."""
+        """Start the first trainer. Raises `WorkerStartFailed` or `WorkerDied`. A trainer that dies
+        after its start is restored.
+        """
         async with self.host.lease.use():
             try:
                 client = await self._join()
@@ -151,7 +151,7 @@ class RunTrainer:
                 self._serve(client)
 
     def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
-        """Take over the log of an earlier gateway; `take_over` goes on from it."""
+        """Continue an earlier gateway's log. `take_over` follows."""
         assert self.log is not None
         self.log.resume(
             snapshots=snapshots, calls=left.calls, missing_to=missing_to, answered=left.ended
@@ -161,14 +161,15 @@ class RunTrainer:
         )
 
     def _replace(self, error: TandemError, lost: TrainerClient | None = None) -> None:
-        """Bring another trainer to where one was that ended with this error."""
+        """Replace a trainer that ended with this error."""
         self._restore_task = asyncio.create_task(
             self._restore(error, lost), name=f"restore-{self._run.id}"
         )
 
     def take_over(self, error: TandemError) -> None:
-        """Go on with the trainer that an earlier gateway has left. If there is none, or none that
-        is of use, it ended with this error, and another one is brought to where it was."""
+        """Adopt an earlier gateway's trainer. Without a usable one, restore another after this
+        error.
+        """
         self._restore_task = asyncio.create_task(
             self._take_over(error), name=f"restore-{self._run.id}"
         )
@@ -189,8 +190,9 @@ class RunTrainer:
         self._serve(client)
 
     async def _adopt(self) -> TrainerClient | None:
-        """Return the client of the trainer that an earlier gateway has left, once that has ended
-        what it was sent; None if there is none, or none that is of use."""
+        """Return the client of an earlier gateway's trainer when it is idle, None if it is not
+        usable.
+        """
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
@@ -204,10 +206,10 @@ class RunTrainer:
                 asyncio.timeout(self.host.patience),
             ):
                 run.about = await client.when_idle()
-                if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
+                if run.about.last_seq_id <= log.newest_change:  # it was being restored
                     raise InternalError("it had not been brought to where the run was")
-                # What came after its last call was refused, or it had just been restored, and was
-                # not told of the newest version yet.
+                # Later calls were refused, or it was just restored and does not know the newest
+                # version.
                 if run.about.last_seq_id <= answered + 1:
                     request = trainer_pb2.RestoreRequest(
                         seq_id=answered + 1, weight_version=run.parent
@@ -220,16 +222,16 @@ class RunTrainer:
         return client
 
     async def client(self) -> TrainerClient:
-        """Return the client of the trainer once one serves. Raises `RunBroken`."""
+        """Return the client of a serving trainer. Raises `RunBroken`."""
         serving = self._serving
         return serving.result() if serving.done() else await asyncio.shield(serving)
 
     @asynccontextmanager
     async def turn(self, operation: Operation) -> AsyncIterator[TrainerClient]:
-        """Have a trainer that serves, on its devices, while the block runs. Raises `RunBroken`.
+        """Hold a serving trainer with its devices for the block. Raises `RunBroken`.
 
-        Operations get theirs in the order of their numbers, whatever they waited for before: at the
-        trainer, each waits for the one before it, which must not wait for its devices then.
+        Operations get their turns in order. Otherwise one could hold the devices at the trainer
+        while its predecessor waits for them.
         """
         seq_id = operation.seq_id
         self._without_turn[seq_id] = None
@@ -242,7 +244,7 @@ class RunTrainer:
                     await before.wait()
                     continue
                 async with self.host.turn(self._run.id, operation.kind):
-                    if self.serves:  # it may have died while its devices were waited for
+                    if self.serves:  # it may have died meanwhile
                         self._let_next_go(seq_id)
                         yield self._serving.result()
                         return
@@ -250,15 +252,16 @@ class RunTrainer:
             self._let_next_go(seq_id)
 
     def _let_next_go(self, seq_id: int) -> None:
-        """Note that an operation has its turn, or wants none any more."""
+        """Note that an operation has its turn or gave it up."""
         if (waited_for := self._without_turn.pop(seq_id, None)) is not None:
             waited_for.set()
 
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
     ) -> None:
-        """Note a call that is about to be sent, so that it can be sent again, to another trainer.
-        `release` is called when that is not needed any more."""
+        """Note a call before its sending, so that another trainer can get it. `release` is called
+        when that is no longer needed.
+        """
         if self.log is None:
             if release is not None:
                 release()
@@ -288,7 +291,7 @@ class RunTrainer:
             self._log.warning("not_restorable", reason=self.problem)
 
     def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
-        """Note what the trainer has answered, and wait for the snapshot that it takes."""
+        """Note the trainer's answer and follow its snapshot."""
         self._backoff.worked()
         if self.log is not None:
             seq_id, failure = call.operation.seq_id, reply.failure
@@ -303,15 +306,14 @@ class RunTrainer:
                 self.taker.not_begun()
 
     async def save(self) -> None:
-        """Let the trainer take a snapshot, if it serves and that is of use: the gateway is about to
-        stop it, and the next one goes on from there."""
+        """Take a useful snapshot before the gateway stops the trainer."""
         if self.serves:
             async with self.host.lease.use():
                 if self.serves:
                     await self.taker.take(self._serving.result())
 
     async def close(self) -> None:
-        """Stop bringing it back, and forget what that would need."""
+        """Stop restoring and forget the log."""
         self._closed = True
         if self._restore_task is not None:
             self._restore_task.cancel()
@@ -335,11 +337,11 @@ class RunTrainer:
         self.restoration.doing = ""
         self.gone = asyncio.Future()
         self._serving.set_result(client)
-        if self._exit.done():  # in this moment
+        if self._exit.done():  # it died at this moment
             self.lose(client, WorkerDied(f"the trainer died: {self._exit.result()}"))
 
     def lose(self, client: TrainerClient, error: TandemError) -> None:
-        """Give up a trainer that is gone or of no use, and bring it back if that is possible."""
+        """Give up a dead or useless trainer, and restore it if possible."""
         if self._closed or not self.serves or self._serving.result() is not client:
             return
         self._serving = asyncio.Future()
@@ -348,8 +350,7 @@ class RunTrainer:
         self._replace(error, client)
 
     async def _restore(self, error: TandemError, lost: TrainerClient | None) -> None:
-        """Start trainers until one is where the lost one was, or it is of no use to go on. What may
-        be left of the lost one's process ends."""
+        """Start trainers until one is restored, or give up. The lost process is ended."""
         log, restoration, began = self.log, self.restoration, time.monotonic()
         try:
             if log is None:
@@ -374,12 +375,12 @@ class RunTrainer:
                 except (WorkerUnavailable, TandemError) as failure:
                     of_another = self.host.is_at_another(self._run.id)
                     error = await self._why(failure)
-                    if isinstance(failure, DevicesLost):  # it is none of its failures
+                    if isinstance(failure, DevicesLost):  # not a failure of the trainer
                         continue
                     if of_another:
                         restoration.blame_no_snapshot()
                         if isinstance(error, OperationTimedOut):
-                            lost = None  # it is of use to the other
+                            lost = None  # the other run still uses it
                         continue
                     if restoration.at is not None:
                         restoration.note_death_at(restoration.at, error)
@@ -403,7 +404,7 @@ class RunTrainer:
                 final = error
             self.restoration.doing = ""
             self._serving.set_exception(RunBroken(final))
-            self._serving.exception()  # nobody may be waiting
+            self._serving.exception()  # avoids a warning if nobody waits
             self._on_lost(final)
             return
         self.restoration.doing = ""
@@ -418,7 +419,7 @@ class RunTrainer:
         self._serve(client)
 
     async def _why(self, failure: WorkerUnavailable | TandemError) -> TandemError:
-        """Return the error that a trainer ended with while it was brought back."""
+        """Return the error of a trainer that ended during its restoration."""
         if isinstance(failure, TandemError):
             return failure
         await asyncio.wait({self._exit}, timeout=EXIT_REPORT_PATIENCE)
@@ -427,7 +428,7 @@ class RunTrainer:
         )
 
     async def final(self, error: TandemError) -> TandemError:
-        """Return the error that ends the run: it says where the newest state is kept."""
+        """Return the error that ends the run, with the place of its newest state."""
         kept = None
         if self.log is not None and self.log.newest.folder:
             kept = await self._snapshots.keep(self._run, self.log.newest)

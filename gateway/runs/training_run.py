@@ -28,14 +28,12 @@ RunState = Literal["starting", "ready", "ended"]
 @dataclass(eq=False)
 class TrainingRun:
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
-    it; `trainer` calls the trainer, and brings it back when it dies; `creation` is the operation
-    of the run's own creation, once it is in the journal; `about` what the trainer says of itself.
+    it. `creation` is the operation that creates the run, once journaled. `about` is the trainer's
+    description of itself. `asks` are the requested resources.
 
-    `asks` is what it needs of the devices.
-
-    `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
-    sampled from. `published` is the last one that was written since the gateway started; `deltas`
-    says what the next one may be a delta of.
+    `parent` is the newest weight version, which is pinned, `newest` the newest for sampling.
+    `published` is the last version since the gateway started. `deltas` chooses the next delta's
+    base.
     """
 
     id: str
@@ -63,35 +61,37 @@ class TrainingRun:
 
     @property
     def worker(self) -> Worker | None:
-        """The trainer's process, which other runs may share."""
+        """The trainer's process, perhaps shared with other runs."""
         return self.trainer.host.worker if self.trainer is not None else None
 
     @property
     def sampler(self) -> str:
-        """The key of the sampler that is kept for it, "" if none is."""
+        """The key of the sampler kept for this run, or ""."""
         return self.trainer.host.sampler if self.trainer is not None else ""
 
     @property
     def publishes_deltas(self) -> bool:
-        """Whether versions for its own sampler may be deltas. With `auto`, where they are in
-        bfloat16, of which a small step changes little."""
+        """Whether versions for its own sampler may be deltas. `auto` means bfloat16, because a
+        small step changes few bfloat16 values.
+        """
         wanted = self.asks.delta
         return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
     @property
     def expected_version_bytes(self) -> int:
-        """The size of the next weight version: that of the last one, or 4 bytes a parameter."""
+        """Bytes of the next weight version: those of the last, or 4 per parameter."""
         written = self.published.bytes if self.published is not None else 0
         return written or 4 * self.about.trainable_parameters
 
     @property
     def expected_state_bytes(self) -> int:
-        """The size of a trainer's state: parameters and two moments of each, 4 bytes each."""
+        """Bytes of a trainer's state: parameters and two moments, 4 bytes each."""
         return max(12 * self.about.trainable_parameters, 3 * self.expected_version_bytes)
 
     async def save(self) -> None:
-        """Let the trainer end what it is at, and begin nothing more; then save its state where that
-        spares the next gateway a replay. Return when that is done, or the trainer is lost."""
+        """Let the trainer finish its calls and save its state if that spares a replay. Return when
+        that is done or the trainer is lost.
+        """
         assert self.trainer is not None
         drained = asyncio.create_task(self.dispatcher.drain())
         try:
@@ -101,7 +101,6 @@ class TrainingRun:
         await self.trainer.save()
 
     def new_future(self, seq_id: int) -> Future:
-        """Return the future of an operation of this run."""
         return Future(
             request_id=request_id_of(owner=self.id, seq_id=seq_id),
             source="operation",
@@ -111,8 +110,7 @@ class TrainingRun:
 
     @property
     def trouble(self) -> str:
-        """Say that the trainer waits for its place, is being restored, waits for its devices, or
-        does not answer its heartbeat; "" if all is well."""
+        """Why the trainer makes no progress, "" if all is well."""
         if self.trainer is None:
             return ""
         host, restoration = self.trainer.host, self.trainer.restoration
@@ -121,7 +119,7 @@ class TrainingRun:
         return "; ".join(filter(None, (restoration.doing, host.explain()))) or host.silence
 
     def describe(self, seq_id: int) -> Waiting:
-        """Say what an operation is waiting for."""
+        """Return an operation's reason for waiting."""
         waiting = self.dispatcher.describe(seq_id)
         if trouble := self.trouble:
             return Waiting(f"{trouble}; {waiting.reason}", paused=True)

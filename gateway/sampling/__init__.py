@@ -1,8 +1,7 @@
-"""Sampling: what clients sample from, and the engines that serve it.
+"""Sampling: sampling sessions, samplers and their engines.
 
-A sampling session (`sessions`) names a weight version. The `router` finds or makes the sampler that
-can serve it and bounds the samples that wait; the `sampler` sends samples and loads to its engines,
-the `balancer` says to which, and `replicas` how many there are. An `engine` is started when it is
-needed, or was left by an earlier gateway and is adopted. Where engines may run, and when, is for
-`gateway.placement` to say.
+A sampling session (`sessions`) names a weight version. `router` finds or creates the sampler for it
+and bounds waiting samples. `sampler` sends samples and loads to its engines. `balancer` chooses the
+engine, and `replicas` sets their number. An `engine` starts on demand or is adopted from an earlier
+gateway. `gateway.placement` decides where and when engines run.
 """

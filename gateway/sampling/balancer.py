@@ -1,21 +1,18 @@
-"""The balancer: which of a sampler's engines a request goes to, and when.
+"""The balancer chooses a request's engine, among a sampler's engines with room:
 
-It knows what is under way at each engine, in samples and in tokens, and which beginnings of prompts
-each has computed, in blocks as the engines' prefix caches have them. Of the engines that have room:
+1. Engines with the request's version, or about to load it, come first. Another engine is chosen if
+no engine has the version, or if it is idle and the others are much busier.
 
-1. Those that have the request's version, or change to it for an earlier request, come before
-   others. An engine that would have to load it first gets the request if no other has it; or if it
-   has nothing to do, and those that have it are much busier.
-2. Of these, the one that has the longest beginning of the prompt: the samples of one prompt, and
-   the turns of one conversation, go where their keys and values are. Not if it is much busier than
-   the least busy one.
-3. Else the one with the fewest tokens to compute.
+2. Among these, the engine with the longest cached prefix of the prompt comes first, unless it is
+much busier than the least busy one. So one prompt's samples and one conversation's turns share keys
+and values.
 
-Much busier means: more than twice as busy, and by `_GROUP` such requests. An engine has room for
-`most_samples` at once; requests beyond that wait here, in the order in which they came, of whatever
-version, so that an engine that starts later, or is faster, gets its part of them. All this changes
-when an answer comes, never what it is: a sample is a function of its request and of the weights
-that it names.
+3. Otherwise, the engine with the fewest tokens to compute.
+
+"Much busier" means more than twice as busy plus `_GROUP` such requests. An engine has room for
+`most_samples`. Other requests wait here in order of arrival, so that a later or faster engine gets
+its share. The choice changes the time of an answer, never its content: a sample is a function of
+its request and weights.
 """
 
 from __future__ import annotations
@@ -33,32 +30,32 @@ from tandem.errors import TandemError
 from tandem.v1 import sampler_pb2
 
 _BLOCK = 32
-"""Tokens of a block of a prompt: what engines on a CPU have, and two of those on a GPU."""
+"""Tokens per block of a prompt: one block of a CPU engine's prefix cache, two of a GPU engine's."""
 _MOST_BLOCKS = 32_768
-"""Blocks that are remembered: a million tokens."""
+"""Remembered blocks: a million tokens."""
 _UNBOUNDED = 512
-"""Tokens that a sample without a limit is taken to have."""
+"""Assumed tokens of a sample without a limit."""
 _GROUP = 16
 _TOKEN_BYTES = 4
 
 
 class Candidate(Protocol):
-    """An engine that serves. `process` names the process that it is now."""
+    """A serving engine. `process` names its present process."""
 
     @property
     def process(self) -> str: ...
 
     @property
     def loaded(self) -> set[str]:
-        """The full weights and the adapters that it has answered with last."""
+        """Full weights and adapters in its last answer."""
         ...
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a request asks of an engine: so many `samples` of `tokens` in all, its prompt included,
-    by the weights of a `version`. `beginnings` has a number for each beginning of its prompt, one
-    block longer each."""
+    """A request's work: `samples`, and `tokens` in total including the prompt. `beginnings` are
+    hashes of the prompt's prefixes, each one block longer.
+    """
 
     version: str
     samples: int = 0
@@ -67,7 +64,7 @@ class Work:
 
     @classmethod
     def of(cls, request: sampler_pb2.SampleRequest, *, beginnings: bool) -> Work:
-        """Without `beginnings`, there is no choice for which they would count."""
+        """Without `beginnings`, skip the prefix hashes, which matter only for several engines."""
         params, prompt = request.params, request.prompt_tokens
         samples = request.num_samples if params.temperature > 0 else 1
         longest = params.max_tokens if params.HasField("max_tokens") else _UNBOUNDED
@@ -80,8 +77,9 @@ class Work:
 
 
 def _beginnings(version: str, prompt: bytes) -> Iterator[int]:
-    """Yield a number for the prompt's first block, its first two blocks and so on. Each version
-    has keys and values of its own."""
+    """Yield a hash of each prefix of the prompt, block by block. It includes the version, because
+    keys and values depend on it.
+    """
     number, size = hash(version), _BLOCK * _TOKEN_BYTES
     for end in range(size, len(prompt) + 1, size):
         number = hash((number, prompt[end - size : end]))
@@ -90,7 +88,7 @@ def _beginnings(version: str, prompt: bytes) -> Iterator[int]:
 
 @dataclass
 class Load:
-    """What is under way at an engine."""
+    """The work in progress at an engine."""
 
     requests: int = 0
     samples: int = 0
@@ -108,7 +106,7 @@ Engine = TypeVar("Engine", bound=Candidate)
 
 
 class Balancer(Generic[Engine]):
-    """`engines` returns those that serve now. With `most_samples` 0, an engine always has room."""
+    """`engines` returns the serving engines. `most_samples` 0 means unlimited room."""
 
     def __init__(self, engines: Callable[[], Sequence[Engine]]) -> None:
         self.most_samples = 0
@@ -117,17 +115,19 @@ class Balancer(Generic[Engine]):
         self._awaited: dict[Engine, asyncio.Event] = {}
         self._numbers = count()
         self._waiting: dict[str, deque[tuple[int, Work, asyncio.Future[Engine]]]] = {}
-        """By the version that they need, with their numbers in the order in which they came: one
-        that has no room keeps no other from its engine."""
+        """By version, with arrival numbers, so that a full engine's requests do not block the
+        others.
+        """
         self._blocks: OrderedDict[int, set[str]] = OrderedDict()
-        """By beginning of a prompt, the processes that have computed it; the last used is last."""
+        """By prefix, the processes that computed it, least recently used first."""
 
     def load_of(self, engine: Engine) -> Load:
         return self._loads.get(engine, Load())
 
     async def assign(self, work: Work) -> Engine:
-        """Return the engine that is to do this, once there is one with room. It counts as under way
-        there until `end`. Raises what `fail` is called with."""
+        """Wait for an engine with room and return it. The work counts there until `end`. Raises the
+        error given to `fail`.
+        """
         turn: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(work.version, deque()).append((next(self._numbers), work, turn))
         self.assign_waiting()
@@ -139,8 +139,7 @@ class Balancer(Generic[Engine]):
             raise
 
     def give(self, engine: Engine, work: Work) -> bool:
-        """Assign this to an engine, whatever the others do; False if it serves no more, or has no
-        room."""
+        """Assign the work to this engine. Return False if it is not serving or full."""
         if engine not in self._engines() or not self._has_room(engine):
             return False
         self._loads.setdefault(engine, Load()).add(work)
@@ -148,7 +147,6 @@ class Balancer(Generic[Engine]):
         return True
 
     def end(self, engine: Engine, work: Work) -> None:
-        """Note that the engine has nothing to do with it any more."""
         load = self._loads[engine]
         load.add(work, -1)
         if not load.requests:
@@ -158,13 +156,12 @@ class Balancer(Generic[Engine]):
         self.assign_waiting()
 
     async def until_idle(self, engine: Engine) -> None:
-        """Return when nothing is under way at an engine."""
         if engine in self._loads:
             await self._awaited.setdefault(engine, asyncio.Event()).wait()
 
     @contextmanager
     def under_way(self, engine: Engine, work: Work) -> Iterator[None]:
-        """Count something that goes to this engine, whatever else it does, while the block runs."""
+        """Count the work at this engine during the block, regardless of room."""
         self._loads.setdefault(engine, Load()).add(work)
         try:
             yield
@@ -172,14 +169,14 @@ class Balancer(Generic[Engine]):
             self.end(engine, work)
 
     def assign_waiting(self) -> None:
-        """Assign what waits, as far as there is room: something has ended, or an engine serves."""
+        """Assign waiting work while there is room."""
         firsts = [(queue[0][0], version) for version, queue in self._waiting.items()]
         heapify(firsts)
-        while firsts:  # the one that came first, of all versions that may have room
+        while firsts:  # earliest first, of all versions that may have room
             _, version = heappop(firsts)
             queue = self._waiting[version]
             _, work, turn = queue[0]
-            if not turn.done():  # else it was cancelled
+            if not turn.done():  # skip cancelled ones
                 engine = self._choose(work)
                 if engine is None:
                     continue
@@ -192,7 +189,7 @@ class Balancer(Generic[Engine]):
                 del self._waiting[version]
 
     def fail(self, error: TandemError) -> None:
-        """End what waits: no engine will serve it."""
+        """Fail all waiting work, because no engine will serve it."""
         waiting, self._waiting = self._waiting, {}
         for queue in waiting.values():
             for _number, _work, turn in queue:
@@ -213,7 +210,7 @@ class Balancer(Generic[Engine]):
         return chosen
 
     def _best(self, work: Work, engines: Sequence[Engine]) -> Engine | None:
-        """Return the best of those that have room; None if none has."""
+        """Return the best engine with room, or None."""
         free = [engine for engine in engines if self._has_room(engine)]
         if len(free) < 2:
             return free[0] if free else None
@@ -224,8 +221,7 @@ class Balancer(Generic[Engine]):
         return nearest
 
     def _nearest(self, work: Work, engines: Sequence[Engine]) -> Engine | None:
-        """Return the least busy of the engines that have the longest beginning of the prompt, if
-        any of them has one."""
+        """Return the least busy engine with the longest computed prefix, or None."""
         for beginning in reversed(work.beginnings):
             has = self._blocks.get(beginning, ())
             if found := [engine for engine in engines if engine.process in has]:
@@ -233,8 +229,9 @@ class Balancer(Generic[Engine]):
         return None
 
     def _much_busier(self, engine: Engine, tokens: int, work: Work) -> bool:
-        """Whether an engine has much more to do than so many tokens. `_GROUP` is counted in single
-        samples of the request."""
+        """Return whether an engine has much more to do than `tokens`. `_GROUP` counts single
+        samples.
+        """
         single = work.tokens / max(1, work.samples)
         return self._tokens(engine) > 2 * tokens + _GROUP * single
 
@@ -242,7 +239,7 @@ class Balancer(Generic[Engine]):
         return self.load_of(engine).tokens
 
     def _has(self, engine: Engine, version: str) -> bool:
-        """Whether it has a version, or is to load it for what is under way there."""
+        """Return whether the engine has the version or will load it for work in progress."""
         return version in engine.loaded or self.load_of(engine).versions[version] > 0
 
     def _has_room(self, engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""The router: which sampler serves what, and how many samples may wait."""
+"""The router finds samplers and bounds the number of waiting samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 
 MAX_WAITING_SAMPLES = 8192
-"""Of one sampler."""
+"""Per sampler."""
 _ADOPTION_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
@@ -42,9 +42,6 @@ _LARGEST_RANK = 512
 
 @dataclass(eq=False, kw_only=True)
 class SamplerRouter:
-    """Finds or starts the sampler that can serve what is asked for, and bounds how many samples
-    may wait."""
-
     settings: GatewaySettings
     fleet: Fleet
     metrics: Metrics
@@ -62,10 +59,10 @@ class SamplerRouter:
         self._numbers = count()
 
     async def open(self) -> None:
-        """Adopt the engines that an earlier gateway has left, each for a sampler of its session;
-        stop those that nobody can ask for any more. Returns when it is known what they have loaded,
-        so that the garbage collector leaves that alone, but does not wait long for an engine that
-        is busy or frozen."""
+        """Adopt an earlier gateway's engines for their sessions' samplers and stop unneeded ones.
+        It returns once their loaded versions are known, so that the garbage collector spares them.
+        It does not wait long for a busy engine.
+        """
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
             session, model = self.sessions.get(handle.session_id), self._model_of(handle)
@@ -80,7 +77,7 @@ class SamplerRouter:
             else:
                 try:
                     sampler = sampler or self._add(key, model, user=handle.session_id)
-                except InvalidRequest as error:  # of groups that are others now
+                except InvalidRequest as error:  # the groups have changed
                     ends.append(self.fleet.stop_left_worker(handle, error.message))
                     continue
                 engines = [e for e in sampler.engines if e.replica == handle.replica]
@@ -97,7 +94,7 @@ class SamplerRouter:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
 
     def _go_on_scaling(self) -> None:
-        """Give each sampler that was scaled the engines that it is to have, if it is in use."""
+        """Give each scaled sampler in use its engines."""
         for key in [*self.places.scaled]:
             if sampler := self._samplers.get(key):
                 sampler.start()
@@ -121,9 +118,10 @@ class SamplerRouter:
         all_weights: bool = False,
         kept: str = "",
     ) -> Sampler | None:
-        """Return a sampler of the session that can serve adapters of `rank` (0: no adapters): the
-        one of the key `kept`, or else that with the smallest rank. With `all_weights`, it is to
-        load other weights than the base model's, and is the session's alone."""
+        """Return the session's sampler for adapters of `rank` (0: none): the sampler `kept`, else
+        the one with the smallest rank. With `all_weights`, it must load other weights than the base
+        model's, so no other session may use it.
+        """
         found = [
             sampler
             for sampler in self._samplers.values()
@@ -137,8 +135,7 @@ class SamplerRouter:
         )
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        """Return the key of the place of the sampler that would serve a new run of `rank` (0: of
-        all weights)."""
+        """Return the place key of the sampler for a new run of `rank` (0: all weights)."""
         sampler = self.get(
             session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
         )
@@ -155,9 +152,9 @@ class SamplerRouter:
         all_weights: bool = False,
         kept: str = "",
     ) -> Sampler:
-        """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
-        Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
-        `check_model` and `settled_asks`."""
+        """Do as `get`, or create a sampler. Its engine starts on demand. Raises `LimitExceeded`,
+        `SessionFinished`, and as `check_model` and `settled_asks`.
+        """
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -176,9 +173,9 @@ class SamplerRouter:
         return sampler
 
     def check_model(self, session_id: str, model_name: str) -> None:
-        """Raise `InvalidRequest` for a model that engines of the session cannot compute: they would
-        all be on a CPU, and its heads have another size than vLLM computes there. Raises
-        `SessionFinished`, and as `asks_of` for what the session asks for."""
+        """Raise `InvalidRequest` if all the session's engines would be on a CPU and vLLM cannot
+        compute the model's head size there. Raises `SessionFinished`, and as `asks_of`.
+        """
         session = self.sessions.require(session_id)
         model = next((each for each in self.models.all() if each.name == model_name), None)
         if model is None:
@@ -189,23 +186,24 @@ class SamplerRouter:
             model=model_name,
             settings=self.settings,
             groups=self.places.groups,
-            admin=True,  # it was checked when the session was created
+            admin=True,  # checked when the session was created
             trains=False,
         )
         if not sampled_on_cpu(asks, self.places.groups):
             return
         config: Mapping[str, object] = {}
-        with suppress(OSError, ValueError):  # what is wrong with it is said when it is loaded
+        with suppress(OSError, ValueError):  # the load reports these errors
             config = read_json(self.settings.data_dir / model.path / "config.json")
         size = head_size(config)
         if size is not None and (reason := why_unserved_by_cpu(size)):
             raise InvalidRequest(f"the model {model_name} cannot be sampled here: {reason}")
 
     async def scale(self, sampler: Sampler, replicas: int, *, wait: float) -> None:
-        """Let a sampler have so many engines from now on; what a new one needs is free within
-        `wait` seconds, or nothing changes. New ones start at once; those that are too many end once
-        they have nothing to do. Raises `NoRoom`, `InvalidRequest` for what no group has,
-        `LimitExceeded`, `StorageFailed`, and `UnknownSampler` if the sampler ends meanwhile."""
+        """Set the number of a sampler's engines. New ones need devices within `wait` seconds, or
+        nothing changes. Surplus engines end when idle. Raises `NoRoom`, `InvalidRequest` if no
+        group has the devices, `LimitExceeded`, `StorageFailed`, and `UnknownSampler` if the sampler
+        ends meanwhile.
+        """
         key, first = str(sampler.key), sampler.engine
         async with self._scaling[key]:
             had, back = len(sampler.engines), await sampler.replicas.settled()
@@ -230,16 +228,16 @@ class SamplerRouter:
                 sampler.start()
 
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
-        """Let a session use a sampler, which may have been made for another one, that may have
-        ended."""
+        """Let a session use another session's sampler, even if that session has ended."""
         sampler = self._samplers.get(key)
         if sampler is None:
             sampler = self._add(SamplerKey.parse(key), model, user=session_id)
         sampler.users.add(session_id)
 
     def takes_adapters(self, key: str, *, rank: int) -> bool:
-        """Whether adapters of other sessions' runs, of a `rank`, can be loaded into a sampler: it
-        has room for them, and has no other weights than the base model's."""
+        """Return whether the sampler can load other sessions' adapters of `rank`. Its engines must
+        have the base model's weights.
+        """
         sampler, parsed = self._samplers.get(key), SamplerKey.parse(key)
         base = f"base/{parsed.model_name}"
         has_base = sampler is None or all(each.weights == base for each in sampler.engines)
@@ -253,9 +251,10 @@ class SamplerRouter:
         request: sampler_pb2.SampleRequest,
         tell: Tell | None = None,
     ) -> None:
-        """Start a sample. `tell` is given its tokens as they are drawn. Raises `Overloaded` if too
-        many samples wait already at this sampler, of this owner, or in all. The SDK then sends the
-        sample again later, and fewer at once."""
+        """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
+        bound of this sampler, the owner or all owners; the SDK then retries later with fewer at
+        once.
+        """
         waiting = sampler.waiting
         if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
@@ -274,13 +273,13 @@ class SamplerRouter:
         sampler.begin(sample)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a sample, here and in its engine; do nothing if it is unknown or has ended."""
+        """Cancel a sample here and in its engine. Ignore an unknown or ended one."""
         for sampler in self._samplers.values():
             if sample := sampler.samples.get(request_id):
                 sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
 
     async def end_session(self, session_id: str, error: TandemError) -> None:
-        """End the session's samples, and stop the samplers that no other session uses."""
+        """End the session's samples, and stop samplers without another session."""
         ended = []
         for key, sampler in [*self._samplers.items()]:
             if session_id in sampler.users:
@@ -292,15 +291,16 @@ class SamplerRouter:
         await asyncio.gather(*(sampler.stop(error) for sampler in ended))
 
     async def close(self) -> None:
-        """Cancel everything without an outcome: clients ask the next gateway."""
+        """Cancel everything without an outcome, so that clients ask the next gateway."""
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 
     def _add(
         self, key: SamplerKey, model: BaseModelEntry, *, user: str, limited: bool = False
     ) -> Sampler:
-        """Make a sampler. Its session has ended, or uses it, as `user` does. If it is `limited`,
-        raises `LimitExceeded` where its engines would be too many for their owner."""
+        """Create a sampler for its session, or for `user` if that has ended. If `limited`, raises
+        `LimitExceeded` above the owner's number of engines.
+        """
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
         asks = settled_asks(
             None,
@@ -309,10 +309,10 @@ class SamplerRouter:
             model_path=model.path,
             settings=self.settings,
             groups=self.places.groups,
-            admin=True,  # it was checked when the session was created
+            admin=True,  # checked when the session was created
             max_lora_rank=key.max_lora_rank,
         )
-        # A run of the session may have asked for more, or it was scaled.
+        # A run of the session may have asked for more, or the sampler was scaled.
         replicas = self.places.replicas_of(str(key), asked=asks.replicas)
         if limited:
             self._check_engines(session.owner, adding=replicas)
@@ -349,7 +349,7 @@ class SamplerRouter:
         return sampler
 
     def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> PlaceRequest:
-        """Return what so many engines of a sampler need together."""
+        """Return one request for the places of all these engines."""
         return PlaceRequest.of_engines(
             f"{key}#scaled-{next(self._numbers)}",
             owner=owner,
@@ -358,20 +358,21 @@ class SamplerRouter:
         )
 
     def _check_engines(self, owner: str, *, adding: int) -> None:
-        """Raise `LimitExceeded` if these would be too many engines for their owner."""
+        """Raise `LimitExceeded` if the owner would have too many engines."""
         theirs = (each for each in self._samplers.values() if each.owner == owner)
         used = sum(len(each.engines) for each in theirs)
         if adding > 0:
             self.limits.check("samplers", used=used, adding=adding)
 
     def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:
-        """Return the base model that an engine was started with, if it is still registered."""
+        """Return the engine's base model if it is still registered."""
         started = (handle.model_name, Path(handle.model_path))
         return next((m for m in self.models.all() if (m.name, Path(m.path)) == started), None)
 
     def _largest_rank(self, rank: int) -> int:
-        """Round up to a power of two, as engines reserve memory anyway, so that runs of similar
-        ranks share an engine."""
+        """Round up to a power of two, as engines do in memory, so that runs of similar ranks share
+        an engine.
+        """
         if rank == 0:
             return 0
         largest = max(rank, _SMALLEST_RANK)

@@ -1,14 +1,12 @@
-"""Samplers: the samples of each, and the loads, on their way to its engines.
+"""Samplers: samples and loads on their way to engines.
 
-A session has one sampler for each base model and largest rank of adapters. One that can serve
-what is asked for is reused: engines are slow to start, and each takes a share of the device.
-Sessions whose runs share a trainer share a sampler, too; it ends with the last of them.
+A session has one sampler per base model and largest adapter rank. It is reused, because engines
+start slowly and take device memory. Sessions with a shared trainer also share a sampler.
 
-A sampler has as many engines as its session asks for (`tandem.replicas`), each with devices of its
-own; which one a sample goes to is for the `Balancer` to say. A sample that was under way when its
-engine died is sent once more, to another engine or to the next one: sampling changes nothing, and
-the client chose the seed. If that one dies too, the sample fails with `worker_died`. In the same
-way a sample may be taken back from an engine that leaves, or was sent too much (`replicas`).
+A sampler has `tandem.replicas` engines, each with its own devices. `Balancer` chooses between them.
+If an engine dies during a sample, the sample is sent once more, because the client chose the seed.
+A second death fails it with `worker_died`. A sample may also be taken back from a leaving or
+overfull engine.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True)
 class SamplerKey:
-    """Literal example, as the key of a place: "s-ab12/qwen/8b/16"."""
+    """Literal example, as a place key: "s-ab12/qwen/8b/16"."""
 
     session_id: str
     model_name: str
@@ -63,8 +61,7 @@ class SamplerKey:
 
 @dataclass(eq=False)
 class SampleCall:
-    """A sample that has not ended. `tell` is given the tokens as they are drawn, before the whole
-    answer; while it waits, so do they."""
+    """An unfinished sample. `tell` receives tokens as they are drawn. The engine waits for it."""
 
     future: Future
     request: sampler_pb2.SampleRequest
@@ -81,9 +78,10 @@ class SampleCall:
 
 @dataclass(eq=False, kw_only=True)
 class _Call:
-    """A call on its way to the `engine` that it was assigned to, for a `version`; `during` names
-    it. `worker` is the process that it was sent to, None before. `task` awaits the answer of this
-    engine, which is `taken_back` when another one is to give it: that one if `to` is not None."""
+    """A call to the assigned `engine`. `during` describes it in messages. `worker` is the process
+    that received it, None before. `task` awaits the answer. A call `taken_back` goes to the engine
+    `to`, or to any.
+    """
 
     work: Work
     version: common_pb2.WeightVersion
@@ -101,17 +99,17 @@ class _Call:
             self.task.cancel()
 
     def was_only_taken_back(self) -> bool:
-        """Whether that is all that its task was cancelled for, which then goes on."""
+        """Return whether the task was cancelled only to take the call back. It then continues."""
         return self.taken_back and self.task is not None and not self.task.uncancel()
 
 
 @dataclass(eq=False, kw_only=True)
 class Sampler:
-    """Serves the base model, versions of all weights one after the other, and, if the largest rank
-    of its key is above 0, adapters up to that rank side by side.
+    """Serves the base model, full weight versions one after the other, and adapters up to the key's
+    rank side by side.
 
-    The session of its key is the one that it was made for; `users` are those that use it now.
-    `engine` is the first of its `engines`.
+    The key names the session that created it. `users` are the sessions that use it now. `engine` is
+    the first of its `engines`.
     """
 
     key: SamplerKey
@@ -126,7 +124,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.samples: dict[str, SampleCall] = {}
-        self._numbers: list[int] = []  # of the samples, ascending, to look up a place in the queue
+        self._numbers: list[int] = []  # ascending numbers of samples, for positions in the queue
         self.completions = Rate()
         self.balancer = Balancer(self._serving)
         self.replicas = Replicas(
@@ -137,40 +135,40 @@ class Sampler:
             spread=self._spread,
             failed=self.balancer.fail,
         )
-        self._calls: dict[_Call, None] = {}  # in the order in which they were sent
+        self._calls: dict[_Call, None] = {}  # in order of sending
         self._newest: common_pb2.WeightVersion | None = None
         self._stopped: TandemError | None = None
         self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
-        """Engines that did not answer a call, until it is known whether they have ended."""
+        """Engines that failed to answer, until it is known whether they ended."""
         self._log = get_log(session_id=self.key.session_id)
 
     @property
     def engines(self) -> Sequence[SamplerEngine]:
-        """Those that it is to have."""
+        """The intended engines."""
         return self.replicas.engines
 
     @property
     def waiting(self) -> int:
-        """Samples that have not ended."""
+        """Unfinished samples."""
         return len(self.samples)
 
     @property
     def serves(self) -> bool:
-        """Whether any of its engines answers, as far as is known."""
+        """Whether an engine is known to answer."""
         return any(engine.serves for engine in self.engines)
 
     def explain(self) -> str:
-        """Say what its engines are doing, and why none serves yet."""
+        """Describe the engines' states."""
         return self.replicas.explain()
 
     def start(self) -> None:
-        """Start its engines, except those that run or start already."""
+        """Start all engines that are not running or starting."""
         self.replicas.start()
 
     # --- Samples ------------------------------------------------------------------------------
 
     def add(self, sample: SampleCall) -> None:
-        """Take a sample, which waits until `begin`. Its weight version is pinned until it ends."""
+        """Add a sample, which waits until `begin`, and pin its weight version."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
         sample.number = self._numbers[-1] + 1 if self._numbers else 0
@@ -187,7 +185,7 @@ class Sampler:
                 sample.future.resolve(error)
 
     def describe(self, request_id: str) -> Waiting:
-        """Say what a sample is waiting for."""
+        """Return a sample's reason for waiting."""
         sample = self.samples.get(request_id)
         before = 0 if sample is None else bisect_left(self._numbers, sample.number)
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
@@ -216,7 +214,7 @@ class Sampler:
             version=request.version,
             during="this sample",
             engine=engine,
-            # Without a seed, the next engine draws other tokens than those that were told.
+            # Without a seed, the next engine would draw other tokens than those already sent.
             may_repeat=lambda: not sample.told,
         )
         answer = self._send(drawing, lambda client: client.sample(request, tell))
@@ -237,7 +235,7 @@ class Sampler:
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
     def _ended(self, sample: SampleCall, outcome: Outcome) -> None:
-        """Forget a sample, whoever ended it."""
+        """Forget an ended sample."""
         if sample.task is not None:
             sample.task.cancel()
         del self.samples[sample.future.request_id]
@@ -257,12 +255,13 @@ class Sampler:
         in_flight: bool = False,
         handoff: common_pb2.Handoff | None = None,
     ) -> None:
-        """Return when the engines that serve now have the version. One that dies meanwhile, or
-        starts later, loads it for a sample. Raises `LoadFailed` and the like if none could load it;
-        an engine then still serves what it served before.
+        """Return when the serving engines have the version. Later engines load it for a sample.
+        Raises `LoadFailed` and similar errors if no engine could load it; then they still serve the
+        old version.
 
-        With `in_flight`, samples that are in flight go on with it, and it is enough if an engine
-        has a newer one of the run. `handoff` is where the only engine finds it besides."""
+        With `in_flight`, running samples continue with the new version, and a newer version of the
+        run also suffices. `handoff` offers the weights in memory to a single engine.
+        """
         request = sampler_pb2.LoadRequest(
             version=version.to_proto(), in_flight=in_flight, handoff=handoff
         )
@@ -292,8 +291,7 @@ class Sampler:
             )
 
     def _follow(self, version: common_pb2.WeightVersion) -> None:
-        """Let samples that are in flight name a newer version of their run if they are sent, or
-        sent again."""
+        """Move in-flight samples to a newer version of their run for their next sending."""
         for sample in self.samples.values():
             old = sample.request.version
             if (
@@ -308,7 +306,7 @@ class Sampler:
     async def _load(
         self, request: sampler_pb2.LoadRequest
     ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
-        """Return what the engines answer: at least one, which is replaced if it dies."""
+        """Return the engines' answers. There is at least one, because a dead engine is replaced."""
         work = Work(request.version.name)
         engine = await self._assigned(work)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
@@ -325,7 +323,7 @@ class Sampler:
     async def _load_too(
         self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
     ) -> sampler_pb2.LoadReply | None:
-        """Return the answer of one of several engines, None if there is none: the others serve."""
+        """Return one engine's answer, None on failure, because other engines serve."""
         work = Work(request.version.name)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
         with self.balancer.under_way(engine, work):
@@ -341,8 +339,7 @@ class Sampler:
         return None
 
     async def _prepare(self, engine: SamplerEngine) -> None:
-        """Load the version that was used last into an engine that serves from now on. Without it,
-        the engine loads for its first request what that needs."""
+        """Load the last used version into a new engine. Otherwise its first request loads one."""
         version = self._newest
         if version is None or version.name in engine.loaded:
             return
@@ -358,18 +355,16 @@ class Sampler:
             engine.demand += change
 
     def _serving(self) -> Sequence[SamplerEngine]:
-        """Return the engines that can be called."""
         return self.replicas.serving(without=self._doubts)
 
     def _take_back(self, engine: SamplerEngine, sent: bool) -> None:
-        """Take its calls from an engine: those that were not sent, or all that may be repeated."""
+        """Take back an engine's unsent calls, or with `sent` all its repeatable calls."""
         for call in [*self._calls]:
             if call.engine is engine and (sent or call.worker is None):
                 call.take_back()
 
     def _relieve(self, idle: SamplerEngine) -> None:
-        """Let an engine that has nothing to do any more have half of the samples that wait for the
-        devices of each of the others."""
+        """Give an idle engine half of the samples that wait for devices at each other engine."""
         if self.balancer.load_of(idle).requests or not idle.has_devices:
             return
         serving = self._serving()
@@ -381,7 +376,7 @@ class Sampler:
                     call.take_back(to=idle)
 
     def _spread(self) -> None:
-        """Take back the samples that engines were sent beyond what they can have begun."""
+        """Take back samples beyond the engines' capacity."""
         samples: Counter[SamplerEngine] = Counter()
         for call in [*self._calls]:
             first = not samples[call.engine]
@@ -391,9 +386,9 @@ class Sampler:
                 call.take_back()
 
     async def _assigned(self, work: Work) -> SamplerEngine:
-        """Return an engine that serves, started if needed, once it has room. Raises the
-        `WorkerStartFailed` of the start that was waited for, or the error that the sampler was
-        stopped with."""
+        """Return a serving engine with room, started if needed. Raises the start's
+        `WorkerStartFailed`, or the error that stopped the sampler.
+        """
         if self._stopped is not None:
             raise self._stopped
         self.start()
@@ -402,9 +397,10 @@ class Sampler:
     async def _send(
         self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]
     ) -> _Reply:
-        """Return the answer to a call that was assigned to an engine. If that dies meanwhile and
-        the call `may_repeat`, or if it is taken back, return that of another one, or of the next.
-        Raises `WorkerDied`, and as `_assigned` and the call."""
+        """Send an assigned call and return the answer. If the engine dies and the call
+        `may_repeat`, or the call is taken back, send it to another engine. Raises `WorkerDied`, and
+        as `_assigned` and the call.
+        """
         died = False
         while True:
             engine = call.engine
@@ -434,14 +430,14 @@ class Sampler:
                 call.engine = await self._assigned(call.work)
 
     async def _ask(self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]) -> _Reply:
-        """Return what the engine of a call answers, from which it can be taken back meanwhile."""
+        """Return the engine's answer. The call can be taken back meanwhile."""
 
         async def noted(client: SamplerClient) -> _Reply:
             call.worker = client.worker
             return await send(client)
 
         call.worker, call.taken_back, call.to = None, False, None
-        # No task of its own: a turn of the event loop each way, with all that is in it.
+        # Not a new task, which would cost a turn of the event loop each way.
         call.task, self._calls[call] = asyncio.current_task(), None
         try:
             return await call.engine.call(noted, version=call.version)
@@ -449,8 +445,7 @@ class Sampler:
             del self._calls[call]
 
     def _doubt(self, engine: SamplerEngine, worker: Worker) -> None:
-        """Call an engine no more that has not answered a call, until it is known whether it has
-        ended."""
+        """Exclude an engine that failed to answer until it is known whether it ended."""
 
         async def find_out() -> None:
             try:
@@ -465,7 +460,7 @@ class Sampler:
     # --- Ends ---------------------------------------------------------------------------------
 
     async def stop(self, error: TandemError) -> None:
-        """End all samples with the error, and its engines. Returns when nothing of that is left."""
+        """Fail all samples with the error and stop the engines. Returns when nothing is left."""
         self._stopped = error
         for sample in self.samples.values():
             sample.future.resolve(error)

@@ -1,10 +1,8 @@
-"""Sampling sessions: what a SamplingClient samples from.
+"""Sampling sessions: the weights behind a SamplingClient.
 
-There are four kinds: `base` (a base model), `named` (a checkpoint for sampling), and two
-ephemeral ones that a run's save creates: `snapshot` (its weights stay the same) and `inflight`
-(it follows the newest inflight save of its run, and so does what it has under way).
-
-Requests that name a model instead of a sampling session get one from `ImplicitSessions`.
+The kinds are `base` (a base model), `named` (a checkpoint), and two ephemeral ones that a run's
+save creates: `snapshot` (fixed weights) and `inflight` (follows the run's newest inflight save,
+including samples in progress). Requests that name a model instead use `ImplicitSessions`.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from tandem.weights import version_number
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 SUPERSEDED_TTL = 300.0
-"""Seconds after which an unused session ends if its run has `NEWEST_KEPT` newer versions."""
+"""Seconds of disuse after which a session ends if its run has `NEWEST_KEPT` newer versions."""
 NEWEST_KEPT = 4
-"""Versions of a run that `SUPERSEDED_TTL` does not concern."""
+"""Newest versions of a run that `SUPERSEDED_TTL` spares."""
 
 
 @dataclass
 class SamplingSession:
-    """`version` is what it samples from now, `model_path` what the client named, if anything.
-    `rank` is that of its adapter, or 0; `clients` counts those that joined. `seq_ids` numbers the
-    requests of an implicit one."""
+    """`version` is the present version, `model_path` the client's path, if any. `rank` is its
+    adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests.
+    """
 
     id: str
     session_id: str
@@ -80,8 +78,9 @@ class SamplingSessionRegistry:
         self._log = get_log()
 
     async def open(self) -> None:
-        """Restore the sampling sessions of an earlier gateway whose session, model and weights
-        still exist; end the others, and say why in the log."""
+        """Restore sampling sessions with an existing session, model and weights. End and log the
+        others.
+        """
         for row in await self.database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
@@ -89,7 +88,7 @@ class SamplingSessionRegistry:
         ):
             try:
                 self._active[row["id"]] = await self._restore(row)
-            except (ValueError, TypeError, KeyError) as error:  # a `UserError`, or an odd row
+            except (ValueError, TypeError, KeyError) as error:  # a `UserError`, or a malformed row
                 self._update([row["id"]], state="ended", ended_at=time.time())
                 self._log.warning(
                     "sampling_session_not_restored",
@@ -110,10 +109,10 @@ class SamplingSessionRegistry:
         model_path: str | None,
         readers: Readers,
     ) -> SamplingSession:
-        """Create one for a base model, or for a checkpoint that one of `readers` may read.
+        """Create a sampling session for a base model, or a checkpoint that `readers` may read.
 
-        Idempotent: a repeated number with the same model or checkpoint returns the original.
-        Raises `SequenceTaken` for another, or `UnknownModel`, `UnknownWeights`, `InvalidRequest`,
+        Idempotent: a repeated number with an equal source returns the original. Raises
+        `SequenceTaken` for another source, `UnknownModel`, `UnknownWeights`, `InvalidRequest`,
         `LimitExceeded` or `SessionFinished`.
         """
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
@@ -149,9 +148,9 @@ class SamplingSessionRegistry:
     async def serve(
         self, *, session_id: str, number: int, model_path: str, version: WeightVersion, rank: int
     ) -> SamplingSession:
-        """One that samples from this version from now on, whatever it sampled from before; made
-        on first use. Whoever asks may read the version, and holds its files meanwhile. Raises
-        `LimitExceeded`."""
+        """Return the sampling session of this number, created if needed, and switch it to this
+        version. The caller must have checked access and must pin the files. Raises `LimitExceeded`.
+        """
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if session is None:
             session = await self._add(
@@ -175,19 +174,19 @@ class SamplingSessionRegistry:
         kind: Literal["snapshot", "inflight"],
         version: WeightVersion,
     ) -> SamplingSession:
-        """Create one for a version that a run has just published. An inflight save moves the
-        run's earlier inflight sampling sessions to it. Returns the one that an earlier gateway
-        has created for the same version, or has moved on from it."""
+        """Create a sampling session for a run's new version. An inflight save also moves the run's
+        earlier inflight sampling sessions to it. A repeated call returns the original.
+        """
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if session is None or session.kind != kind or _number(session.version) < _number(version):
             session = await self._add(
                 session_id=session_id, number=number, kind=kind, version=version
             )
-            await self.database.sync()  # its client trains on, and may ask for it much later
+            await self.database.sync()  # its client may ask for it much later
         if kind == "inflight":
             of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
             inflight = [s for s in of_run if s.kind == "inflight"]
-            # Two saves can be loaded at once, and the older one may be ready last.
+            # Two saves can load at once, and the older may finish last.
             newest = max((s.version for s in inflight), key=_number)
             for each in inflight:
                 each.version = newest
@@ -195,8 +194,9 @@ class SamplingSessionRegistry:
         return session
 
     async def join(self, sampling_session_id: str) -> int:
-        """Return a number for another client, which is never given twice, also not after a
-        restart. Its requests are numbered from 10⁹ times that number. Raises `UnknownSampler`."""
+        """Return a unique number for another client, even across restarts. The client numbers its
+        requests from 10⁹ times that number. Raises `UnknownSampler`.
+        """
         session = await self.require(sampling_session_id)
         session.clients += 1
         number = session.clients
@@ -208,7 +208,7 @@ class SamplingSessionRegistry:
         return number
 
     async def require(self, sampling_session_id: str) -> SamplingSession:
-        """Return an active one. Raises `UnknownSampler`, which says whether it ever existed."""
+        """Return an active sampling session. Raises `UnknownSampler`, with the reason."""
         session = self._active.get(sampling_session_id)
         if session is not None:
             session.used_at = time.monotonic()
@@ -223,31 +223,30 @@ class SamplingSessionRegistry:
         )
 
     async def known(self, sampling_session_id: str) -> bool:
-        """Whether there is or was such a sampling session."""
+        """Return whether this sampling session exists or existed."""
         if sampling_session_id in self._active:
             return True
         found = select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
         return await self.database.read_one(found) is not None
 
     def end_session(self, session_id: str) -> list[str]:
-        """End a session's sampling sessions; return the runs whose versions they named."""
+        """End a session's sampling sessions. Return the runs of their versions."""
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
-        """End ephemeral sampling sessions that are not needed; return the runs whose versions they
-        named.
+        """End unneeded ephemeral sampling sessions. Return the runs of their versions.
 
-        The newest one of each run stays, and those whose version is pinned. Those of a run's
-        `NEWEST_KEPT` newest versions end when unused for `idle_ttl`, older ones after
-        `SUPERSEDED_TTL`. While all ephemeral versions of an owner have more than the limit of
-        `unnamed_bytes`, older ones end at once, the least recently used first.
+        Each run's newest one stays, and so do pinned versions. Sessions of a run's `NEWEST_KEPT`
+        newest versions end after `idle_ttl` of disuse, older ones after `SUPERSEDED_TTL`. If an
+        owner's ephemeral versions exceed `unnamed_bytes`, older ones end at once, least recently
+        used first.
         """
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
-        newer: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of each run, newest first
+        newer: defaultdict[str, dict[str, int]] = defaultdict(dict)  # by run, newest first
         ended: list[SamplingSession] = []
         spare: defaultdict[WeightVersion, list[SamplingSession]] = defaultdict(list)
-        held: dict[str, dict[str, int]] = defaultdict(dict)  # of each owner, bytes by version
-        for s in reversed(list(self._active.values())):  # from the last created
+        held: dict[str, dict[str, int]] = defaultdict(dict)  # by owner, bytes by version
+        for s in reversed(list(self._active.values())):  # newest first
             if s.kind not in ("snapshot", "inflight"):
                 continue
             versions = newer[s.version.run_id]
@@ -315,7 +314,7 @@ class SamplingSessionRegistry:
                     "created_at": time.time(),
                 },
             )
-        except BaseException as error:  # also when cancelled: one without a row must not be found
+        except BaseException as error:  # also when cancelled: no session may exist without a row
             self._active.pop(session.id, None)
             if isinstance(error, IntegrityError):
                 raise InvalidRequest(
@@ -354,7 +353,7 @@ class SamplingSessionRegistry:
 
 @dataclass(frozen=True)
 class _ImplicitSession:
-    """An owner's session, and the numbers of its sampling sessions by what they sample from."""
+    """An owner's session, and the numbers of its sampling sessions by source."""
 
     id: str
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -362,11 +361,10 @@ class _ImplicitSession:
 
 @dataclass(eq=False, kw_only=True)
 class ImplicitSessions:
-    """Sessions of requests that name none: one per owner, created when it is first needed.
+    """Sessions for requests that name none: one per owner, created on demand.
 
-    Samples that name a model instead of a sampling session use one, and so do OpenAI's clients.
-    Such a session has no client that sends heartbeats: requests keep it alive, and without any it
-    expires like other sessions, or after `ttl` seconds.
+    Samples that name a model and OpenAI's clients use them. They have no heartbeats: requests keep
+    them alive. Otherwise they expire like other sessions, or after `ttl` seconds.
     """
 
     sessions: SessionRegistry
@@ -380,9 +378,9 @@ class ImplicitSessions:
 
     @asynccontextmanager
     async def place(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
-        """Yield the id of the owner's session and the number in it of the sampling session of
-        `key`, for the block to make; the number is assigned if that succeeds. Raises
-        `LimitExceeded`."""
+        """Yield the owner's session id and the number for the sampling session of `key`. The block
+        creates it, and success assigns the number. Raises `LimitExceeded`.
+        """
         async with self._locks[owner]:
             implicit = self._by_owner.get(owner)
             if implicit is None or self.sessions.touch(implicit.id) is None:
@@ -403,7 +401,7 @@ class ImplicitSessions:
 def _repeated(
     session: SamplingSession, *, base_model: str | None, model_path: str | None
 ) -> SamplingSession:
-    """Return the session if it was created for this, too. Raises `SequenceTaken`."""
+    """Return the session if its source is equal. Raises `SequenceTaken`."""
     if model_path:
         same = session.kind == "named" and session.model_path == model_path
     else:

@@ -302,8 +302,7 @@ places = Table(
     ),  # a run's trainer: RUN, an engine: SESSION/MODEL/RANK
     Column("role", String(16), nullable=False),  # trainer, sampler
     Column("group_name", String(64), nullable=False),
-    # Hourly usage: one row per hour, run or sampling session, and event.
-    Column("devices", Text, nullable=False),
+    Column("devices", Text, nullable=False),  # names separated by spaces
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("ranks", Integer, nullable=False),

@@ -1,6 +1,6 @@
-"""Who is calling, what they may do, and what they did.
+"""Authentication, access rights and the audit log.
 
-`keys` keeps the API keys; `identity` turns a key, or a token that was exchanged for one, into a
-`Caller` with an owner and a role; `audit` records every request that changes something; `signing`
-signs addresses and cursors. `bootstrap` is the first admin key of a gateway that others reach.
+`keys` stores API keys. `identity` turns a key or token into a `Caller` with owner and role. `audit`
+records every changing request. `signing` signs addresses and cursors. `bootstrap` reads the first
+admin key from a file.
 """

@@ -1,10 +1,9 @@
-"""The audit log: who changed what, from where, and with which outcome; and the log of refused keys.
+"""The audit log of changing requests, and the log of refused keys.
 
-Each request that changes something leaves a row when it has been answered, even if it was
-refused. Rows contain names, never bodies: no key, no prompt, no weight. An attempt without a
-valid key has the actor `unknown`; of these, only `UNKNOWN_ROWS` a minute leave rows, so that
-strangers cannot fill the disk. Samples and the steps of training are not here; a run's journal
-has each of its operations.
+Each changing request leaves a row after its answer, even if it was refused. Rows contain names,
+never bodies, keys or prompts. An attempt without a valid key has the actor `unknown`. Only
+`UNKNOWN_ROWS` of these leave rows each minute, so that strangers cannot fill the disk. Samples and
+training steps are not audited.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from tandem.telemetry import without_credentials
 
 _INSERT = insert(audit)
 _MAX_ENTRIES = 10_000
-"""The newest of a day that one answer has, so that a busy day does not fill the memory."""
+"""Newest entries of a day in one answer, which bounds memory."""
 
 UNKNOWN = "unknown"
-"""The actor of an attempt without a valid key."""
 UNKNOWN_ROWS = 120
-"""Such attempts that leave rows in a minute; the metrics count all of them."""
+"""Rows per minute for such attempts. Metrics count all of them."""
 
 RESOURCES: Mapping[str, Sequence[str]] = {
     "checkpoints": ("checkpoint",),
@@ -38,12 +36,12 @@ RESOURCES: Mapping[str, Sequence[str]] = {
     "teams": ("team",),
     "organizations": ("organization", "apikey", "model", "group"),
 }
-"""The SDK's event types, with the first words of the actions that belong to them."""
+"""The SDK's event types, each with the first words of its actions."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`action` is RESOURCE_VERB; `target` is a path or an id; `at` is in seconds since 1970."""
+    """`action` is RESOURCE_VERB. `target` is a path or an id. `at` is in seconds since 1970."""
 
     actor: str
     action: str
@@ -62,8 +60,7 @@ class AuditLog:
         self._unknown = 0
 
     def record(self, entry: Entry) -> None:
-        """Queue a row for writing; the request does not wait for it. Of the actor `UNKNOWN`, only
-        so many a minute are written."""
+        """Queue a row without waiting. Rows of the actor `UNKNOWN` are limited per minute."""
         if entry.actor == UNKNOWN:
             minute = int(self._clock() // 60)
             if minute != self._minute:
@@ -80,8 +77,9 @@ class AuditLog:
         self._database.write_soon(_INSERT, row)
 
     async def of_day(self, *, day: dt.date, event_type: str) -> list[Entry]:
-        """Return the day's entries (midnight to midnight UTC), oldest first. `event_type` is
-        "all" or a key of `RESOURCES`."""
+        """Return the day's entries (UTC), oldest first. `event_type` is "all" or a key of
+        `RESOURCES`.
+        """
         await self._database.flush()
         start = dt.datetime.combine(day, dt.time(), tzinfo=dt.UTC).timestamp()
         wanted: list[ColumnElement[bool]] = [audit.c.at >= start, audit.c.at < start + 86_400]
@@ -98,8 +96,7 @@ class AuditLog:
 
 
 class RefusedKeys:
-    """Counts requests whose key or token was refused, and logs them in counted lines. The keys
-    themselves are noted nowhere."""
+    """Counts and logs requests with a refused key or token, without the key."""
 
     def __init__(self, *, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -110,5 +107,5 @@ class RefusedKeys:
         self._lines.note(reason=reason, address=address, path=path[:200])
 
     def write(self, *, closing: bool = False) -> None:
-        """Log the number of those that have no line of their own, if it is time."""
+        """Log the number of events without a line of their own, if it is time."""
         self._lines.write(closing=closing)

@@ -1,9 +1,8 @@
-"""The bootstrap key: the first admin key of a gateway that others reach, given by a setting.
+"""The bootstrap key: a gateway's first admin key, from a file.
 
-A gateway in a container has nobody who could run `tandem keys create` before it listens. It takes
-the key from the file of `TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and keeps its hash
-like that of any other key. A start with another key revokes the former one. With PostgreSQL only
-the gateway that has the lease does this, so that two that start at once make one row.
+A gateway in a container cannot run `tandem keys create` before it listens. It reads the key from
+`TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and stores its hash. A start with another key
+revokes the old one. With PostgreSQL, only the lease holder does this, so two gateways make one row.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _KEY = re.compile(r"tml-[A-Za-z0-9_-]{32,200}")
-"""What the SDK takes, and 128 random bits or more in any usual encoding."""
+"""The SDK's format, with at least 128 random bits in any usual encoding."""
 
 _HOW = 'make one with: echo "tml-$(openssl rand -hex 32)"'
 
 
 def read_bootstrap_key(settings: GatewaySettings) -> str:
-    """Return the key, "" if none is set. Raise `InvalidRequest`, without the key."""
+    """Return the key, "" if none is set. Raise `InvalidRequest`, with a message that omits
+    the key.
+    """
     if (path := settings.bootstrap_key_file) is None:
         return ""
     source = f"TANDEM_BOOTSTRAP_KEY_FILE ({path})"
@@ -40,8 +41,9 @@ def read_bootstrap_key(settings: GatewaySettings) -> str:
 
 
 async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit: AuditLog) -> None:
-    """Make the key of the settings valid, unless it was revoked before, and revoke the one that it
-    replaces. Idempotent. Raise `InvalidRequest` for what cannot be a bootstrap key."""
+    """Make the key valid, unless it was revoked before, and revoke its predecessor. Idempotent.
+    Raises `InvalidRequest`.
+    """
     secret = read_bootstrap_key(settings)
     if not secret:
         return
@@ -62,7 +64,7 @@ async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit
 
 
 def _entry(action: str, key: Key) -> Entry:
-    """Return a row of the audit log, of this machine's admin, without an address."""
+    """Return an audit entry for the local admin, without an address."""
     return Entry(
         actor=urn_of(LOCAL_OWNER),
         action=action,

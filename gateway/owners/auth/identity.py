@@ -1,8 +1,7 @@
-"""Identifies callers by a key, or by a token that was exchanged for a key.
+"""Identifies callers by a key or by a token exchanged for a key.
 
-A token is a JWT (RFC 7519, HS256, signed with the data directory's signing key). It names its
-key and becomes invalid with it; another algorithm, issuer or signature is refused. Owner and
-role are always those of the key, whatever the token says.
+A token is a JWT (RFC 7519, HS256) signed with the data directory's key. It names its key and
+becomes invalid with it. Owner and role come from the key, not from the token.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ from tandem.errors import TokenRefused, Unauthenticated
 
 ORGANIZATION = "tandem"
 USER_URN = "tml:organization_user:"
-"""The prefix of the SDK's `user_urn`s; the owner's name follows."""
+"""The prefix of the SDK's `user_urn`, before the owner's name."""
 
 _ALGORITHM = "HS256"
 _ISSUER = "tandem-gateway"
 _REMEMBERED = 1024
-"""Tokens whose signature is remembered as checked: a check takes some 90 µs."""
+"""Tokens with a remembered signature check, which takes 90 µs."""
 
 Scope = Literal["owned", "accessible"]
-"""What the caller owns, or what the caller may see: for an admin, everything."""
+"""Owned things, or all visible ones. An admin sees everything."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request. `key_id` (`k-…`) names the key without revealing it; `expires_at`
-    (seconds since 1970) is that of the token, None if the key itself was sent."""
+    """A request's sender. `key_id` (`k-…`) names the key without revealing it. `expires_at`
+    (seconds since 1970) is the token's expiry, None for a key.
+    """
 
     owner: str
     key_id: str
@@ -51,14 +51,15 @@ class Caller:
         return self.role in ("admin", "member")
 
     def may_see(self, owner: str) -> bool:
-        """Return whether the caller may see what `owner` owns, and change it if its role may."""
+        """Return whether the caller may see the owner's things."""
         return self.role == "admin" or (owner == self.owner and self.role != "metrics")
 
 
 @dataclass(frozen=True)
 class Readers:
-    """Whose rights count when a checkpoint is read: the caller's, and those of another owner
-    whose key or token the caller sends along."""
+    """The callers with a right to read a checkpoint: the sender, and the owner of a second key or
+    token in the request.
+    """
 
     callers: tuple[Caller, ...]
 
@@ -67,7 +68,7 @@ class Readers:
 
 
 class Identity:
-    """`token_ttl` is the lifetime in seconds of a token that was issued for a key."""
+    """`token_ttl` is in seconds."""
 
     def __init__(
         self,
@@ -84,8 +85,9 @@ class Identity:
         self._read = lru_cache(maxsize=_REMEMBERED)(self._verify)
 
     def identify(self, credential: bytes) -> Caller:
-        """Raise `TokenRefused` for a token that is not valid, `Unauthenticated` for anything else
-        that is not a valid key. Only the holder of a key learns that it is revoked."""
+        """Return the caller. Raise `TokenRefused` for an invalid token, else `Unauthenticated` for
+        an invalid key. Only the holder of a key learns of its revocation.
+        """
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
         key = self._keys.find(credential)
@@ -103,8 +105,9 @@ class Identity:
         return Caller(owner=key.owner, key_id=key.id, role=key.role)
 
     def issue(self, caller: Caller) -> str:
-        """Return a token for the caller. It expires no later than the caller's key, and no later
-        than the token with which the caller came, so that a token cannot renew itself."""
+        """Return a token for the caller. It expires with the key, and no later than the caller's
+        own token, so that a token cannot renew itself.
+        """
         now = self._clock()
         key = self._keys.get(caller.key_id)
         ends = [caller.expires_at, key.expires_at if key is not None else None]
@@ -132,7 +135,7 @@ class Identity:
         return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=expires_at)
 
     def _verify(self, token: bytes) -> tuple[str, float]:
-        """Return the id of the key, and when the token expires."""
+        """Return the key's id and the token's expiry."""
         try:
             claims = jwt.decode(
                 token,
@@ -149,7 +152,7 @@ class Identity:
 
 
 def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
-    """Return the SQL condition for rows that the caller may see, as `Caller.may_see`."""
+    """Return the SQL form of `Caller.may_see`."""
     if scope == "accessible" and caller.role == "admin":
         return true()
     return owner == caller.owner

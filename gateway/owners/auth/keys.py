@@ -1,11 +1,9 @@
-"""Creates, finds and revokes the API keys that callers present.
+"""Creates, finds and revokes API keys.
 
-A key is `tml-` and 256 random bits. The database has only its SHA-256, which suffices for a
-secret that nobody can guess; the key itself is shown once. All keys are in memory as well, so
-that no request waits for the database and a revocation takes effect at once.
-
-The local key, from the data directory or from `TANDEM_API_KEY`, has no row. The bootstrap key
-(`bootstrap.py`) has one, by whose name it is known.
+A key is `tml-` and 256 random bits. It is shown once, and the database stores its SHA-256, which is
+safe for an unguessable secret. All keys are also in memory, so that requests never wait for the
+database and a revocation works at once. The local key, from the data directory or `TANDEM_API_KEY`,
+has no row. The bootstrap key (`bootstrap.py`) has one with a reserved name.
 """
 
 from __future__ import annotations
@@ -29,18 +27,17 @@ from tandem.settings.chosen_names import OWNER_PATTERN, Label
 from tandem.settings.gateway import GatewaySettings
 
 Role = Literal["admin", "member", "reader", "metrics"]
-"""The last is for what scrapes metrics, and sees nothing that anybody owns."""
+"""`metrics` may only scrape metrics."""
 
 LOCAL_OWNER = "local"
 BOOTSTRAP_NAME = "bootstrap-key"
 LONGEST_LIFE = 10 * 366 * 86_400.0
-"""Seconds until a key expires, at most."""
+"""Longest life of a key, in seconds."""
 
 
 @dataclass
 class Key:
-    """Everything about a key but the key itself. `digest` is its SHA-256; times are in seconds
-    since 1970."""
+    """A key without its secret. `digest` is its SHA-256. Times are in seconds since 1970."""
 
     id: str
     digest: bytes
@@ -55,7 +52,7 @@ class Key:
 
     @property
     def number(self) -> int:
-        """The id as a number, which is the SDK's type."""
+        """The id as a number, the SDK's type."""
         return int(self.id.removeprefix("k-"), 16)
 
 
@@ -66,7 +63,7 @@ def _key_name(name: str) -> str:
 
 
 class NewKey(BaseModel):
-    """A key to make. `expires_in` is in seconds; without it, the key does not expire."""
+    """A key to create. `expires_in` is in seconds, None for no expiry."""
 
     owner: str = Field(pattern=OWNER_PATTERN)
     role: Role
@@ -86,7 +83,7 @@ class KeyStore:
         self._keys = {row["id"]: from_row(Key, row) for row in rows}
 
     def set_local(self, secret: str) -> Key:
-        """Set the key of this machine's admin, in place of one that was set before."""
+        """Set or replace the local admin's key."""
         self._keys = {id_: key for id_, key in self._keys.items() if not key.local}
         new = NewKey(owner=LOCAL_OWNER, role="admin", name="local-key")
         key = self._key(secret, new, local=True)
@@ -94,8 +91,9 @@ class KeyStore:
         return key
 
     def find(self, secret: bytes) -> Key | None:
-        """Return the key, even if it is revoked or has expired. The time of the comparison
-        depends only on the hash, which reveals nothing about a key."""
+        """Return the key, even if it has ended. The comparison's time depends only on the hash, so
+        it reveals nothing.
+        """
         digest = digest_of(secret)
         key = self._keys.get(id_of(digest))
         same = key is not None and hmac.compare_digest(digest, key.digest)
@@ -109,7 +107,6 @@ class KeyStore:
         return sorted(self._keys.values(), key=lambda key: (not key.local, key.created_at))
 
     def ended(self, key: Key) -> Literal["revoked", "expired"] | None:
-        """Return why a key is no longer valid, "revoked" or "expired"; None for a valid key."""
         if key.revoked_at is not None:
             return "revoked"
         if key.expires_at is not None and key.expires_at <= self._clock():
@@ -117,7 +114,7 @@ class KeyStore:
         return None
 
     async def create(self, new: NewKey) -> tuple[Key, str]:
-        """Return the new key and its secret, which is not kept."""
+        """Return the new key and its secret, which is not stored."""
         secret = f"tml-{secrets.token_urlsafe(32)}"
         key = self._key(secret, new)
         await self._database.write(insert(keys), _row(key), durable=True)
@@ -125,8 +122,9 @@ class KeyStore:
         return key, secret
 
     async def replace_bootstrap(self, secret: str) -> tuple[Key, list[Key]]:
-        """Add a bootstrap key and revoke the former one, both or neither; return the new key, and
-        what was revoked."""
+        """Add a bootstrap key and revoke the old ones in one transaction. Return the new key and
+        the old ones.
+        """
         new = NewKey(owner=LOCAL_OWNER, role="admin")
         key = replace(self._key(secret, new), name=BOOTSTRAP_NAME)
         former = [
@@ -147,8 +145,9 @@ class KeyStore:
         return key, former
 
     async def revoke(self, key_id: str) -> Key:
-        """Refuse the key, and every token that was exchanged for it, from now on. Idempotent.
-        Raise `UnknownKey`, or `InvalidRequest` for the local key."""
+        """Revoke the key and its tokens at once. Idempotent. Raises `UnknownKey`, or
+        `InvalidRequest` for the local key.
+        """
         key = self._keys.get(key_id)
         if key is None:
             raise UnknownKey(f"there is no key {key_id[:100]!r}; `tandem keys list` shows them")
@@ -185,7 +184,6 @@ class KeyStore:
             self._unwritten.add(key.id)
 
     def write_uses(self) -> None:
-        """Queue the times of last use that changed for writing."""
         changed, self._unwritten = self._unwritten, set()
         if changed:
             self._database.write_soon(
@@ -199,8 +197,7 @@ def _row(key: Key) -> dict[str, object]:
 
 
 def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
-    """Raise `InvalidRequest` if other machines could reach a gateway that has only the local key,
-    which is meant for this machine."""
+    """Raise `InvalidRequest` if other machines could reach a gateway with only the local key."""
     others = (key for key in keys.all() if not key.local and keys.ended(key) is None)
     if is_loopback(settings.host) or any(others):
         return

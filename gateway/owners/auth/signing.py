@@ -12,18 +12,17 @@ from tandem.errors import AddressExpired, AddressForged
 
 
 def sign(key: bytes, *parts: object) -> str:
-    """Return an HMAC-SHA256 of the parts, as 43 characters that need no escape in an address.
+    """Return an HMAC-SHA256 of the parts, 43 characters that are safe in an address.
 
-    The parts are signed as a JSON list, so that no two lists of parts give the same bytes. Put
-    the purpose in front (`"trace"`, `"download"`), so that what was signed for one use is valid
-    for no other.
+    The parts are signed as a JSON list, so no two lists give equal bytes. The first part is the
+    purpose (`"trace"`, `"download"`), so that a signature is valid for one purpose only.
     """
     digest = hmac.digest(key, orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), "sha256")
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode("ascii")
 
 
 def is_signed(key: bytes, signature: str, *parts: object) -> bool:
-    """Return whether `signature` is that of the parts, compared in constant time."""
+    """Compare a signature with that of the parts, in constant time."""
     return hmac.compare_digest(sign(key, *parts).encode(), signature.encode())
 
 
@@ -35,8 +34,9 @@ def sign_address(key: bytes, *parts: str, expires: int) -> dict[str, str]:
 def check_address(
     key: bytes, *parts: str, expires: str, signature: str, what: str, renew: str
 ) -> None:
-    """Raise `AddressForged` for an address that `sign_address` did not sign, `AddressExpired` for
-    one that is no longer valid. The messages name `what` it is and how to `renew` it."""
+    """Raise `AddressForged` for a wrong signature or `AddressExpired`. The messages contain `what`
+    (a name for the address) and `renew` (advice).
+    """
     if not is_signed(key, signature, *parts, expires):
         raise AddressForged(f"{what} was not signed here, or was altered; {renew}")
     if time.time() >= int(expires):

@@ -1,6 +1,5 @@
-"""Sessions: one client's connection each, which owns the runs and samplers that it creates.
+"""Sessions: client connections, which own their runs and samplers.
 
-`registry` knows the active sessions, which stay alive while heartbeats arrive, and bounds the
-metadata that clients attach to sessions, runs and checkpoints; `queries` looks through all
-sessions that there ever were, in pages with signed cursors.
+`registry` holds active sessions, which live by heartbeats, and bounds the metadata from clients.
+`queries` searches all sessions in pages with signed cursors.
 """

@@ -1,12 +1,9 @@
-"""Queries of sessions, active or ended: their owners and contents, and searches in pages.
+"""Queries of active and ended sessions, in pages.
 
-`owned` is what belongs to the caller; `accessible` is what the caller may see (everything, for an
-admin). A session that the caller may not see is reported as if it did not exist.
-
-In a search, the database selects by owner, project and position; names, metadata and states are
-compared here, chunk by chunk, because databases differ in case folding and in their treatment of
-JSON. A cursor says where the next page begins. It is signed together with its owner and search,
-so that a cursor of another search is refused.
+The scope `owned` means the caller's sessions, `accessible` all that the caller may see. Others
+appear not to exist. The database filters by owner, project and position. Names, metadata and states
+are compared here, in chunks, because databases treat case and JSON differently. A cursor marks the
+next page. It is signed together with its owner and search.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A row of `sessions`. Times are seconds since 1970."""
+    """A row of `sessions`. Times are in seconds since 1970."""
 
     id: str
     state: str
@@ -47,7 +44,7 @@ class SessionRecord:
 
 
 class _Strict(BaseModel):
-    """An unknown field is refused: a search without that filter would find too much."""
+    """Refuses unknown fields: a search that ignored a filter would find too much."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,15 +55,16 @@ class OwnerFilter(_Strict):
 
 
 class StatusFilter(_Strict):
-    """`reasons` selects among the sessions that their client finished; null selects all."""
+    """`reasons` filters sessions that their client finished; null matches all."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[list[EndReason] | None, Field(min_length=1)] = None
 
 
 class SessionFilters(_Strict):
-    """What to search for; an absent filter matches everything. If both an id and a name are
-    given, a session matches either."""
+    """A search. An absent filter matches everything. A session matches an id or a name if both are
+    given.
+    """
 
     session_id: str | None = None
     project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
@@ -77,8 +75,7 @@ class SessionFilters(_Strict):
 
 
 class Cursor(_Strict):
-    """In the SDK's format: the last session of the page before, its id with our signature
-    appended."""
+    """The SDK's format: the last session of the previous page, its id with a signature appended."""
 
     last_created_at: dt.datetime
     last_session_id: str
@@ -94,7 +91,7 @@ class SessionQueries:
     async def session(
         self, session_id: str, caller: Caller, *, scope: Scope = "accessible"
     ) -> SessionRecord:
-        """Return a session. Raise `UnknownSession`."""
+        """Return a session. Raises `UnknownSession`."""
         row = await self._database.read_one(
             select(sessions).where(
                 sessions.c.id == session_id, visible(sessions.c.owner, caller, scope)
@@ -132,8 +129,9 @@ class SessionQueries:
     async def search(
         self, filters: SessionFilters, caller: Caller, *, limit: int, cursor: Cursor | None
     ) -> tuple[list[SessionRecord], Cursor | None]:
-        """Return a page of sessions, newest first, and the cursor of the next page. Raise
-        `InvalidRequest` for a cursor that was not issued for this search."""
+        """Return a page of sessions, newest first, and the next cursor. Raise `InvalidRequest` for
+        a cursor of another search.
+        """
         query = select(sessions).where(*_wanted(filters, caller)).order_by(*_NEWEST_FIRST)
         after = await self._position(filters, caller, cursor) if cursor is not None else None
         found: list[SessionRecord] = []
@@ -160,7 +158,7 @@ class SessionQueries:
         session_id, _, signature = cursor.last_session_id.rpartition(".")
         try:
             when = cursor.last_created_at.astimezone(dt.UTC)
-        except OverflowError:  # a time that UTC has no year for
+        except OverflowError:  # no year in UTC
             when = None
         if when is None or not is_signed(
             self._key, signature, *_signed(filters, caller, when, session_id)
@@ -169,7 +167,7 @@ class SessionQueries:
                 "the cursor was not issued for this search; pass `next_cursor` back unchanged and "
                 "with the same filters, or start without a cursor"
             )
-        # The cursor has only the microseconds; they do where the session was forgotten since.
+        # The cursor has only microseconds, so prefer the exact time in the session's row.
         row = await self._database.read_one(
             select(sessions.c.created_at).where(sessions.c.id == session_id)
         )
@@ -211,8 +209,9 @@ def _matches(session: SessionRecord, filters: SessionFilters) -> bool:
 
 
 def _has(session: SessionRecord, status: StatusFilter) -> bool:
-    """No session is "failed" or "cancelled" here: a run or a request fails alone. A session is
-    finished by its client or expires, for which the SDK has no status."""
+    """Match a session's state. No session is "failed" or "cancelled", because runs and requests
+    fail alone. The SDK has no status for an expired one.
+    """
     if status.type == "client_finished":
         return session.state == "finished" and (
             status.reasons is None or session.reason in status.reasons

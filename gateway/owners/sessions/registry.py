@@ -1,7 +1,6 @@
-"""The active sessions. A session is one client's connection, alive while heartbeats arrive.
+"""Active sessions: client connections that live by heartbeats.
 
-The size of the metadata that clients attach to sessions, runs and checkpoints is bounded, because
-lists show it, hundreds of rows at once.
+Metadata from clients is bounded, because lists show it in hundreds of rows at once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tandem.telemetry import get_log
 
 _MAX_CHARACTERS = 2**14
 _STANDSTILL = 5.0
-"""Seconds. A gateway that has not run for longer was stopped, or its machine was."""
+"""Seconds. After a longer gap, this process or its machine was stopped."""
 
 _Content = TypeVar("_Content", bound=Mapping[str, object])
 
@@ -48,12 +47,12 @@ def _as_text(metadata: Mapping[str, object]) -> dict[str, str] | None:
 
 TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
 Metadata = Annotated[dict[str, object], AfterValidator(_bounded), AfterValidator(_as_text)]
-"""An old client sends other values than texts, too; they become their JSON."""
+"""Old clients also send values that are not text. They become JSON."""
 
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a client says about its session. `sdk_version` is recorded."""
+    """A client's description of its session."""
 
     owner: str
     project_id: str = ""
@@ -65,10 +64,10 @@ class NewSession:
 
 @dataclass
 class Session:
-    """One with a `ttl` has no heartbeats, and ends so many seconds after its last request.
-    `heard` is set once its client has sent a request to this gateway.
-    `sdk_version` is empty for one that a gateway has made itself, for requests that name none: the
-    next gateway makes another."""
+    """A session with a `ttl` has no heartbeats and ends this many seconds after its last request.
+    `heard` is set by the client's first request to this gateway. `sdk_version` is empty for a
+    session that the gateway created itself.
+    """
 
     id: str
     created_at: float
@@ -83,9 +82,9 @@ class Session:
 
 
 class SessionRegistry:
-    """`ttl` is in seconds. Closed connections shorten it for no session: a proxy that restarts
-    closes those of clients that come back. Sessions survive a restart of the gateway, which
-    restarts their clocks."""
+    """`ttl` is in seconds. Closed connections do not end sessions, because a proxy may restart. A
+    restart of the gateway keeps sessions and restarts their clocks.
+    """
 
     def __init__(self, *, database: Database, limits: Quotas, ttl: float) -> None:
         self._database = database
@@ -103,12 +102,12 @@ class SessionRegistry:
         return list(self._active.values())
 
     async def create(self, new: NewSession, *, ttl: float | None = None) -> Session:
-        """Raise `LimitExceeded` if the owner has as many sessions as are allowed."""
+        """Create a session. Raises `LimitExceeded`."""
         self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
         row = {**vars(new), "id": new_session_id(), "state": "active", "created_at": time.time()}
         session = from_row(Session, row, ttl=ttl)
         session.heard.set()
-        # Before the row is written, so that concurrent requests count for each other's limit.
+        # Before the write, so that concurrent requests count toward the limit.
         self._active[session.id] = session
         try:
             await self._database.write(insert(sessions), row)
@@ -118,23 +117,24 @@ class SessionRegistry:
         return session
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session if it is active. Does not count as a sign of life."""
+        """Return the session if it is active, without counting as activity."""
         return self._active.get(session_id)
 
     def require(self, session_id: str) -> Session:
-        """Return the session, or raise `SessionFinished` if it has ended. Call it after a wait,
-        before starting anything that only the end of the session stops."""
+        """Return the session. Raises `SessionFinished`. Call it after a wait, before starting
+        anything that only the session's end stops.
+        """
         if (session := self._active.get(session_id)) is None:
             raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
         return session
 
     def count_of(self, owner: str, session_ids: Iterable[str]) -> int:
-        """Return how many of the ids belong to active sessions of the owner."""
+        """Count the ids of the owner's active sessions."""
         sessions = map(self._active.get, session_ids)
         return sum(session is not None and session.owner == owner for session in sessions)
 
     async def assign_project(self, *, session_id: str, project_id: str) -> None:
-        """Move a session, active or ended, into a project with all its runs."""
+        """Move a session and its runs into a project."""
         await self._database.write_together(
             update(sessions).where(sessions.c.id == session_id).values(project_id=project_id),
             update(runs).where(runs.c.session_id == session_id).values(project_id=project_id),
@@ -143,15 +143,16 @@ class SessionRegistry:
             session.project_id = project_id
 
     def touch(self, session_id: str) -> Session | None:
-        """Record a sign of life. Return None for a session that is not active."""
+        """Record activity. Return None for an inactive session."""
         if (session := self._active.get(session_id)) is not None:
             session.seen_at = time.monotonic()
             session.heard.set()
         return session
 
     def note_running(self) -> None:
-        """Note that the gateway runs; call it several times a second. While it stood still it could
-        receive no heartbeat, so that this time does not count as its clients' silence."""
+        """Note that the gateway runs; call it several times a second. Clients are not blamed for
+        silence while the gateway stood still.
+        """
         now = time.monotonic()
         gap, self._ran_at = now - self._ran_at, now
         if gap > _STANDSTILL:
@@ -160,8 +161,7 @@ class SessionRegistry:
                 session.seen_at = min(now, session.seen_at + gap)
 
     def overdue(self) -> dict[str, str]:
-        """Return the ids of the sessions whose last sign of life is older than their ttl, each
-        with a sentence that says so."""
+        """Return the ids of silent sessions, each with a sentence about the reason."""
         self.note_running()
         now = time.monotonic()
         return {
@@ -171,8 +171,9 @@ class SessionRegistry:
         }
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """End the session, unless it had ended before: the first reason counts. While the storage
-        fails, the end is recorded later."""
+        """End the session; only the first call counts. While the storage fails, the end is recorded
+        later.
+        """
         if self._active.pop(session_id, None) is None:
             return
         self._database.write_soon(

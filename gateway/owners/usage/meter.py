@@ -1,10 +1,8 @@
-"""Adds up usage by hour, subject and kind of event; measures samples, and remembers recent ones.
+"""Sums usage by hour, subject and event, and measures samples.
 
-Counting happens in memory and never waits. The sums are written to the database every few
-seconds, so a gateway that is killed loses at most the last of these intervals. Accelerator seconds
-are those of workers: a trainer's own seconds times its ranks; the time in which a sampler works is
-shared between the samples that it works on (`TimeShares`), so that a sum never exceeds what the
-machines had.
+Sums are written every few seconds, so a killed gateway loses only the last interval. Accelerator
+seconds of a trainer are its seconds times its ranks. A sampler's busy time is divided between
+concurrent samples (`TimeShares`), so the sum never exceeds the machines' time.
 """
 
 from __future__ import annotations
@@ -43,15 +41,16 @@ TrainerReply = (
 HOUR = 3600
 
 _MAX_UNWRITTEN = 4096
-"""Sums that are kept in memory; when there are more, they are written at once."""
+"""Sums in memory. Above this number they are written at once."""
 _REMEMBERED_SAMPLES = 50_000
 _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What used something: a training run or a sampling session. `run_id` is the run itself, or
-    the one whose weights were sampled; empty for a base model."""
+    """A training run or a sampling session. `run_id` is the run or the source of the sampled
+    weights, "" for a base model.
+    """
 
     id: str
     session_id: str
@@ -77,7 +76,7 @@ class UsageMeter:
         output_tokens: int = 0,
         accelerator_seconds: float = 0.0,
     ) -> None:
-        """Count one event. `cached_tokens` are the input tokens that were not computed."""
+        """Count one event. `cached_tokens` are input tokens that were not computed."""
         key = (int(self._clock()) // HOUR * HOUR, kind, subject)
         if key not in self._sums and len(self._sums) >= _MAX_UNWRITTEN:
             self.write()
@@ -87,14 +86,14 @@ class UsageMeter:
     def record_reply(
         self, kind: UsageKind, subject: Subject, reply: TrainerReply, *, ranks: int
     ) -> None:
-        """Count what a run's trainer did, unless it failed. `ranks` devices worked at once."""
+        """Count a trainer's reply unless it failed. `ranks` devices worked at once."""
         if not reply.HasField("failure"):
             tokens = reply.tokens if isinstance(reply, trainer_pb2.ForwardBackwardReply) else 0
             seconds = reply.seconds * max(1, ranks)
             self.record(kind, subject, input_tokens=tokens, accelerator_seconds=seconds)
 
     def write(self) -> None:
-        """Queue what was counted since the last call for writing, without waiting."""
+        """Queue the sums since the last call for writing."""
         sums, self._sums = self._sums, {}
         rows = [
             {
@@ -115,9 +114,10 @@ class UsageMeter:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """One request at its engine. `started_at` is in seconds since 1970; `error` is the type of
-    the error, empty for one that succeeded. `weight_version` is what it was sampled from, or
-    ended with if it was `in_flight`."""
+    """One request at its engine. `started_at` is in seconds since 1970. `error` is the error's
+    type, "" on success. `weight_version` is the sampled version, the last one for an `in_flight`
+    request.
+    """
 
     request_id: str
     session_id: str
@@ -132,8 +132,7 @@ class SampleSpan:
 
 
 class SampleMeter:
-    """Meters samples, and remembers the last `_REMEMBERED_SAMPLES` requests of all sessions, since
-    they are not in the journal of any run."""
+    """Meters samples and remembers the last `_REMEMBERED_SAMPLES`, because no journal has them."""
 
     def __init__(self, *, usage: UsageMeter) -> None:
         self._usage = usage
@@ -144,7 +143,7 @@ class SampleMeter:
         return self._spans.get(request_id)
 
     def of_session(self, session_id: str) -> list[SampleSpan]:
-        """Return those that are remembered, by their start."""
+        """Return the session's remembered samples by start time."""
         found = (span for span in self._spans.values() if span.session_id == session_id)
         return sorted(found, key=lambda span: span.started_at)
 
@@ -158,8 +157,9 @@ class SampleMeter:
         owner: str,
         base_model: str,
     ) -> sampler_pb2.SampleReply:
-        """Await the engine's answer to a request, remember it, and count it if it succeeded.
-        `shares` are those of the engine, which has `ranks` devices."""
+        """Await the engine's answer, remember the request, and count it on success. `shares`
+        belongs to the engine, which has `ranks` devices.
+        """
         reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
         mark = shares.start()
@@ -207,12 +207,11 @@ class SampleMeter:
 
 
 class TimeShares:
-    """Shares the time in which a worker is busy between the things that it works on at once.
+    """Divides a worker's busy time between its concurrent tasks.
 
-    While n things are under way, each gets 1/n of the time that passes, so that all shares add
-    up to the time in which there was any. The cost does not depend on n.
-
-    Literal example: two samples that begin together and take 4 s each get 2 s each.
+    While n tasks run, each gets 1/n of the time, so that all shares sum to the busy time. The cost
+    does not depend on n. Literal example: two samples that start together and take 4 s get 2 s
+    each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -222,13 +221,13 @@ class TimeShares:
         self._at = clock()
 
     def start(self) -> float:
-        """Return the mark to pass to `stop`."""
+        """Return the mark for `stop`."""
         self._advance()
         self._under_way += 1
         return self._share
 
     def stop(self, mark: float) -> float:
-        """Return the share, in seconds, of what was started with this mark."""
+        """Return the share, in seconds, of the task with this mark."""
         self._advance()
         self._under_way -= 1
         return self._share - mark

@@ -1,7 +1,5 @@
-"""Usage as the SDK's billing calls report it, by hour, session, base model and kind; and summed up
-by owner and run.
-
-This server has no prices.
+"""Usage for the SDK's billing calls, by hour, session, base model and kind, and sums by owner and
+run. There are no prices.
 """
 
 from __future__ import annotations
@@ -38,15 +36,16 @@ _CHECKPOINT = usage.c.event.in_(
 )
 _SAMPLE = usage.c.event == "sample"
 _COUNTED: Mapping[EventType, tuple[ColumnElement[bool], ColumnElement[int], bool]] = {
-    # Also publishing weights, which has no tokens.
+    # Includes publishing, which has no tokens.
     "training": (~(_CHECKPOINT | _SAMPLE), usage.c.input_tokens, True),
     "checkpoint": (_CHECKPOINT, usage.c.count, True),
     "sampling_prefill": (_SAMPLE, usage.c.input_tokens - usage.c.cached_tokens, False),
     "sampling_prefill_cached": (_SAMPLE, usage.c.cached_tokens, False),
     "sampling_sample": (_SAMPLE, usage.c.output_tokens, True),
 }
-"""Which rows count as a type, the quantity, and whether the accelerator seconds are reported with
-it: those of a sample are reported once."""
+"""For each type: its rows, its quantity, and whether it carries the accelerator seconds. A sample
+reports them once.
+"""
 
 
 _USED = (
@@ -60,8 +59,9 @@ _USED = (
 
 @dataclass(frozen=True)
 class UsageEvent:
-    """One hour (`hour` in seconds since 1970) of one session with one base model. `quantity` is
-    in tokens, for a checkpoint in saves."""
+    """One hour (`hour` in seconds since 1970) of one session with one base model. `quantity` is in
+    tokens, or saves for a checkpoint.
+    """
 
     hour: int
     type: EventType
@@ -75,7 +75,7 @@ class UsageEvent:
 
 @dataclass(frozen=True)
 class UsageReport:
-    """`metadata` has the user metadata of each session that occurs."""
+    """`metadata` maps each session in the events to its user metadata."""
 
     events: Sequence[UsageEvent]
     metadata: Mapping[str, Mapping[str, str] | None]
@@ -83,9 +83,9 @@ class UsageReport:
 
 @dataclass(frozen=True)
 class Used:
-    """What an owner, or a run (`run_id`), used: tokens trained; of samples, prompt tokens (those
-    from the prefix cache among them) and sampled ones; accelerator seconds; checkpoints kept now,
-    and their bytes."""
+    """Usage of an owner or a run (`run_id`). `prompt_tokens` include `cached_tokens`. `checkpoints`
+    and `checkpoint_bytes` are present checkpoints.
+    """
 
     owner: str
     training_tokens: int
@@ -113,10 +113,9 @@ class BillingReports:
         project_id: str | None = None,
         session_id: str | None = None,
     ) -> UsageReport:
-        """Report the usage that the caller may see, by hour, the largest quantity of each first.
+        """Return the caller's visible usage by hour, largest quantity first.
 
-        Times are in seconds since 1970, on the hour. A session counts for the project to which
-        it belongs now.
+        Times are in seconds since 1970, on the hour. A session counts for its present project.
         """
         self._usage.write()
         await self._database.flush()
@@ -159,9 +158,10 @@ class BillingReports:
     async def summary(
         self, caller: Caller, *, since: float, max_runs: int
     ) -> tuple[list[Used], list[Used]]:
-        """Sum up what the caller may see, used in the hours after `since` (seconds since 1970), by
-        owner, and by run and owner; the runs with the most accelerator seconds. Samples count for
-        the run whose weights they are of, and for the owner who asked for them."""
+        """Sum the caller's visible usage in the hours after `since` (seconds since 1970), by owner,
+        and by run and owner. Return the runs with the most accelerator seconds. A sample counts for
+        the run of its weights and for its sender.
+        """
         self._usage.write()
         await self._database.flush()
         sampled = usage.c.event == "sample"
@@ -217,7 +217,7 @@ class BillingReports:
 
 
 def _used(row: RowMapping) -> Used:
-    """PostgreSQL sums integers to decimals."""
+    """Convert the sums, because PostgreSQL returns decimals."""
     return from_row(
         Used,
         row,

@@ -1,6 +1,6 @@
-"""Which weight versions the tokens of requests that were in flight came from.
+"""The weight versions behind the tokens of in-flight samples.
 
-Kept in memory, in 12 bytes for each run of tokens: there may be thousands of samples in a request.
+A run of tokens takes 12 bytes in memory, because one request may have thousands of samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_RUNS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """So many tokens, one after the other, from one weight version of an optimizer step."""
+    """Consecutive tokens from one weight version of an optimizer step."""
 
     version: str
     step: int
@@ -26,7 +26,7 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True)
 class _SampledRequest:
-    """`runs` has three numbers for each: of the sample, of its version, and of tokens."""
+    """`runs` has three numbers per run: sample, version, tokens."""
 
     samples: int
     versions: tuple[tuple[str, int], ...]
@@ -34,7 +34,7 @@ class _SampledRequest:
 
 
 class RememberedVersions:
-    """Remembers requests until so many runs of tokens have come since."""
+    """Keeps the newest requests, `most_runs` runs of tokens in all."""
 
     def __init__(self, *, most_runs: int = _MOST_RUNS) -> None:
         self._most = 3 * most_runs
@@ -56,7 +56,7 @@ class RememberedVersions:
             self._forget(next(iter(self._requests)))
 
     def find(self, request_id: str) -> list[list[VersionRun]] | None:
-        """Return the runs of each sample in their order, None if they are forgotten."""
+        """Return the runs of each sample, None if forgotten."""
         request = self._requests.get(request_id)
         if request is None:
             return None

@@ -1,13 +1,11 @@
-"""Exports a session's events as a Chrome trace, which Perfetto and chrome://tracing show.
+"""Exports a session as a Chrome trace for Perfetto and chrome://tracing.
 
-A trace is read through a signed address. It is generated while it is sent, from the operations, the
-workers and the recent samples of the session, so that no file is kept and only a batch of events
-is in memory. It has what began before the address was asked for.
+A signed address serves the trace. It is generated during the download from operations, workers and
+recent samples, in batches, and ends at the time of signing.
 
-Format: the JSON object of the "Trace Event Format" (complete events `ph: "X"`, metadata events
-`ph: "M"`; times in microseconds since 1970). A process of the trace is a run, a sampling session
-or all the workers; operations that overlap, because clients send ahead, are put into different
-threads.
+Format: the JSON object of the "Trace Event Format" with complete events (`ph: "X"`) and metadata
+events (`ph: "M"`), in microseconds since 1970. A process of the trace is a run, a sampling session
+or all workers. Overlapping operations get different threads.
 """
 
 from __future__ import annotations
@@ -32,13 +30,14 @@ _PURPOSE = "trace"
 _BATCH = 500
 _MICRO = 1e6
 _OPERATION_COLUMNS = [c for c in operations.c if c.name not in ("request", "result")]
-"""Without those that can be large."""
+"""Without large columns."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that took a while: from `start` to `end`, in seconds since 1970. `track` is the
-    process of the trace in which it happened, such as a run."""
+    """An interval from `start` to `end`, in seconds since 1970. `track` is its process in the
+    trace.
+    """
 
     track: str
     category: str
@@ -49,7 +48,7 @@ class Slice:
 
 
 class TraceExporter:
-    """A trace and its address last `ttl` seconds."""
+    """An address is valid for `ttl` seconds."""
 
     def __init__(
         self, *, database: Database, samples: SampleMeter, key: bytes, ttl: float = 3600.0
@@ -60,15 +59,14 @@ class TraceExporter:
         self._ttl = ttl
 
     def address(self, session_id: str) -> str:
-        """Return the address of a trace of this session up to now, relative to the server."""
+        """Return the address of the session's trace until now, relative to the server."""
         now = time.time()
         file = f"{session_id}-{now}.json"
         query = sign_address(self._key, _PURPOSE, file, expires=int(now + self._ttl))
         return f"{PREFIX}{file}?{urlencode(query)}"
 
     def generate(self, *, file: str, expires: str, signature: str) -> AsyncIterator[bytes]:
-        """Return the JSON of the trace behind a signed address. Raise `AddressForged` or
-        `AddressExpired`."""
+        """Return the JSON of a trace. Raises `AddressForged` or `AddressExpired`."""
         check_address(
             self._key,
             _PURPOSE,
@@ -113,17 +111,15 @@ class TraceExporter:
 
 
 class EventEncoder:
-    """Encodes the events of one trace, batch by batch."""
-
     def __init__(self) -> None:
         self._tracks: dict[str, tuple[int, list[tuple[float, int]]]] = {}
-        """For each track, its pid, and a heap of when its threads are free, with their tids."""
+        """By track: its pid, and a heap of its threads (time when free, tid)."""
         self._separator = b""
 
     def encode(self, slices: Iterable[Slice]) -> bytes:
-        """Return the events of these slices as elements of a JSON list that goes on from the call
-        before. Each track gets a process, and each slice a thread that is free at its start; both
-        are named where they first occur."""
+        """Return the slices as further elements of the JSON list. Each track gets a process, and
+        each slice a thread that is free at its start. Names precede their first use.
+        """
         content = []
         for event in (event for one in slices for event in self._events(one)):
             content += [self._separator, orjson.dumps(event)]
