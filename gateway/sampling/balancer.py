@@ -1,12 +1,10 @@
 """The balancer chooses a request's engine, among a sampler's engines with room:
 
 1. Engines with the request's version, or about to load it, come first. Another engine is chosen if
-no engine has the version, or if it is idle and the others are much busier.
-
+   no engine has the version, or if it is idle and the others are much busier.
 2. Among these, the engine with the longest cached prefix of the prompt comes first, unless it is
-much busier than the least busy one. So one prompt's samples and one conversation's turns share keys
-and values.
-
+   much busier than the least busy one. So one prompt's samples and one conversation's turns share
+   keys and values.
 3. Otherwise, the engine with the fewest tokens to compute.
 
 "Much busier" means more than twice as busy plus `_GROUP` such requests. An engine has room for
