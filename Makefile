@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -21,7 +21,10 @@ demo-compose: setup ## Does the demo against the containers of docker-compose.ya
 first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
 
-test: setup      ## Runs all the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
+test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
+	@.venv/bin/python -m pytest -n $(JOBS) -m "not nightly and not slow" $(ARGS)
+
+test-all: setup  ## Runs all the tests but the nightly ones, as CI does; the slow ones take half of the time.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)

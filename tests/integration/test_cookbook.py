@@ -7,11 +7,14 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pytest
 from tinker import AdamParams, Datum, ServiceClient
 
 from tests.support.cookbook import run_recipe, saved_last
 from tests.support.sdk import datum, start_runs
 from tests.support.stacks import TIED, TestStack
+
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 

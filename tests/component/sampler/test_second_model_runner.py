@@ -57,6 +57,9 @@ SLOWLY = [
 ]
 
 
+pytestmark = pytest.mark.slow
+
+
 def nightly(test: Callable[..., None]) -> Callable[..., None]:
     @wraps(test)
     def repeated(*given: object, **named: object) -> None:
@@ -82,7 +85,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def tied_adapters(model: Path) -> Iterator[SamplerClient]:
     if not TRITON.is_dir():
-        pytest.skip("scripts/triton.sh, which `make test` runs, has not installed Triton")
+        pytest.skip("scripts/triton.sh, which `make test-all` runs, has not installed Triton")
     room = {"max_lora_rank": 5, "max_adapters": 2, "kv_cache_bytes": 2**20, "max_num_seqs": 16}
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
