@@ -1,12 +1,14 @@
-"""Hugging Face models: what is done with the code of transformers, whatever the architecture.
+"""Hugging Face models, independent of the architecture.
 
-`files.py` has a model's directory and its safetensors files, and `huggingface.py` loads and
-measures it; `logprobs.py` parts its head from its body, and makes log probabilities in chunks;
-`packing.py` has it attend to packed rows. `activation_checkpointing.py` and `compiled_blocks.py`
-change how its blocks are computed, `tensor_parallel.py` on how many ranks.
+- `files.py`: a model's directory and its safetensors files.
+- `huggingface.py`: loading and measuring a model.
+- `logprobs.py`: dividing head from body, and log probabilities in chunks.
+- `packing.py`: attention over packed rows.
+- `activation_checkpointing.py`, `compiled_blocks.py`: how blocks are computed.
+- `tensor_parallel.py`: matrices divided among ranks.
 
-No architecture needs code of its own. What cannot be trained, or divided, is refused by what the
-model is: in the gateway by its `config.json` (`tandem/weights/model_config.py`), else when the
-trainer starts (`check_trainable`, `check_causal`, `tensor_parallel.py`). To hold another
-architecture to all this, add a small model of it to `tests/support/architectures.py`.
+No architecture needs its own code. A model that cannot be trained or divided is refused: in the
+gateway by its `config.json` (`tandem/weights/model_config.py`), else when the trainer starts
+(`check_trainable`, `check_causal`, `tensor_parallel.py`). To test another architecture, add a small
+model of it to `tests/support/architectures.py`.
 """

@@ -1,5 +1,6 @@
-"""Checkpointed blocks: activations that are computed again instead of kept (Chen et al., arXiv
-1604.06174)."""
+"""Checkpointed blocks recompute their activations instead of keeping them (Chen et al., arXiv
+1604.06174).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Checkpointing:
-    """Lets each block keep its input alone for the backward pass, while it is `on`. Make it before
-    sharding, so that a block's parameters are gathered when it is computed again."""
+    """While `on`, each block keeps only its input for the backward pass.
+
+    Create it before sharding, so that a block's parameters are gathered for its recomputation.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module], *, on: bool) -> None:
         self.on = on
@@ -23,5 +26,5 @@ class Checkpointing:
     def _compute(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if not self.on:
             return forward(*given, **named)
-        # Nothing here draws random numbers, so that there is no state of a generator to keep.
+        # Blocks draw no random numbers, so no generator state is kept.
         return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **named)

@@ -1,9 +1,9 @@
-"""Compiled blocks: `torch.compile` of each transformer block, once for all blocks that are alike.
+"""Compiled blocks: `torch.compile` of each transformer block, once for all equal blocks.
 
-Lengths, and what rows are made of, are variables of what is compiled, so that a new batch is
-nothing new. But a compiler divides loops by the sizes that it sees first: they are always those of
-`micro_batches_to_compile`, before a run's first batch, so that a restored trainer has the same
-bits. What was compiled is kept in `TORCHINDUCTOR_CACHE_DIR`, which an agent sets, or the pod.
+Lengths and the layout of rows are variables of the compiled code, so a new batch needs no new
+compilation. But a compiler divides loops by the first sizes that it sees. These are always the
+sizes of `micro_batches_to_compile`, before a run's first batch, so that a restored trainer has
+equal bits. Compiled code is cached in `TORCHINDUCTOR_CACHE_DIR`, set by the agent or the pod.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _KINDS = 64
-"""Of blocks, and of sizes that are constants for torch, such as an adapter's rank."""
+"""Number of kinds of blocks, and of sizes that torch compiles as constants, such as an adapter's
+rank.
+"""
 
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -40,14 +42,14 @@ _WITH_WINDOWS = "tandem_with_windows"
 
 
 def compiles(wanted: str, device: str) -> bool:
-    """Whether blocks are compiled. auto: on a GPU."""
+    """True if blocks are compiled. "auto" compiles on a GPU."""
     return wanted == "on" or (wanted == "auto" and device == "cuda")
 
 
 def check_compiler(device: str) -> None:
-    """Raises `WorkerStartFailed` where there is nothing to compile with."""
+    """Raise `WorkerStartFailed` if there is no compiler."""
     if device != "cpu":
-        # With which Triton makes what launches its kernels.
+        # Triton compiles its kernel launchers with it.
         if not any(map(shutil.which, [os.environ.get("CC", "gcc"), "clang"])):
             raise WorkerStartFailed(_NO_COMPILER.format("C", "gcc"))
         return
@@ -61,8 +63,10 @@ def check_compiler(device: str) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
-    """Let each block compute with what torch makes of it. More than one of the `threads` are
-    processes, which end with this one."""
+    """Compile the forward method of each block.
+
+    With more than one of `threads`, they are processes, which end with this one.
+    """
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -71,8 +75,8 @@ def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
     dynamo.specialize_float = True  # a block's numbers are constants
     dynamo.skip_fsdp_guards = False  # its adapters are not
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _KINDS
-    dynamo.fail_on_recompile_limit_hit = True  # instead of going on without
-    shapes.use_duck_shape = False  # sizes that happen to be equal need not stay so
+    dynamo.fail_on_recompile_limit_hit = True  # instead of running uncompiled
+    shapes.use_duck_shape = False  # equal sizes may differ later
     functorch.autograd_cache_allow_custom_autograd_functions = True
     inductor.compile_threads = threads
     if (cache := os.environ.get(_CACHE)) and Path(cache).name != (mine := processor()):
@@ -82,8 +86,11 @@ def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
 
 
 def processor() -> str:
-    """A name for processors like this one: torch compiles for the very one that it runs on, which
-    its cache does not know, and a folder of it may be of several machines."""
+    """A name for processors like this one.
+
+    torch compiles for the exact processor, but its cache does not distinguish processors. Several
+    machines may share the cache folder.
+    """
     told = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     kind = "\n".join(line for line in lines if line.startswith(told))
@@ -91,11 +98,13 @@ def processor() -> str:
 
 
 def mask_windows(model: PreTrainedModel) -> None:
-    """Give the blocks of padded rows the mask of a window however short the rows are. Transformers
-    leaves it out where no token is that far from another, and the first row that is longer, or
-    shorter, would be compiled in the middle of an operation."""
+    """Give the blocks of padded rows the mask of a sliding window, even for short rows.
+
+    Transformers omits the mask if no token is far enough from another. The first longer or shorter
+    row would then be compiled in the middle of an operation.
+    """
     if model.config._attn_implementation != "sdpa":
-        return  # the others always get one
+        return  # other implementations always get a mask
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -117,7 +126,7 @@ def mask_windows(model: PreTrainedModel) -> None:
 
 @contextmanager
 def not_yet(compiled: bool) -> Iterator[None]:
-    """Let `compiled` blocks compute without being compiled, while a model is tried out."""
+    """Let compiled blocks run uncompiled while a model is tested."""
     if not compiled:
         yield
         return
@@ -127,7 +136,7 @@ def not_yet(compiled: bool) -> Iterator[None]:
 
 @contextmanager
 def compiling(architecture: str) -> Iterator[None]:
-    """Log it. Raises `WorkerStartFailed` for what cannot be compiled."""
+    """Log a compilation. Raises `WorkerStartFailed` if it fails."""
     from torch._dynamo.exc import TorchDynamoException
 
     log, began = get_log(), time.monotonic()

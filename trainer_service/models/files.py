@@ -1,7 +1,7 @@
 """The directory of a model in the Hugging Face layout, and its safetensors files.
 
-Safetensors files are written piece by piece, since the library wants all in memory. Their format is
-described in `tandem/weights/tensors.py`.
+Safetensors files are written piece by piece, because the library needs all tensors in memory.
+`tandem/weights/tensors.py` describes the format.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _SAMPLE_BYTES = 64 * 2**10
 
 @dataclass(frozen=True)
 class BaseModelFiles:
-    """`name` is what the gateway calls it; `path` its directory in the Hugging Face layout.
-    `fingerprint` identifies the weights to the checkpoints of adapters, and is "" where all of the
-    model is trained."""
+    """A base model: the gateway's `name` of it, and its directory (`path`).
+
+    `fingerprint` identifies the weights in checkpoints of adapters. It is "" if the whole model is
+    trained.
+    """
 
     name: str
     path: Path
@@ -37,18 +39,20 @@ class BaseModelFiles:
 
     @classmethod
     def of_run(cls, path: Path, training: TrainingSpec, *, name: str = "") -> BaseModelFiles:
-        """Return those of a run whose model was just loaded. Its fingerprint is read now: later the
-        files may be gone, or be those of other weights. Raises `OSError`."""
+        """Return the files of a run whose model was just loaded. Raises `OSError`.
+
+        The fingerprint is read now, because the files may be gone or changed later.
+        """
         fingerprint = _fingerprint(path) if training.lora else ""
         return cls(name=name or path.name, path=path, fingerprint=fingerprint)
 
 
 def _fingerprint(path: Path) -> str:
-    """Identifies weights: XXH3-128 of the sizes of the weight files and of pieces spread over each
-    (64 of 64 KiB; a smaller file as a whole).
+    """Identify weights: XXH3-128 of the weight files' sizes and of pieces spread over each file (64
+    of 64 KiB, or all of a smaller file).
 
-    An adapter is useless on other weights, but hashing all of a large model would take minutes,
-    and one that was trained further differs everywhere.
+    An adapter is useless on other weights. Hashing all of a large model would take minutes, and
+    further training changes weights everywhere.
     """
     digest = xxhash.xxh3_128()
     for file in sorted(path.iterdir()):
@@ -65,17 +69,17 @@ def _fingerprint(path: Path) -> str:
 
 
 _OURS = frozenset({MANIFEST_NAME, "adapter_config.json"})
-"""Left out where the base model is a version that was published before."""
+"""Left out if the base model is itself a published version."""
 
 
 def copy_small_files(
     source: Path, target: Path, *, dtype: str = "", untied: bool = False, adapter: bool = False
 ) -> list[Path]:
-    """Copies configuration and tokenizer, so that `target` loads by itself. Returns the copies.
+    """Copy configuration and tokenizer, so that `target` loads by itself. Return the copies.
 
-    The configuration is changed to name `dtype`, if given, and, if `untied`, an output head with
-    a weight of its own. An `adapter` gets no `config.json`, with which transformers would expect
-    a whole model in its directory, and no card of the base model.
+    The configuration gets `dtype`, if given, and, if `untied`, an output head with its own weight.
+    An `adapter` gets no `config.json`, which would make transformers expect a whole model there,
+    and no README of the base model.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -112,7 +116,7 @@ def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[
 
 
 def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
-    """Writes which file holds which tensor, as transformers expects of several files."""
+    """Write the index of several files: the file of each tensor, as transformers expects."""
     path = directory / INDEX_NAME
     index = {
         "metadata": {"total_size": total_bytes},
@@ -126,10 +130,10 @@ _ALIGNMENT = 8
 
 
 class TensorWriter:
-    """Makes the header of a file with tensors like these, to be written in `order` after it."""
+    """Makes a file's header for tensors like these. Their data follows it in `order`."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
-        # Wide types first: each tensor then starts at a multiple of its own width.
+        # Wide types first, so that each tensor starts at a multiple of its width.
         self.order = sorted(
             tensors, key=lambda name: (-_width(tensors[name]), tensors[name].start, name)
         )

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 
 _CAUSAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""By the type of the logits: how far equal ones may be apart."""
+"""Allowed difference of equal logits, by their type."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`max_length` is in tokens, 0 if the model states no limit. `parameters` counts those of
-    the base model, of which a LoRA run trains none."""
+    """Facts of a model.
+
+    `max_length` is in tokens, 0 if the model states no limit. `parameters` counts the base model's,
+    of which a LoRA run trains none.
+    """
 
     architecture: str
     parameters: int
@@ -38,7 +41,7 @@ class ModelFacts:
 
 
 def check_trainable(path: Path) -> None:
-    """Raise `WorkerStartFailed` for a model that cannot be trained, by its configuration alone."""
+    """Raise `WorkerStartFailed` for a model whose configuration shows that it cannot be trained."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = _config(path)
@@ -59,26 +62,26 @@ def load_model(
     prepare: Callable[[nn.Module], None] = lambda model: None,
     on_host: bool = False,
 ) -> nn.Module:
-    """Loads any model that AutoModelForCausalLM accepts, in float32 on the CPU, trainable as a
-    whole; what `prepare` shards is then on the device of its shards, or stays `on_host`.
+    """Load any model that AutoModelForCausalLM accepts, in float32 on the CPU, fully trainable.
 
-    `prepare` gets the model while its parameters have no memory yet, and may shard them or change
-    their types: what is then read of each tensor is this rank's part, in its type. Raises
-    `WorkerStartFailed` for files that do not have the model's tensors.
+    Sharded parameters go to the device of their shards, or stay `on_host`. `prepare` gets the model
+    while its parameters have no memory yet. It may shard them or change their types. Then only this
+    rank's part of each tensor is read, in its type. Raises `WorkerStartFailed` for files without
+    the model's tensors.
 
-    It stays in eval mode even for training: dropout would make the trainer's logprobs differ
+    The model stays in eval mode even for training. Dropout would make the trainer's logprobs differ
     from the sampler's.
     """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # logs are JSON lines
     plain = type(empty_model(path))
-    # Torch's own attention, which would be chosen, ignores a softcap.
+    # Torch's own attention, the default, ignores a softcap.
     capped = getattr(_config(path).get_text_config(), "attn_logit_softcapping", None)
     names: set[str] = set()
 
     def load(model: nn.Module, *given: object) -> object:
-        model.__class__ = plain  # libraries keep classes for ever, and with the hook the model
+        model.__class__ = plain  # libraries keep classes for ever, and the hook refers to the model
         model.tie_weights(recompute_mapping=False)
         names.update(name for name, _ in model.named_parameters())
         prepare(model)
@@ -86,8 +89,8 @@ def load_model(
 
     hook = {"_load_pretrained_model": staticmethod(load), "__module__": plain.__module__}
     hooked: type[PreTrainedModel] = type(plain.__name__, (plain,), hook)
-    # Without a device, for which transformers would set aside the memory of the whole model.
-    # A name that is not a local directory must not cause a download from the hub.
+    # No device: transformers would reserve memory for the whole model there. Local files only: a
+    # name that is not a local directory must not cause a download from the hub.
     with _shards_on_host() if on_host else nullcontext():
         model, found = hooked.from_pretrained(
             path,
@@ -96,7 +99,7 @@ def load_model(
             local_files_only=True,
             use_safetensors=True,  # never a pickled .bin
             trust_remote_code=False,  # never code from the model's folder
-            ignore_mismatched_sizes=True,  # and refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
     _check(found, path)
@@ -112,8 +115,9 @@ def load_model(
 
 @contextmanager
 def _shards_on_host() -> Iterator[None]:
-    """Let transformers leave each part where it has read it: torch moves what becomes the part of a
-    sharded tensor to the device of the ranks that share it."""
+    """Make transformers leave each part on the host. torch would move a sharded tensor's part to
+    the device of its ranks.
+    """
     from transformers import core_model_loading, modeling_utils
 
     modules = (core_model_loading, modeling_utils)
@@ -128,14 +132,16 @@ def _shards_on_host() -> Iterator[None]:
 
 
 def _part_of(part: Tensor, whole: DTensor) -> DTensor:
-    """A tensor that is sharded as `whole` is, of which this rank's part is this one, wherever it
-    lies."""
+    """Wrap this rank's `part` as a tensor sharded like `whole`, wherever it lies."""
     return DTensor(part.contiguous(), whole._spec, requires_grad=False)
 
 
 def _copy_shards(model: nn.Module) -> None:
-    """Give each shard memory of its own: as read, it may be a part of a file that is mapped, and
-    torch cannot copy a sharded tensor whose part does not begin where its memory does."""
+    """Give each shard its own memory.
+
+    A shard as read may be part of a mapped file. torch cannot copy a sharded tensor whose part
+    begins in the middle of its memory.
+    """
     own: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -151,7 +157,9 @@ def _with_own_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
-    """Transformers draws at random what its files lack, and says so in a warning."""
+    """Raise `WorkerStartFailed` for missing tensors. Transformers only warns, and draws them at
+    random.
+    """
     for what in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if wrong := found.get(what):
             first = sorted(map(str, wrong))[0][:300]
@@ -162,8 +170,10 @@ def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raise `WorkerStartFailed` unless tokens know nothing of later ones, such as padding: two
-    sequences that begin alike must have the same logits there."""
+    """Raise `WorkerStartFailed` unless tokens are independent of later ones, such as padding.
+
+    Two sequences with a common beginning must have equal logits there.
+    """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.tensor(
         [[1, 2, 3, 4, 5], [1, 2, 3, 7, 8]], device=next(model.parameters()).device
@@ -191,7 +201,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 
 def empty_model(path: Path) -> PreTrainedModel:
-    """Builds the model's modules from its configuration, without memory for weights."""
+    """Build the model's modules from its configuration, without memory for weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -206,13 +216,15 @@ def _config(path: Path) -> PreTrainedConfig:
 
 
 UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What libraries raise for a configuration that they cannot build or compute with."""
+"""Errors of libraries for a configuration that they cannot build or compute."""
 
 
 def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
-    """Build a model of the same code, with few and narrow layers and weights drawn at random: what
-    the code can do is found out with it, where the weights are spread over ranks. None if the
-    configuration does not allow it. It has `times` as many heads and columns as it needs to."""
+    """Build a small random model of the same code, with few and narrow layers.
+
+    It shows the code's abilities while the real weights are spread over ranks. It has `times` as
+    many heads and columns as needed. None if the configuration does not allow it.
+    """
     from transformers import AutoModelForCausalLM
 
     config = _config(path)
@@ -223,7 +235,7 @@ def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.eval()
             for parameter in model.parameters():
-                if parameter.ndim > 1:  # larger than transformers draws them: differences show
+                if parameter.ndim > 1:  # larger than transformers' draws, so that differences show
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
             model(input_ids=torch.arange(5)[None], use_cache=False)
     except UNFIT as error:
@@ -233,7 +245,7 @@ def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
 
 
 def _make_small(config: PreTrainedConfig, *, times: int) -> None:
-    """As many query heads as share a key head, and as many layers as show each kind."""
+    """One group of query heads per key head, and enough layers to include each kind."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
     kinds = list(getattr(config, "layer_types", None) or [])
@@ -262,7 +274,7 @@ def _make_small(config: PreTrainedConfig, *, times: int) -> None:
 
 
 def name_in_files(model: nn.Module, name: str) -> str:
-    """The name of a parameter in the model's files, which may differ from that in its modules.
+    """The name of a parameter in the model's files, which may differ from its name in the modules.
 
     Raises `InvalidRequest` if it is not one tensor there.
     """
@@ -283,7 +295,7 @@ def name_in_files(model: nn.Module, name: str) -> str:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks in order: the `ModuleList` with the most parameters.
 
-    Works for any architecture, since all keep their repeated blocks in one list.
+    This works for any architecture, because all keep their repeated blocks in one list.
     """
     best: list[nn.Module] = []
     most = 0
@@ -296,10 +308,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.Module]]:
-    """Groups consecutive blocks so that each group has at least `minimum` parameters.
+    """Group consecutive blocks so that each group has at least `minimum` parameters.
 
-    The rest, or the whole of a smaller model, belongs to the root group with embeddings and
-    head: for a small model one large collective is faster than many.
+    The rest, or all of a smaller model, stays in the root group with embeddings and head. For a
+    small model one large collective is faster than many.
     """
     groups: list[list[nn.Module]] = []
     current: list[nn.Module] = []
@@ -314,7 +326,7 @@ def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.M
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong in a state dict, by name."""
+    """The buffers of the state dict, by name."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -1,9 +1,9 @@
-"""Log probabilities of targets, from hidden states, without the logits of a whole micro-batch.
+"""Log probabilities of targets from hidden states, without the logits of a whole micro-batch.
 
-A model is divided into what makes hidden states and what makes logits of them. The second part gets
-as many rows at a time as may have logits at once, a chunk, and their logits are dropped before the
-next. For gradients, a chunk's logits are made again in the backward pass; of a loss by entry, the
-gradients are made with the log probabilities (`Loss.by_entry`). docs/real-models.md.
+A model is divided into a body, which makes hidden states, and a tail, which makes logits of them.
+The tail gets a chunk of rows at a time, and a chunk's logits are freed before the next. For
+gradients, the backward pass makes a chunk's logits again. For a loss by entry (`Loss.by_entry`),
+the gradients are made with the log probabilities.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GradientOf = Callable[["Tensor"], "Tensor"]
 
 
 class _HiddenStates:
-    """What a model gets for the output of its body: the last hidden state, and nothing else."""
+    """The output of a model's body, reduced to the last hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -39,7 +39,7 @@ class _HiddenStates:
 
 
 class _Body(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """Stands in the place of a model's body and returns hidden states that are known already."""
+    """Replaces a model's body and returns given hidden states."""
 
     def __init__(self, body: nn.Module, hidden: Tensor) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class _Body(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 def divide(model: nn.Module) -> tuple[LogitsOf, dict[str, nn.Module]]:
-    """Make `model(…)` return its last hidden states [B, T, hidden], and return the function that
-    makes logits of them, with the parts of the model that it uses, by name. Only for a model that
+    """Make `model(…)` return its last hidden states [B, T, hidden]. Only for a model that
     `comes_apart`.
 
-    That function is the model's own forward with another body: what a model does with logits
-    (a softcap, a factor) is done by it.
+    Returns the function that makes logits of them, with the parts of the model that it uses, by
+    name. That function is the model's own forward with another body, so it also applies a softcap
+    or a factor to the logits.
     """
     prefix = str(model.base_model_prefix)
     body = model._modules[prefix]
@@ -71,7 +71,7 @@ def divide(model: nn.Module) -> tuple[LogitsOf, dict[str, nn.Module]]:
     def logits_of(hidden: Tensor) -> Tensor:
         tail = _twin(undivided)
         tail._modules = {**undivided._modules, prefix: _Body(body, hidden[None])}
-        # Not called as a module, whose hooks would be those of the whole model.
+        # Not called as a module, because hooks belong to the whole model.
         logits: Tensor = tail.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
@@ -95,8 +95,10 @@ def return_logits(model: nn.Module) -> None:
 
 
 def comes_apart(model: nn.Module) -> bool:
-    """Whether the model divided makes the logits that it makes whole, of a short sequence. Leaves
-    it as it is."""
+    """True if the divided model makes the whole model's logits of a short sequence.
+
+    The model itself stays unchanged.
+    """
     if getattr(model, "base_model_prefix", "") not in model._modules:
         return False  # no part makes hidden states
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -111,12 +113,12 @@ def comes_apart(model: nn.Module) -> bool:
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
         finally:
-            del model.forward  # that of its class is there again
+            del model.forward  # restores the class's method
     return _agree(found, wanted)
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A model with the same parts. Not by `copy`, which would make a sharded one anew."""
+    """A model with shared parts. `copy` would recreate a sharded one."""
     twin: nn.Module = object.__new__(type(model))
     twin.__dict__.update(model.__dict__)
     return twin
@@ -128,10 +130,10 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
 
 
 class ChunkedLogprobs:
-    """Literal use: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`.
+    """Log probabilities in chunks of `rows` rows. Thread-safe.
 
-    `parameters` returns the trainable parameters that `logits_of` computes with; `rows` are those
-    of a chunk. Thread-safe.
+    Literal use: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`. `parameters`
+    returns the trainable parameters that `logits_of` computes with.
     """
 
     def __init__(
@@ -142,8 +144,10 @@ class ChunkedLogprobs:
         self.rows = rows
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The log probabilities [N, K], in float32, of `targets` [N, K] after `hidden`
-        [N, hidden]; differentiable where gradients are on."""
+        """The log probabilities [N, K], float32, of `targets` [N, K] after `hidden` [N, hidden].
+
+        They are differentiable if gradients are on.
+        """
         if len(hidden) <= self.rows:
             return self.of_chunk(hidden, targets)
         if not torch.is_grad_enabled():
@@ -154,8 +158,11 @@ class ChunkedLogprobs:
     def with_gradients(
         self, hidden: Tensor, targets: Tensor, *, select: Tensor | None, gradient_of: GradientOf
     ) -> tuple[Tensor, Tensor]:
-        """The log probabilities [e] of the targets that `select` picks out of the flat [N·K], and
-        a number whose gradient is that of the loss: `gradient_of` is a loss by entry."""
+        """For a loss by entry: the log probabilities [e] of the targets that `select` picks out of
+        the flat [N·K], and a number with the loss's gradient.
+
+        `gradient_of` returns the loss's gradient at log probabilities.
+        """
         logprobs, carrier = _MadeAtOnce.apply(
             self, targets, select, gradient_of, hidden, *self._parameters()
         )
@@ -181,10 +188,10 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 
 
 class _Sums:
-    """Gradients of hidden states and parameters, as they come chunk by chunk.
+    """Gradients of hidden states and parameters, collected chunk by chunk.
 
-    Those of parameters are added up in float32: in bfloat16, what each of many chunks adds would be
-    lost.
+    Parameters' gradients are summed in float32. In bfloat16 the contributions of many chunks would
+    be lost.
     """
 
     def __init__(
@@ -195,7 +202,9 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
-        """Add a chunk's, whose log probabilities [n, K] are returned. `gradient_of` gets those."""
+        """Add a chunk's gradients, with `gradient_of` its log probabilities [n, K], and return
+        these.
+        """
         with torch.enable_grad():
             hidden = self._hidden[part].detach().requires_grad_()
             logprobs = self._head.of_chunk(hidden, targets[part])

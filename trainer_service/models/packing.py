@@ -1,11 +1,10 @@
-"""Packed rows: sequences one after the other in a single row, so that nothing is padded.
+"""Packed rows: sequences one after the other in a single row, without padding.
 
-Everything that a transformer computes token by token (projections, norms, feed-forward layers,
-the head) is independent of where a sequence begins; positions are given, and attention is told by a
-tensor where each begins. It is registered with transformers as an attention implementation. It is
-an operator of its own. On a CPU every run of equally long sequences is one causal call of torch's
-kernel, on a view of the row. On a GPU the row is one call of torch's FlashAttention.
-`docs/performance.md` has measurements.
+Token-wise computation (projections, norms, feed-forward layers, the head) does not depend on where
+a sequence begins. Positions are given, and a tensor tells attention where each sequence begins. The
+attention is registered with transformers as an implementation and is an operator of its own. On a
+CPU every run of equally long sequences is one causal call of torch's kernel, on a view of the row.
+On a GPU the row is one call of torch's FlashAttention.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "tandem_packed"
 _TRIAL = "tandem_trial"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""By the type of the logits: how far a packed row may be off."""
+"""Allowed difference of a packed row's logits, by their type."""
 Run = tuple[int, int]
-"""Equally long neighbours of a row: how many sequences, and the tokens of each."""
+"""Equally long neighbours of a row: the number of sequences, and the tokens of each."""
 
 
 def bounds_of(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """Where each sequence of a row begins and the last one ends. Literal example: [9, 4, 4] gives
-    [0, 9, 13, 17]."""
+    """The start of each sequence of a row, and the end of the last. Literal example: [9, 4, 4]
+    gives [0, 9, 13, 17].
+    """
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
@@ -50,21 +50,20 @@ def runs_of(bounds: Sequence[int]) -> list[Run]:
 def row_inputs(
     positions: NDArray[np.int64], bounds: NDArray[np.int32], device: str
 ) -> dict[str, Tensor | int]:
-    """What a model gets with the tokens of a packed row."""
+    """The model's further inputs for the tokens of a packed row."""
     return {
         "position_ids": torch.from_numpy(positions).to(device, non_blocking=True),
         "bounds": torch.from_numpy(bounds).to(device, non_blocking=True),
-        "longest": max(2, int(np.diff(bounds).max())),  # 1 is a constant to a compiler
+        "longest": max(2, int(np.diff(bounds).max())),  # a compiler treats 1 as a constant
     }
 
 
 def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
-    """Makes the model accept packed rows, if it computes the same on them, and returns "". Returns
-    the reason otherwise, and the model is unchanged. It computes on the `device`, wherever its
-    parameters are kept.
+    """Make the model accept packed rows if it computes equal logits on them, and return "".
 
-    Models differ in what they do between tokens (recurrent layers, position biases, sinks), so
-    this compares two sequences in a row with each alone.
+    Otherwise return the reason and leave the model unchanged. The test runs on `device`, wherever
+    the parameters are. Models differ in their computation between tokens (recurrent layers,
+    position biases, sinks), so it compares two sequences in a row with each alone.
     """
     from transformers import PreTrainedModel
 
@@ -103,7 +102,7 @@ def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Makes the model accept packed rows."""
+    """Make the model accept packed rows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
@@ -111,16 +110,18 @@ def pack(model: PreTrainedModel) -> None:
 
 
 def _windows_are_told(model: PreTrainedModel) -> bool:
-    """Whether the model's attention is told of each window or chunk that there is. Of a packed row
-    no mask is made, and some models tell masks alone; a trial of some tokens is within any window,
-    so that its numbers say nothing about them."""
+    """True if each layer's attention is told its window or chunk.
+
+    A packed row has no mask, and some models pass windows only in masks. The test of a few tokens
+    lies within any window, so its numbers do not show this.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     differs: list[nn.Module] = []
 
     def mask(*, local_size: int | None = None, **others: object) -> Tensor | None:
-        """What attention gets for its mask: the window."""
+        """Returns the window in place of a mask."""
         return torch.tensor(local_size) if local_size else None
 
     def attention(
@@ -165,11 +166,13 @@ def packed_attention(
     longest: int = 0,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a row: `query` [1, heads, T, head size], `key`
-    and `value` with as many heads or fewer; returns [1, T, heads, head size].
+    """Causal attention within each sequence of a row.
 
-    Without `bounds` the rows [B, heads, T, head size] are whole sequences. Raises
-    `NotImplementedError` if the model needs more than scaling and a sliding window.
+    `query` is [1, heads, T, head size]. `key` and `value` have equally many heads or fewer. Returns
+    [1, T, heads, head size]. Without `bounds` the rows [B, heads, T, head size] are whole
+    sequences.
+
+    Raises `NotImplementedError` if the model needs more than scaling and a sliding window.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
@@ -202,10 +205,10 @@ def _whole(
 
 # --- The operator -----------------------------------------------------------------------------
 #
-# Tokens come first in its tensors: query [T, heads, head size], the same for the result. `sums` are
-# the logarithms of softmax's denominators: [T, heads] on a CPU, [heads, T] on a GPU. It gets the
-# bounds as a tensor, so that a compiled model is the same one whatever its rows are made of. A
-# GPU's kernel wants to know the length of the `longest` sequence besides.
+# Tokens are the first dimension of its tensors: query and result are [T, heads, head size]. `sums`
+# are the logarithms of softmax's denominators: [T, heads] on a CPU, [heads, T] on a GPU. The bounds
+# are a tensor, so that compiled code does not depend on a row's layout. The GPU kernel also needs
+# the length of the `longest` sequence.
 
 _KERNELS = torch.ops.aten
 _OPERATORS = torch.library.Library("tandem", "DEF")
@@ -328,7 +331,7 @@ def _backward_on_gpu(
 
 
 def _window_on_gpu(window: int) -> dict[str, int]:
-    """A window counts the token itself, the kernel only those before it."""
+    """A window counts the token itself. The kernel counts only earlier tokens."""
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -354,8 +357,9 @@ torch.library.register_fake("tandem::packed_attention_backward", _gradients, lib
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """The operator with its gradients. Not registered as those of the operator: small models would
-    pay some percent for how torch then calls it."""
+    """The operator with its gradients. They are not registered with the operator, because torch's
+    call overhead would slow small models.
+    """
 
     @staticmethod
     def forward(
@@ -381,7 +385,7 @@ class _Packed(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to
 
 
 def _runs(bounds: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of each run, views [count, heads, length, …] of rows [T, heads, …]."""
+    """For each run, views [count, heads, length, …] of rows [T, heads, …]."""
     runs = runs_of(bounds.tolist())
     sizes = [count * length for count, length in runs]
     for run, *parts in zip(runs, *(row.split(sizes) for row in rows), strict=True):
@@ -389,7 +393,7 @@ def _runs(bounds: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _rows(runs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Rows [T, heads, …] of what was computed of each run, [count, heads, length, …]."""
+    """Rows [T, heads, …] of the runs' results [count, heads, length, …]."""
     kinds = zip(*runs, strict=True)
     rows = [[part.transpose(1, 2).flatten(0, 1) for part in kind] for kind in kinds]
     return tuple(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for parts in rows)
@@ -403,7 +407,9 @@ def _mask(query: Tensor, window: int) -> Tensor | None:
 
 
 def _outside(query: Tensor, window: int) -> Tensor | None:
-    """Which tokens do not see which, [length, length]; None: those that come later."""
+    """The pairs of tokens that do not see each other, [length, length]. None: only later tokens are
+    unseen.
+    """
     length = query.shape[-2]
     if not 0 < window < length:
         return None

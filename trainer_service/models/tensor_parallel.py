@@ -1,12 +1,12 @@
-"""Tensor parallelism (Shoeybi et al., arXiv 1909.08053): the matrices of a model divided among
-ranks that compute the same tokens together.
+"""Tensor parallelism (Shoeybi et al., arXiv 1909.08053): a model's matrices divided among ranks
+that compute the same tokens together.
 
-Which are divided, and how, is the plan that transformers has of a model (`tp_plan`). Each parameter
-becomes a DTensor over the mesh of those ranks, divided or whole, so that FSDP shards what a rank
-has of it, and loading, checkpoints and exporting know what that is. Modules compute with their part
-as a plain tensor, which a block's forward, or that of a module in no block, gives them; what they
-add up, gather or split is one of the operations below. Blocks can be compiled, with these in them:
-modules of a kind compute in the same way in all blocks, and collectives are operators.
+Transformers' plan of a model (`tp_plan`) says which matrices are divided, and how. Each parameter
+becomes a DTensor over the mesh of those ranks, divided or whole. So FSDP can shard a rank's part,
+and loading, checkpoints and exporting know which part it is. The forward of a block, or of a module
+outside blocks, gives its modules their parts as plain tensors. Sums, gathers and splits are the
+operations below. Blocks can be compiled with them: equal modules compute alike in all blocks, and
+collectives are operators.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
-"""Transformers' names of what a layer does: of a linear layer, each rank has some outputs, or some
-inputs, or some outputs that are then gathered, or some inputs where all are there; of an embedding
-some tokens. The last one is whole, and computes with the heads of one rank alone, as norms of
-queries and keys do."""
+"""Transformers' names of the styles. In a linear layer, a rank has some outputs, some inputs, some
+outputs that are then gathered, or some inputs of a whole input. In an embedding it has some tokens.
+The last style is whole and computes with one rank's heads, as norms of queries and keys do.
+"""
 EXPERTS = "experts"
-"""Not transformers' plan for them, which divides each: a rank has some of a layer's experts, whole.
-So what it has is rows of the stack of their matrices."""
+"""Not transformers' plan, which divides each expert. A rank has some of a layer's experts, whole:
+rows of the stack of their matrices.
+"""
 _OF_EXPERTS = "_is_expert_parallel"
-"""An attribute of transformers' layers of experts: whether some of them are elsewhere, with which
-they skip tokens whose expert is none of theirs."""
+"""An attribute of transformers' layers of experts: some experts are on other ranks, so tokens of
+those experts are skipped.
+"""
 _TOLERANCE = 1e-4
 _LAYERS: Mapping[str, type[nn.Module]] = {
     COLUMNS: nn.Linear,
@@ -71,8 +73,9 @@ _LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 def check_divisible(model: PreTrainedModel, count: int) -> None:
-    """Raise `WorkerStartFailed` for a model that cannot be divided among `count` ranks, with what
-    cannot."""
+    """Raise `WorkerStartFailed`, with the reason, for a model that cannot be divided among `count`
+    ranks.
+    """
     if reason := _why_not(model, count):
         raise WorkerStartFailed(
             f"{type(model).__name__} cannot be divided among {count} ranks "
@@ -113,8 +116,10 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
 
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divides a model that has no memory yet among the ranks of a mesh with one dimension. Comes
-    after its blocks are compiled, and before they are checkpointed."""
+    """Divide a model without memory among the ranks of a one-dimensional mesh.
+
+    Call it after the blocks are compiled, and before they are checkpointed.
+    """
     group = mesh.get_group()
     ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=group.group_name)
     styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
@@ -129,7 +134,7 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[parameter]
         if own:
-            # Of a class, and not with a forward of its own: compiled blocks would not be alike.
+            # A class, not a forward function: otherwise compiled blocks would differ.
             module.__class__ = _class_of_part(type(module), style)  # type: ignore[arg-type]
             module.ranks = ranks
         if isinstance(module, _PartOfTable | _PartOfExperts):
@@ -138,8 +143,9 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Raise `WorkerStartFailed` unless a small model, divided, computes what it computes whole, and
-    gives its parameters the same gradients: a plan may not name all that computes with some heads.
+    """Raise `WorkerStartFailed` unless a small model, divided, gives equal logits and gradients.
+
+    A plan may omit a module that computes with some heads.
     """
     whole = whole.to(mesh.device_type)
     divided = copy.deepcopy(whole)
@@ -149,7 +155,7 @@ def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
     for model in (whole, divided):
         try:
             logits = model(input_ids=tokens, use_cache=False).logits
-        except RuntimeError as error:  # a plan may leave out a layer with a row for each head
+        except RuntimeError as error:  # a plan may omit a layer with a row for each head
             raise WorkerStartFailed(
                 f"{type(whole).__name__} cannot be divided among {mesh.size()} ranks "
                 f"(tandem.tensor_parallel): a small one fails with: {error}"
@@ -184,7 +190,7 @@ def shapes_on_a_rank(model: PreTrainedModel, count: int) -> dict[str, tuple[int,
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that compute together, which of them this is, and the name of their group."""
+    """The number of ranks that compute together, this rank's index, and their group's name."""
 
     count: int
     index: int
@@ -195,12 +201,12 @@ class _Ranks:
         return total
 
     def gather(self, value: Tensor) -> Tensor:
-        """[…, n / count] → […, n]."""
+        """[..., n / count] → [..., n]."""
         parts: Tensor = torch.ops.tandem.gather_parts(value, self.count, self.group)
         return torch.cat(parts.unbind(), dim=-1)
 
     def part_of(self, value: Tensor, *, dim: int = -1) -> Tensor:
-        """[…, n] → […, n / count]."""
+        """[..., n] → [..., n / count]."""
         return value.chunk(self.count, dim=dim)[self.index]
 
 
@@ -208,7 +214,7 @@ class _Ranks:
 
 
 def _styles_of(model: PreTrainedModel) -> dict[str, str]:
-    """What the plan says of modules, by their names in the model."""
+    """The plan's style of each module, by its name in the model."""
     plan = dict(model.tp_plan)
     found = {
         name: EXPERTS if hasattr(module, _OF_EXPERTS) else plan.get(_general(name), "")
@@ -223,7 +229,7 @@ def _general(name: str) -> str:
 
 
 def _placement(style: str, key: str) -> Placement:
-    """Where a module's parameter is: divided along one of its dimensions, or whole on each rank."""
+    """The placement of a module's parameter: divided along a dimension, or whole on each rank."""
     if style in (COLUMNS, GATHERED, TABLE, EXPERTS):
         return Shard(0)
     return Shard(1) if style in (ROWS, SPLIT) and key == "weight" else Replicate()
@@ -233,7 +239,7 @@ def _placement(style: str, key: str) -> Placement:
 
 
 def _give_plain_parameters(model: nn.Module) -> None:
-    """Let blocks, and modules with parameters that are in none, compute with plain tensors."""
+    """Let blocks, and modules with parameters outside blocks, compute with plain tensors."""
     units = {block: list(block.modules()) for block in find_blocks(model)}
     inside = {module for modules in units.values() for module in modules}
     units |= {module: [module] for module in model.modules() if module not in inside}
@@ -256,15 +262,16 @@ def _with_plain_parameters(
 
 
 class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """A module that is whole on all ranks, and computes the same."""
+    """A module that is whole on all ranks and computes alike on them."""
 
     ranks: _Ranks
     of_replicated: Placement = Replicate()
-    """What gradients of its parameters are that are whole: alike on all ranks, or parts of a sum
-    (`Partial`)."""
+    """The placement of gradients of whole parameters: equal on all ranks, or parts of a sum
+    (`Partial`).
+    """
 
     def make_plain(self) -> None:
-        """Replaces parameters by what this rank has of them."""
+        """Replace parameters by this rank's parts."""
         for key, each in self._parameters.items():
             if isinstance(each, DTensor):
                 (placement,) = each.placements
@@ -272,13 +279,15 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
                 self._parameters[key] = each.to_local(grad_placements=[gradient])
 
     def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an adapter's A [r, in] and B [out, r], which each rank has whole, what this one
-        computes with: the gradients that ranks have of them add up to those of the whole layer."""
+        """This rank's parts of an adapter's whole A [r, in] and B [out, r].
+
+        The ranks' gradients of them add up to those of the whole layer.
+        """
         return _of_first(a, self.ranks), _of_first(b, self.ranks)
 
 
 class _PartOfHeads(_Part):
-    """Whole on all ranks, each of which computes with its heads."""
+    """Whole on all ranks. Each rank computes with its heads."""
 
     of_replicated = Partial()
 
@@ -309,7 +318,7 @@ class _PartInRows(_Part):
 
     def make_plain(self) -> None:
         super().make_plain()
-        # Every rank would add it.
+        # Otherwise every rank would add the bias.
         self.__dict__["_added"], self._parameters["bias"] = self._parameters["bias"], None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,7 +341,7 @@ class _PartOfTable(_Part):
     padding_idx: int | None
 
     def hold_part(self) -> None:
-        """Of the table's tokens, the padding has no gradient."""
+        """Restrict the table to this rank's tokens. The padding token has no gradient."""
         self.num_embeddings //= self.ranks.count
         if self.padding_idx is not None:
             own = self.padding_idx - self.ranks.index * self.num_embeddings
@@ -356,8 +365,10 @@ class _PartOfExperts(_Part):
         setattr(self, _OF_EXPERTS, True)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """What the experts that are `chosen` [T, k] of tokens make of `hidden` [T, hidden], with
-        their `weights` [T, k] added up."""
+        """The weighted sum of the `chosen` experts' outputs for `hidden` [T, hidden].
+
+        `chosen` and `weights` are [T, k].
+        """
         own = chosen - self.ranks.index * self.num_experts
         elsewhere = (own < 0) | (own >= self.num_experts)
         found = super().forward(
@@ -382,36 +393,39 @@ _PARTS: Mapping[str, type[_Part]] = {
 
 @functools.cache
 def _class_of_part(kind: type, style: str) -> type:
-    """That of a rank's part of a module."""
+    """The class of a rank's part of a module."""
     return type(kind.__name__, (_PARTS[style], kind), {"__module__": kind.__module__})
 
 
-# --- What ranks tell each other -------------------------------------------------------------------
+# --- Collectives ----------------------------------------------------------------------------------
 
 
 def _copy_to(value: Tensor, ranks: _Ranks) -> Tensor:
-    """What all have, for parts of a computation: gradients are sums."""
+    """Use a common value in parts of a computation. Gradients are summed."""
     return _Copy.apply(value, ranks)
 
 
 def _sum(value: Tensor, ranks: _Ranks) -> Tensor:
-    """The sum of what each has."""
+    """The sum over ranks."""
     return _Sum.apply(value, ranks)
 
 
 def _gather(value: Tensor, ranks: _Ranks) -> Tensor:
-    """What each has, side by side."""
+    """The ranks' values, concatenated along the last dimension."""
     return _Gather.apply(value, ranks)
 
 
 def _split(value: Tensor, ranks: _Ranks) -> Tensor:
-    """Of what all have, what is this rank's, side by side."""
+    """This rank's slice, along the last dimension, of a common value."""
     return _Split.apply(value, ranks)
 
 
 def _of_first(value: Tensor, ranks: _Ranks) -> Tensor:
-    """What all have and compute the same with: the first has its gradient, and others zeros. None
-    is without one, which backward passes of all would have to know."""
+    """A common value with which all ranks compute alike: rank 0 gets its gradient, the others
+    zeros.
+
+    The others need a gradient too, because every rank's backward pass must match.
+    """
     return _OfFirst.apply(value, ranks)
 
 
@@ -466,7 +480,7 @@ class _OfFirst(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Not zeros that depend on nothing: a compiler would leave out the collectives before it.
+        # Zeros that depend on nothing would let a compiler drop earlier collectives.
         return gradient * float(ctx.ranks.index == 0), None
 
 
