@@ -1,9 +1,10 @@
-"""The first hour of a new user, timed: in a fresh clone of this checkout's last commit, what
-README.md says, in its order, then the script of docs/resuming.md with a Ctrl-C, and a download.
+"""The first hour of a new user, timed, in a fresh clone of this checkout's last commit.
 
-It needs nothing but git, make and Python, and takes the commands and scripts out of the pages. A
+It follows README.md, in its order. It then runs the `tandem` commands of docs/training.md, the
+completion of docs/first-experiment.md, the resuming script of docs/training.md with a Ctrl-C, and a
+download. It needs only git, make and Python, and reads commands and scripts from the pages. A
 command that fails, prints a traceback or leaves a process ends it with status 1. `PYTHON` names the
-interpreter of the set-up; `--fresh` downloads everything, as on a new machine.
+interpreter of the set-up. `--fresh` downloads everything, as on a new machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BAD = ("Traceback", "FutureWarning")
-RESUMED_STEPS = 30  # of the script of docs/resuming.md, so that a Ctrl-C comes before its end
+RESUMED_STEPS = 30  # of docs/training.md's resuming script: a Ctrl-C comes before its end
 DEADLINE = 7200.0  # seconds for a command: gigabytes over a slow line, or a gateway for all of it
 BATCH = """\
 from tinker import types
@@ -42,7 +43,7 @@ data = [
 
 
 class Failed(Exception):
-    """What a new user could not have gone on after."""
+    """A failure that would stop a new user."""
 
 
 def blocks(page: str, language: str = "") -> list[str]:
@@ -52,15 +53,14 @@ def blocks(page: str, language: str = "") -> list[str]:
 
 
 def commands() -> list[str]:
-    """Return the `tandem` commands of README's "Use it", without their comments."""
-    lines = "\n".join(blocks("README.md")).splitlines()
+    """Return the `.venv/bin/tandem` commands of README and training.md, without their comments."""
+    lines = "\n".join([*blocks("README.md"), *blocks("docs/training.md")]).splitlines()
     return [shlex.join(shlex.split(line, comments=True)) for line in lines if "bin/tandem " in line]
 
 
-def filled_in(path: str, *, worker: str, model: str) -> dict[str, str]:
-    """Return what the commands' placeholders stand for, once the first example has saved `path`."""
-    run = path.split("/")[2]
-    return {"RUN": run, "WORKER": worker, "PATH": path, "NAME": "other/model", "DIRECTORY": model}
+def filled_in(path: str, *, worker: str) -> dict[str, str]:
+    """Return the values of the commands' placeholders: `path` is that of the first example."""
+    return {"RUN": path.split("/")[2], "WORKER": worker, "PATH": path}
 
 
 def first_example() -> str:
@@ -68,12 +68,15 @@ def first_example() -> str:
 
 
 def openai_example() -> str:
-    return next(block for block in blocks("README.md", "python") if "openai.OpenAI" in block)
+    """Return the completion of docs/first-experiment.md: the demo's model has no chat template."""
+    _, chat, completion = blocks("docs/first-experiment.md", "python")
+    client, _ = chat.split("answer = ")
+    return client + completion
 
 
 def resuming_script() -> str:
-    """Return the script of docs/resuming.md with a batch, and with enough steps for a Ctrl-C."""
-    (script,) = blocks("docs/resuming.md", "python")
+    """Return docs/training.md's script with a batch, and with enough steps for a Ctrl-C."""
+    script = next(each for each in blocks("docs/training.md", "python") if "newest_state" in each)
     longer = re.sub(r'"addition", \d+,', f'"addition", {RESUMED_STEPS},', script)
     assert longer != script
     return BATCH + longer
@@ -177,7 +180,7 @@ def set_up(hour: Hour) -> None:
 
 
 def use(hour: Hour) -> None:
-    """Do what README's "Use it" says, in its order."""
+    """Start Tandem, and run the commands and scripts of the pages."""
     up, *others = commands()
     if hour.port != 8000:
         up += f" --port {hour.port}"
@@ -194,12 +197,12 @@ def use(hour: Hour) -> None:
         (path,) = re.findall(r"tinker://\S+", said)
         logs = hour.run(".venv/bin/tandem logs --json", name="tandem logs --json")
         worker = next(log["log"] for log in json.loads(logs)["logs"] if log["run"])
-        given = filled_in(path, worker=worker, model=up.split("=")[1].split()[0])
+        given = filled_in(path, worker=worker)
         for command in others:
             hour.run(" ".join(given.get(word, word) for word in command.split()), name=command)
         example = openai_example().replace("tinker://RUN/sampler_weights/NAME", path)
         (hour.clone / "openai_example.py").write_text(f"{example}\n")
-        hour.run(".venv/bin/python openai_example.py", name="README's example for OpenAI's client")
+        hour.run(".venv/bin/python openai_example.py", name="the example for OpenAI's client")
         resume(hour)
         listed = hour.run(".venv/bin/tandem checkpoints list --json")
         state = re.findall(r'tinker://[^"]+/weights/newest', listed)[0]
@@ -214,9 +217,9 @@ def use(hour: Hour) -> None:
 
 
 def resume(hour: Hour) -> None:
-    """Press Ctrl-C in the script of docs/resuming.md after a save, and start it again."""
+    """Press Ctrl-C in the resuming script after a save, and start it again."""
     (hour.clone / "resuming.py").write_text(resuming_script())
-    with hour.step("docs/resuming.md's script, until a Ctrl-C after its first save"):
+    with hour.step("docs/training.md's resuming script, until a Ctrl-C after its first save"):
         script = hour.start(".venv/bin/python resuming.py")
         read(script, until="step 3 of")
         interrupt(script)

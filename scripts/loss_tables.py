@@ -1,75 +1,99 @@
-"""Writes the tables of docs/losses.md from the registry of losses. `loss_tables.py`.
+"""Write the tables of docs/training.md from the registry of losses.
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced; everything else of
-the page is written by hand.
+It replaces the lines between `<!-- table: NAME -->` and `<!-- end -->`. The rest of the page is
+written by hand.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-from trainer_service.losses import CORRECTIONS, LOSSES, Input, Setting
+from trainer_service.losses import CORRECTIONS, LOSSES, Setting
 from trainer_service.losses.base import AGGREGATION_SETTINGS
 from trainer_service.losses.policy import CORRECTION_SETTINGS, KL_SETTINGS
 
-PAGE = Path(__file__).parents[1] / "docs" / "losses.md"
+PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 SHARED: dict[str, tuple[Setting, ...]] = {
     "aggregation": AGGREGATION_SETTINGS,
     "KL": KL_SETTINGS,
     "corrections": CORRECTION_SETTINGS,
 }
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""A head, and rows of as many cells."""
+SETTING_HEAD = ("setting", "default", "range", "meaning")
 SHAPES = {"entry": "as targets", "datum": "[1]", "either": "as targets or [1]", "free": "any"}
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(page: str) -> str:
-    """The page with every table as the registry has it. `KeyError` for an unknown name."""
-    return _TABLE.sub(lambda found: found[1] + _table(found[2]) + found[3], page)
+    """Return the page with its tables renewed. Raises `KeyError` for an unknown table."""
+    return _TABLE.sub(lambda found: found[1] + _rows(*TABLES[found[2]]()) + found[3], page)
 
 
 def tables_of(page: str) -> set[str]:
-    """The names of all tables of a page."""
+    """Return the names of all tables of a page."""
     return {found[2] for found in _TABLE.finditer(page)}
 
 
-def _table(name: str) -> str:
-    if name in SHARED:
-        return _settings(SHARED[name])
-    if name == "names-of-corrections":
-        return _rows(("name", "what it is"), _corrections())
-    loss = LOSSES[name]
+def _losses() -> Table:
+    """Return the inputs of each loss beside `target_tokens`, and its groups of shared settings."""
+    rows = []
+    for loss in LOSSES.values():
+        groups = [key for key, settings in SHARED.items() if set(settings) <= set(loss.settings)]
+        optional = [each for each in loss.inputs if not each.required]
+        rows.append(
+            (
+                f"`{loss.name}`",
+                _names(loss.required),
+                _names(each.name for each in optional),
+                ", ".join(groups),
+            )
+        )
+    return ("loss", "required inputs", "optional inputs", "shared settings"), rows
+
+
+def _inputs() -> Table:
+    """Return each input once, and again for losses that give it another meaning."""
+    losses: dict[tuple[str, str, str], list[str]] = {}
+    for loss in LOSSES.values():
+        for each in loss.inputs:
+            default = f"; {each.default:g} without it" if isinstance(each.default, float) else ""
+            row = (each.name, SHAPES[each.shape], each.meaning + default)
+            losses.setdefault(row, []).append(loss.name)
+    rows = [("`target_tokens`", "int64", "the tokens whose log probability p is taken")]
+    seen: set[str] = set()
+    for (name, shape, meaning), owners in losses.items():
+        others = f" in {_names(owners)}" if name in seen else ""
+        rows.append((f"`{name}`{others}", shape, meaning))
+        seen.add(name)
+    return ("input", "shape", "meaning"), rows
+
+
+def _own_settings() -> Table:
+    """Return the settings that only some losses have."""
     shared = {each for settings in SHARED.values() for each in settings}
-    own = [each for each in loss.settings if each not in shared]
-    groups = [key for key, settings in SHARED.items() if set(settings) <= set(loss.settings)]
-    text = _inputs(loss.inputs)
-    if own:
-        text += "\n" + _settings(own)
-    if groups:
-        text += f"\nAlso the settings of: {', '.join(groups)}.\n"
-    return text
+    owners: dict[Setting, list[str]] = {}
+    for loss in LOSSES.values():
+        for each in loss.settings:
+            if each not in shared:
+                owners.setdefault(each, []).append(loss.name)
+    rows = [(_names(losses), *_setting(each)) for each, losses in owners.items()]
+    return ("loss", *SETTING_HEAD), sorted(rows, key=lambda row: row[0])
 
 
-def _inputs(inputs: Iterable[Input]) -> str:
-    rows = [("`target_tokens`", "int64", "yes", "the tokens whose log probability p is taken")]
-    rows += [(f"`{each.name}`", SHAPES[each.shape], _needed(each), each.meaning) for each in inputs]
-    return _rows(("input", "shape", "needed", "meaning"), rows)
+def _settings(settings: Iterable[Setting]) -> Table:
+    return SETTING_HEAD, [_setting(each) for each in settings]
 
 
-def _needed(given: Input) -> str:
-    if given.required:
-        return "yes"
-    if given.needed_with:
-        return f"with `{given.needed_with}`"
-    if isinstance(given.default, float):
-        return f"no: {given.default:g}"
-    return "no: the setting" if given.default == given.name else "no"
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def _settings(settings: Iterable[Setting]) -> str:
-    rows = [(f"`{each.name}`", _value(each), _range(each), each.meaning) for each in settings]
-    return _rows(("setting", "default", "range", "meaning"), rows)
+def _setting(each: Setting) -> tuple[str, ...]:
+    return f"`{each.name}`", _value(each), _range(each), each.meaning
 
 
 def _value(setting: Setting) -> str:
@@ -84,12 +108,23 @@ def _range(setting: Setting) -> str:
     return f"{'>' if setting.above else '≥'} {setting.low:g}"
 
 
-def _corrections() -> list[tuple[str, str]]:
+def _corrections() -> Table:
     found = []
     for correction in CORRECTIONS.values():
         first = (correction.weight.__doc__ or "").split("\n\n")[0]
-        found.append((f"`{correction.name}`", " ".join(first.split())))
-    return found
+        settings = ", ".join(f"`{each.name}` {_value(each)}" for each in correction.settings)
+        found.append((f"`{correction.name}`", " ".join(first.split()), settings))
+    return ("correction", "weight w of a token", "settings with defaults"), found
+
+
+TABLES = {
+    "losses": _losses,
+    "inputs": _inputs,
+    "settings": _own_settings,
+    "aggregation": partial(_settings, AGGREGATION_SETTINGS),
+    "KL": partial(_settings, KL_SETTINGS),
+    "corrections": _corrections,
+}
 
 
 def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -208,8 +208,8 @@ class _Reader:
         if target not in (METHODS if is_method else FUNCTIONS):
             hint = "; methods that change a tensor have a form without the underscore"
             self._refuse(
-                "this operation is not allowed in a custom loss (docs/custom-losses.md lists what "
-                f"is){hint if is_method and target.endswith('_') else ''}"
+                "this operation is not allowed in a custom loss (see docs/training.md)"
+                f"{hint if is_method and target.endswith('_') else ''}"
             )
         for key, value in node.kwargs.items():
             if key in FORBIDDEN_KEYWORDS or not _IDENTIFIER.fullmatch(key):

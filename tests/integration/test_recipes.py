@@ -1,7 +1,6 @@
 """More recipes of tinker-cookbook, as they are published, without a hub: for `make nightly`.
 
-Their models come from a seed and their data sets from files. `docs/cookbook.md` tells users the
-same way.
+Their models come from a seed and their data sets from files, as `docs/training.md` describes it.
 """
 
 from __future__ import annotations

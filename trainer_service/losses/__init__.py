@@ -7,7 +7,7 @@ shared parts. A `DefinedLoss` makes a `Loss` for each request that names it.
 
 To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, and add a row to
 `tests/support/losses/cases.py`. Then run `scripts/loss_tables.py`, which writes the tables of
-`docs/losses.md`.
+`docs/training.md`.
 """
 
 from __future__ import annotations

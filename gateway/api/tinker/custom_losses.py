@@ -139,7 +139,7 @@ router = Router("/api/v1", tag="SDK")
     role="member",
     audit="loss_create",
     errors=[UnknownSession, SessionFinished, CustomLossInvalid],
-    rules=["The rest of the body is the traced loss (docs/custom-losses.md)."],
+    rules=["The rest of the body is the traced loss (docs/training.md)."],
 )
 async def create_custom_loss(
     body: CreateCustomLoss, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep

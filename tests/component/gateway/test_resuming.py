@@ -1,5 +1,8 @@
-"""The script of docs/resuming.md goes on where it was: after a Ctrl-C, a trainer that died, and
-restarts of the gateway, under a script that runs and between two of its runs."""
+"""The resuming script of docs/training.md goes on where it was.
+
+The tests interrupt it by a Ctrl-C, a trainer that dies, and restarts of the gateway, during the
+script and between two of its runs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from tests.support.gateway.running import KEY, make_model, running_gateway
 from tests.support.ports import known_port
 from tests.support.waiting import PATIENCE, wait_until
 
-PAGE = (Path(__file__).parents[3] / "docs" / "resuming.md").read_text()
-(SCRIPT,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+SCRIPT = next(s for s in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "newest_state" in s)
 BATCH = [
     types.Datum(
         model_input=types.ModelInput.from_ints([1, 2]),
@@ -68,7 +71,7 @@ def run_script(gate, batches: Batches) -> None:
     # The SDK keeps the connections of a RestClient() for all of this process, whose tests have
     # gateways of their own.
     script = SCRIPT.replace("RestClient()", f"RestClient(base_url={gate.url!r})")
-    exec(compile(script, "resuming.md", "exec"), {"data": batches})
+    exec(compile(script, "training.md", "exec"), {"data": batches})
 
 
 def last_step(gate) -> int:

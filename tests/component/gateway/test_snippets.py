@@ -1,7 +1,7 @@
-"""The Python in README.md and docs/, run as it stands there, with fake workers.
+"""The Python of README.md and docs/ runs unchanged, with fake workers.
 
-A snippet finds the names that its page speaks of (`service`, `training`, `prompt`, `data`), and the
-placeholders of the page stand for things of this gateway. A warning of the SDK fails the test.
+A snippet finds the variables that its page uses (`service`, `training`, `prompt`, `data`,
+`client`). Placeholders of the page become ids of this gateway. A warning of the SDK fails the test.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import warnings
 from pathlib import Path
 
+import openai
 import pytest
 import tinker
 from tinker import types
@@ -40,7 +41,7 @@ def gate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def names(gate):
-    """What the snippets find, and by which names."""
+    """The variables of all snippets."""
     with gate.service() as service:
         training = service.create_lora_training_client("my/model").result()
         training.save_weights_for_sampler("final").result()
@@ -56,6 +57,7 @@ def names(gate):
             "tinker": tinker,
             "service": service,
             "training": training,
+            "client": openai.OpenAI(base_url=f"{gate.url}/v1", api_key=KEY),
             "prompt": types.ModelInput.from_ints(tokens),
             "data": [
                 types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
