@@ -1,7 +1,6 @@
-"""Why a process group breaks: the ranks and nodes that ended, and which of them is to blame.
+"""Finds the cause when a process group breaks: the rank or node whose death broke it.
 
-A rank that dies breaks its peers' collectives, so that they die within moments of each other; the
-one that was killed is the cause.
+A dying rank breaks its peers' collectives, so they die within moments. A killed rank is the cause.
 """
 
 from __future__ import annotations
@@ -21,17 +20,21 @@ _DEFECTS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
     *(NotImplementedError, RecursionError, TypeError, ValueError),
 )
-"""Errors in a program. Of others, such as RuntimeError and OSError, a device, a disk or a network
-may be the reason."""
+"""Errors of a program. Others, such as RuntimeError and OSError, may come from a device, a disk or
+a network.
+"""
 _MOST_CAUSES = 3
 _MOST_FRAMES = 12
-"""Of the traceback of each, the innermost."""
+"""The innermost frames of each traceback."""
 _MOST_CHARACTERS = 800
 
 
 class RankReport(BaseModel):
-    """Why a rank ends. `out_of_memory_at`: a micro-batch of so many tokens was too large for it;
-    0: it is something else. `defect`: as of `WorkerDied`."""
+    """A rank's reason for its end.
+
+    `out_of_memory_at`: the tokens of a micro-batch that was too large, or 0. `defect`: as in
+    `WorkerDied`.
+    """
 
     error: str
     out_of_memory_at: int = 0
@@ -48,10 +51,10 @@ class RankReport(BaseModel):
 
 
 def trace(error: BaseException) -> str:
-    """Return an error of any library on one line: its type, sentence and traceback, and those of
-    its causes. An error that Tandem reports needs no traceback.
+    """Return an error of any library on one line: type, sentence and traceback, and its causes'.
 
-    Literal example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
+    An error that Tandem reports needs no traceback. Literal example: `KeyError: 'weights'
+    (traceback: loop.py:88 compute, losses.py:12 weigh)`.
     """
     told: list[str] = []
     at: BaseException | None = error
@@ -67,12 +70,13 @@ def trace(error: BaseException) -> str:
         told.append(f"{sentence} (traceback: {places})" if places else sentence)
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
     line = " ".join(", caused by ".join(told).splitlines())
-    return line.encode("utf-8", "backslashreplace").decode()  # a sentence may hold half a pair
+    return line.encode("utf-8", "backslashreplace").decode()  # it may hold half a surrogate
 
 
 class Death(BaseModel):
-    """The end of a rank: `report` None, it could not say why. Of a whole node, that is what `node`
-    says, and nothing else counts."""
+    """The end of a rank. `report` None: the rank could not report. For a whole node, only `node`, a
+    sentence, counts.
+    """
 
     rank: int = 0
     returncode: int = 0
@@ -80,7 +84,7 @@ class Death(BaseModel):
     node: str = ""
 
     def cause(self, where: str) -> TandemError:
-        """Return the error; `where` is put behind the rank's number."""
+        """Return the error. `where` follows the rank's number."""
         rank = f"rank {self.rank}{where}"
         if self.node:
             return WorkerDied(self.node)
@@ -95,7 +99,7 @@ class Death(BaseModel):
 
     @property
     def likeliness(self) -> int:
-        """How likely it is that this death made the other ranks fail."""
+        """The likelihood that this death made the other ranks fail."""
         if self.node:
             return 3
         if self.returncode < 0:
@@ -104,9 +108,11 @@ class Death(BaseModel):
 
 
 class Deaths:
-    """The deaths of one trainer's ranks. `on_first` is called once, from a thread, with the error
-    that names whom to blame; `where` says of a rank on which node it is, "" where there is but
-    one."""
+    """The deaths of one trainer's ranks.
+
+    `on_first` is called once, from a thread, with the error of the causing rank. `where` returns a
+    rank's node as text, "" with one node.
+    """
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class Deaths:
         settle: float,
         where: Callable[[int], str],
     ) -> None:
-        """`settle`: others that ended for the same reason are known within so many seconds."""
+        """`settle`: seconds within which deaths with the same cause become known."""
         self._on_first = on_first
         self._where = where
         self._settle = settle
@@ -128,11 +134,11 @@ class Deaths:
             first = not self._deaths
             self._deaths.append(death)
             self._changed.notify_all()
-        if first:  # not here: whoever tells of one may be about to tell of the next
+        if first:  # in a thread: the caller may be about to report the next death
             threading.Thread(target=self._tell, name="deaths", daemon=True).start()
 
     def cause(self, *, timeout: float) -> TandemError | None:
-        """Why the process group broke, or None if nothing dies within `timeout` seconds."""
+        """Return why the process group broke, or None if nothing dies within `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._deaths), timeout):
                 return None
@@ -142,8 +148,9 @@ class Deaths:
         self._on_first(self._cause())
 
     def _cause(self) -> TandemError:
-        """A node that is gone, else a rank killed by a signal, else one that ran out of memory,
-        else the first that died."""
+        """The cause: a lost node, else a rank killed by a signal, else one out of memory, else the
+        first.
+        """
         time.sleep(self._settle)
         with self._changed:
             worst = max(self._deaths, key=lambda death: death.likeliness)

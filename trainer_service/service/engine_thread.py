@@ -1,7 +1,7 @@
-"""The engine thread: the only one of rank 0 that touches torch.
+"""The engine thread: the only thread of rank 0 that touches torch.
 
-It applies operations one after the other, so that the asyncio side stays free to answer. What the
-next ones bring is read meanwhile, by a thread beside it.
+It applies operations one after the other, so the asyncio side stays free to answer. A thread beside
+it reads the requests of the next operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EngineThread:
     """Runs `start` and then jobs in one thread, with a heartbeat every `heartbeat` seconds of
     idleness.
 
-    `on_broken` gets every error that escapes a job: the process group is of no use then.
+    `on_broken` gets every error that escapes a job. The process group is unusable then.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EngineThread:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         # A daemon: it may hang in a collective when the process is to end.
         self._thread = threading.Thread(
-            target=contextvars.copy_context().run,  # carries what log lines say of the service
+            target=contextvars.copy_context().run,  # carries the service's log context
             args=(self._run,),
             name="engine",
             daemon=True,
@@ -51,7 +51,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, job: Callable[[HostedRuns], T]) -> Future[T]:
-        """Queues a job. Its future gets the result, or the error that broke the group."""
+        """Queue a job. Its future gets the result, or the error that broke the group."""
         future: Future[T] = Future()
 
         def carry_out(runs: HostedRuns) -> None:
@@ -68,7 +68,7 @@ class EngineThread:
         return future
 
     def read_ahead(self, read: Callable[[HostedRuns], T]) -> Future[T]:
-        """Begin to read what a later job will need, and no job changes."""
+        """Start reading input of a later job, which no job changes."""
         return self._reader.submit(lambda: read(self.started.result()))
 
     def _run(self) -> None:

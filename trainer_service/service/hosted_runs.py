@@ -1,8 +1,8 @@
-"""The runs that a trainer hosts: one, or several that train adapters on one base model.
+"""The runs that a trainer hosts: one, or several LoRA runs of one base model.
 
-Each has its own `Operations`, and a number by which rank 0 tells the others whose operation it
-announces. The engine thread applies one operation at a time, of whichever run was first to ask for
-it, and before it makes that run's adapters those that the model computes with.
+Each run has its own `Operations` and a number, which rank 0 announces with each operation. The
+engine thread applies one operation at a time, in the order of arrival. First it activates the run's
+adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_service.service.switching import Switching
 
 
 class HostedRuns:
-    """The runs on rank 0, by their ids: at least one at any time."""
+    """The runs on rank 0, by their ids. There is always at least one."""
 
     def __init__(self, first: RankTrainer, *, run_id: str) -> None:
         self._control = first.control
@@ -46,21 +46,21 @@ class HostedRuns:
         return self._control.size
 
     def heartbeat(self) -> None:
-        """Keeps the other ranks from timing out between operations."""
+        """Keep the other ranks from timing out between operations."""
         self._control.heartbeat()
 
     def find(self, run_id: str) -> Operations:
-        """Return a run's operations, from any thread. Whoever calls one takes a turn instead."""
+        """Return a run's operations, from any thread. Use `take_turn` to call them."""
         return self._runs[run_id]
 
     def take_turn(self, run_id: str) -> Operations:
-        """Let the model compute with a run's adapters, and return the run's operations."""
+        """Activate a run's adapters, and return the run's operations."""
         operations = self._runs[run_id]
         operations.trainer.backend.activate()
         return operations
 
     def release_copies(self) -> None:
-        """Free what is kept of versions for samplers."""
+        """Free copies of versions that samplers read."""
         for run in self._runs.values():
             run.release()
 
@@ -70,7 +70,7 @@ class HostedRuns:
         return about
 
     def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
-        """What is refused is so in the reply: the other runs go on."""
+        """Refusals are in the reply, so that other runs continue."""
         training = TrainingSpec.model_validate_json(request.training)
         try:
             if request.run_id not in self._runs:
@@ -94,7 +94,7 @@ class HostedRuns:
         self._runs[request.run_id] = self._operations(made)
 
     def remove(self, run_id: str) -> None:
-        """Free what a run holds. Nothing happens when it is not hosted."""
+        """Free a run's memory. Does nothing for an unknown run."""
         if (removed := self._runs.pop(run_id, None)) is None:
             return
         removed.trainer.control.broadcast(Op.REMOVE_RUN)
@@ -116,7 +116,7 @@ class FollowedRuns:
         self._runs = {0: Follower(first, thread=self._thread)}
 
     def follow(self) -> NoReturn:
-        """Apply what rank 0 announces, until the process is killed."""
+        """Apply rank 0's announcements until the process is killed."""
         while True:
             op, number, payload = self._control.receive()
             if op == Op.ADD_RUN:
@@ -132,7 +132,7 @@ class FollowedRuns:
                 run.apply(op, payload)
 
     def _add(self, number: int, request: trainer_pb2.AddRunRequest) -> None:
-        """Rank 0 has checked it, so that only memory can be missing."""
+        """Add a run that rank 0 has checked. Only memory can be missing."""
         sibling = next(iter(self._runs.values())).trainer
         training = TrainingSpec.model_validate_json(request.training)
         reason = ""
@@ -145,7 +145,7 @@ class FollowedRuns:
 
 
 def _backends(runs: Iterable[Operations | Follower]) -> list[TrainerBackend]:
-    """Those of all runs, whose state sleeps and wakes together."""
+    """The backends of all runs. Their state sleeps and wakes together."""
     return [run.trainer.backend for run in runs]
 
 
@@ -165,7 +165,8 @@ def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> Rank
 
 
 def _free(other: RankTrainer) -> None:
-    """Give back the memory of a run that is gone. The model may still compute with its adapters,
-    and gets those of another one."""
+    """Free the memory of a removed run. The model may still hold its adapters, so another run's are
+    activated first.
+    """
     other.backend.activate()
     memory_of(other.backend.device).give_back()

@@ -1,5 +1,4 @@
-"""The imports that take most of a rank's start: torch and transformers, with what of them every
-training run uses."""
+"""The slow imports of a rank's start: torch, transformers, and the parts that every run uses."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import gc
 import os
 import sys
 
-import numpy  # noqa: F401 - starts threads when imported, which must have their usual priority
+import numpy  # noqa: F401 - starts threads when imported, which need their usual priority
 
 _LAST = "trainer_service.service.hosted_runs"
 
@@ -17,18 +16,21 @@ _PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 def set_environment() -> None:
-    """Set what torch reads when it is imported, in this process and in those of its ranks."""
-    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
-    # sampler and each other.
+    """Set the environment that torch reads at its import, for this process and its ranks."""
+    # Waiting OpenMP threads must sleep. Spinning, they take cores from the gateway, the sampler and
+    # each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Most of the time to pin memory goes into clearing its pages, which one thread does otherwise.
+    # Pinning mostly clears pages. Without this, one thread does it.
     if not any(map(os.environ.get, _ALLOCATOR)):
         os.environ[_ALLOCATOR[0]] = _PINNING
 
 
 def import_libraries() -> None:
-    """Import them, once in a process. The garbage collector would find nothing meanwhile, and take
-    a fifth of the time. Their objects live as long as the process, so it never looks at them."""
+    """Import the libraries, once in a process.
+
+    Garbage collection is off meanwhile, because it would find nothing. It never visits these
+    objects later, because they live as long as the process.
+    """
     if _LAST in sys.modules:
         return
     gc.disable()
@@ -44,8 +46,10 @@ def import_libraries() -> None:
 
 
 def import_before_forks() -> None:
-    """Import them in a process that will be several, each of which may see other GPUs. A library
-    asks at its import whether there is one: asked in the usual way, CUDA would begin, which no
-    forked process can use, and which reads the list of devices once."""
+    """Import the libraries in a process that will fork into ranks, each with its own GPUs.
+
+    A library asks at its import whether there is a GPU. The usual check would start CUDA, which no
+    forked process can use, and which reads the list of devices once.
+    """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import_libraries()

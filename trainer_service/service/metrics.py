@@ -1,5 +1,3 @@
-"""The metrics `tandem_trainer_*`."""
-
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -49,7 +47,7 @@ class TrainerMetrics:
         )
 
     def record(self, kind: str, reply: Reply, seconds: float) -> None:
-        """Count an operation that was applied."""
+        """Count an applied operation."""
         outcome = "failure" if reply.HasField("failure") else "ok"
         self.operations.labels(kind, outcome).inc()
         self.seconds.labels(kind).observe(seconds)

@@ -1,9 +1,8 @@
 """The connection between node 0 of a trainer and each of its other nodes.
 
-Node 0 listens at the port of `rendezvous`. Another node connects and says who it is in a `Hello`.
-Then both sides send `Message`s, one line of JSON each. Neither side proves anything to the other,
-as torch's store, gloo and NCCL do not either: the network must keep strangers away
-(docs/security.md).
+Node 0 listens at the port of `rendezvous`. Another node connects and sends a `Hello`. Then both
+sides send `Message`s, one line of JSON each. Neither side authenticates, like torch's store, gloo
+and NCCL, so the network must keep strangers away (docs/security.md).
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ _RETRY_SECONDS = 0.2
 
 
 class ConnectionLost(Exception):
-    """The other side is gone, or was silent for too long, as the sentence says."""
+    """The other side is gone, or was silent for too long."""
 
 
 class Hello(BaseModel):
-    """The first message of a node. `nodes` and `ranks` are the numbers of the whole trainer;
-    `interface` is the network interface of the node's connection."""
+    """The first message of a node. `nodes` and `ranks` count the whole trainer. `interface` is the
+    network interface of the node's connection.
+    """
 
     worker_id: str
     node: int = Field(ge=1)
@@ -44,9 +44,12 @@ class Hello(BaseModel):
 
 
 class Message(BaseModel):
-    """`alive` has no content. A node sends `hello` first. Node 0 sends `assign`, the assignment of
-    a `rank`. A node other than 0 sends `death`, the death of one of its ranks. Either side sends
-    `end` with the reason of its end, "" for an orderly one."""
+    """A message between nodes.
+
+    `alive` has no content. A node sends `hello` first. Node 0 sends `assign`, the assignment of a
+    `rank`. Another node sends `death`, the death of one of its ranks. Either side sends `end` with
+    the reason, "" for an orderly end.
+    """
 
     kind: Literal["alive", "hello", "assign", "end", "death"]
     rank: int = 0
@@ -56,8 +59,10 @@ class Message(BaseModel):
 
 
 class Peer:
-    """Messages with another node, both ways. A thread sends a sign of life five times in each
-    `patience` seconds, so the other side can tell silence from a lost host or network.
+    """Messages with another node, both ways.
+
+    A thread sends a sign of life five times per `patience` seconds, so the other side can tell
+    silence from a lost host or network.
     """
 
     def __init__(self, connection: socket.socket, *, name: str, patience: float) -> None:
@@ -72,13 +77,15 @@ class Peer:
         threading.Thread(target=self._say_alive, name="alive", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message. If the other side is gone, the receiving thread finds out."""
+        """Send a message. If the other side is gone, the receiving thread notices."""
         with suppress(OSError), self._sending:
             self._connection.sendall(message.model_dump_json().encode() + b"\n")
 
     def receive(self, *, within: float | None = None) -> Message:
-        """Return the next message other than `alive`. Raises `ConnectionLost` after `within`
-        seconds of silence, by default the patience of this side."""
+        """Return the next message other than `alive`.
+
+        Raises `ConnectionLost` after `within` seconds of silence, by default this side's patience.
+        """
         patience = self._patience if within is None else within
         while True:
             try:
@@ -121,8 +128,7 @@ class Peer:
 
 
 class Listener:
-    """Node 0's port. `on_connection` gets each connection with its address, in a thread of its
-    own."""
+    """Node 0's port. `on_connection` gets each connection with its address, in its own thread."""
 
     def __init__(self, *, port: int, on_connection: Callable[[socket.socket, str], None]) -> None:
         """Raises `WorkerStartFailed`."""
@@ -161,8 +167,10 @@ class Listener:
 
 
 def connect(host: str, port: int, *, node: int, until: float) -> socket.socket:
-    """Connect this `node` to node 0, which may start later. Raises `WorkerStartFailed` if it has
-    not come `until` a time of the monotonic clock."""
+    """Connect this `node` to node 0, which may start later.
+
+    Raises `WorkerStartFailed` at `until`, a time of the monotonic clock.
+    """
     while True:
         try:
             return socket.create_connection((host, port), timeout=_CONNECT_SECONDS)

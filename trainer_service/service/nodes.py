@@ -1,10 +1,10 @@
 """The nodes of a trainer: node 0's view of the others, and the work of each other node.
 
-Node 0 is the worker proper. Each other node keeps one connection to it (`node_connection.py`). By
-it the node gets the assignments of its ranks and reports their deaths. The connection is a lifeline
-both ways: without node 0 the others end themselves, and without one of them the worker ends, since
-its process group is of no use. A node that is silent for half of the collective timeout counts as
-gone, so it is named before a collective gives up.
+Node 0 is the worker. Each other node has one connection to it (`node_connection.py`), gets its
+ranks' assignments over it and reports their deaths. The connection is a lifeline both ways. Without
+node 0 the others end. Without one of them the worker ends, because its process group is unusable. A
+node that is silent for half of the collective timeout counts as gone, so it is named before a
+collective times out.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from trainer_service.service.node_connection import (
 from trainer_service.service.rank_processes import RankProcesses
 
 _DEATH_SECONDS = 1.0
-"""Within which the death of a rank is known once rank 0's collectives fail."""
+"""A rank's death is known within this time after rank 0's collectives fail."""
 _HELLO_SECONDS = 10.0
-"""For a connection to say which node it is of."""
+"""Limit for a connection to send its `Hello`."""
 
 
 class PeerRanks:
-    """All ranks but 0, those of this node and of the others, as rank 0's process has them. Make it
-    in the main thread.
+    """All ranks but 0, on this node and the others, as seen from rank 0. Create it in the main
+    thread.
 
-    `on_death` is called once, from a thread, with an error that names the rank or the node to
-    blame.
+    `on_death` is called once, from a thread, with an error that names the causing rank or node.
     """
 
     def __init__(
@@ -69,33 +68,36 @@ class PeerRanks:
         self._nodes = _OtherNodes(spec, topology, on_death=self._deaths.add) if several else None
 
     def meet(self) -> list[str]:
-        """Wait for all nodes; return the network interface of each. Raises `WorkerStartFailed`."""
+        """Wait for all nodes. Return each node's network interface. Raises `WorkerStartFailed`."""
         return ["lo"] if self._nodes is None else self._nodes.meet()
 
     def assign(self, rank: int, line: str) -> None:
-        """Send a rank its assignment."""
         if self._nodes is None or rank in self._topology.local:
             self._local.assign(rank, line)
         else:
             self._nodes.assign(rank, line)
 
     def cause(self, error: BaseException) -> TandemError:
-        """Return why the process group broke, in which rank 0 met this error: the death of another
-        rank makes rank 0's collectives fail."""
+        """Return why the process group broke, given the error that rank 0 met.
+
+        Another rank's death makes rank 0's collectives fail.
+        """
         own = Death(returncode=1, report=RankReport.of(error)).cause(self._topology.where(0))
         if isinstance(own, OutOfMemory) or self._topology.ranks == 1:
             return own
         return self._deaths.cause(timeout=_DEATH_SECONDS) or own
 
     def end(self, reason: str) -> None:
-        """Tell the other nodes why the worker ends ("": as it should), and kill the ranks here."""
+        """Tell the other nodes why the worker ends ("" for an orderly end), and kill the ranks
+        here.
+        """
         if self._nodes is not None:
             self._nodes.end(reason)
         self._local.kill()
 
 
 class _OtherNodes:
-    """The other nodes, as node 0 has them."""
+    """The other nodes, as seen from node 0."""
 
     def __init__(
         self, spec: WorkerSpec, topology: Topology, *, on_death: Callable[[Death], None]
@@ -168,7 +170,7 @@ class _OtherNodes:
             self._on_death(Death(node=sentence))
 
     def _add(self, peer: Peer, connection: socket.socket, hello: Hello) -> str:
-        """Take a node in, or return why not."""
+        """Accept a node, or return the reason for refusing it."""
         ours, theirs = self._topology, (hello.nodes, hello.ranks)
         if hello.worker_id != self._worker_id:
             return f"node {hello.node} belongs to the worker {hello.worker_id}"
@@ -207,8 +209,10 @@ class Member:
         self._ranks = RankProcesses(ranks=topology.local, devices=devices, on_death=self._tell)
 
     def run(self) -> None:
-        """Join node 0 and follow it until the worker ends. Raises `WorkerStartFailed`, or
-        `WorkerDied` unless it ended as it should."""
+        """Join node 0 and follow it until the worker ends.
+
+        Raises `WorkerStartFailed`, or `WorkerDied` unless the end was orderly.
+        """
         spec, topology = self._spec, self._topology
         until = time.monotonic() + spec.start_timeout
         connection = connect(topology.host, topology.port, node=topology.node, until=until)
@@ -223,7 +227,7 @@ class Member:
         peer.send(Message(kind="hello", hello=hello))
         self._log.info("joined", node=topology.node, at=f"{topology.host}:{topology.port}")
         threading.Thread(target=self._post, args=(peer,), name="post", daemon=True).start()
-        # Node 0 may be slow to answer while it imports what it needs.
+        # Node 0 may answer late while it imports libraries.
         within = max(self._patience, until - time.monotonic())
         try:
             while (message := peer.receive(within=within)).kind == "assign":
@@ -241,7 +245,7 @@ class Member:
         self._ranks.kill()
 
     def _tell(self, death: Death) -> None:
-        """Those that are early wait until node 0 is there."""
+        """Early deaths wait until node 0 is connected."""
         self._outbox.put(Message(kind="death", death=death))
 
     def _post(self, peer: Peer) -> None:

@@ -1,7 +1,7 @@
-"""What each operation of a run does: on rank 0 (`Operations`) and on the others (`Follower`).
+"""The operations of a run: on rank 0 (`Operations`) and on the other ranks (`Follower`).
 
-Rank 0 finds a user's mistake before it announces the operation, so that a refused operation
-leaves no trace except that the gradients held are no longer what the client meant.
+Rank 0 checks an operation before it announces it. So a refused operation changes nothing, except
+that the held gradients no longer match the client's intent.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class HeldBatches:
     seconds: float = 0.0
 
     def add(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
-        """Combine metrics as the suffix of their name says; without a known one, by the mean over
-        tokens."""
+        """Combine metrics by the suffix of their name. Without a known suffix, use the mean over
+        tokens.
+        """
         share = tokens / max(1, self.tokens + tokens)
         for name, value in metrics.items():
             before = self.metrics.get(name)
@@ -77,9 +78,9 @@ class HeldBatches:
 class Operations:
     """A run's operations on rank 0. The engine thread calls them one after the other.
 
-    `_held` tells of the batches whose gradients there are, if there are any, `_refused` why they
-    are incomplete, if they are: a step drops them then, and a load forgets both. `_published` names
-    the newest weight version, `_changed` the newest step or load: the weights are those after it.
+    `_held` describes the batches with held gradients, if any. `_refused` is the reason if these are
+    incomplete: a step then drops them, and a load clears both. `_published` is the newest weight
+    version. `_changed` is the newest step or load: the weights are those after it.
     """
 
     def __init__(
@@ -99,12 +100,13 @@ class Operations:
         self._published = ""
         self._changed = common_pb2.OperationHeader()
         self._copies: dict[str, KeptCopy] = {}
-        """Of the newest version, for a sampler, until that needs it no more. Of earlier ones, if
-        nobody has said so."""
+        """Copies for a sampler: of the newest version until the sampler releases it, and of older
+        versions never released.
+        """
         self._releasing = threading.Lock()
 
     def note_refused(self, reason: str) -> None:
-        """Note why a forward_backward never came here, unless `reason` is empty."""
+        """Note why a forward_backward was refused elsewhere, unless `reason` is empty."""
         self._refused = reason or self._refused
 
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
@@ -129,14 +131,15 @@ class Operations:
         )
 
     def _announce(self, op: Op, message: Message | None = None) -> None:
-        """Tells the other ranks of an operation, before which the servicer has seen to it that
-        they are awake."""
+        """Announce an operation to the other ranks. The servicer has made sure they are awake."""
         assert not self.switching.asleep, f"{op.name} while the trainer is asleep"
         self.trainer.control.broadcast(op, message)
 
     def read_batch(self, request: trainer_pb2.ForwardBackwardRequest) -> Batch:
-        """Read the batch of a request, from any thread, and before its turn. Raises the
-        `UserError` that says what is wrong with it."""
+        """Read the batch of a request, from any thread, before its turn.
+
+        Raises the `UserError` for a wrong batch.
+        """
         return _read_batch(request, self.trainer)
 
     def forward_backward(
@@ -144,12 +147,13 @@ class Operations:
         request: trainer_pb2.ForwardBackwardRequest,
         read: Callable[[], Batch] | None = None,
     ) -> trainer_pb2.ForwardBackwardReply:
-        """`read` returns the batch of the request, or raises, as `read_batch`: if it was read
-        ahead."""
+        """Apply a request. `read`, if the batch was read ahead, returns it or raises as
+        `read_batch`.
+        """
         trainer, began = self.trainer, time.perf_counter()
         try:
             batch = self.read_batch(request) if read is None else read()
-            request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same
+            request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same plan
             self._announce(Op.FORWARD_BACKWARD, request)
             if not batch.forward_only:
                 self._held = self._held or HeldBatches()
@@ -174,8 +178,10 @@ class Operations:
         )
 
     def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
-        """Return the tokens of a micro-batch for a request. Raises `OutOfMemory` if so many as
-        can be had are known to be too many."""
+        """Return the tokens of a micro-batch for a request.
+
+        Raises `OutOfMemory` if even the smallest possible micro-batch is known to be too large.
+        """
         plan = request.micro_batch_tokens or self.trainer.micro_batch_tokens
         if not request.out_of_memory_at:
             return plan
@@ -255,7 +261,7 @@ class Operations:
         )
 
     def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
-        """Return where the copy of a version is, if it is whole."""
+        """Return the location of a version's copy, if the copy is complete."""
         self._copies[copy.name] = copy
         offered = copy.offer(on_deadline=lambda: self.release(copy.name))
         if offered is None:
@@ -263,8 +269,10 @@ class Operations:
         return offered
 
     def release(self, name: str = "") -> None:
-        """Free the copy of a version, which its reader needs no more; without a name, those that a
-        reader keeps. From any thread."""
+        """Free the copy of a version that its reader no longer needs, from any thread.
+
+        Without a name, free the copies that their readers keep alive by themselves.
+        """
         with self._releasing:
             for copy in list(self._copies.values()):
                 if copy.name == name or (not name and copy.outlives_close):
@@ -293,7 +301,7 @@ class Operations:
     def load_checkpoint(
         self, request: trainer_pb2.LoadCheckpointRequest
     ) -> trainer_pb2.LoadCheckpointReply:
-        """Drops the gradients held."""
+        """The held gradients are dropped."""
         began = time.perf_counter()
         try:
             self._load(Path(request.path), optimizer=request.optimizer)
@@ -307,15 +315,17 @@ class Operations:
         )
 
     def take_snapshot(self, request: trainer_pb2.TakeSnapshotRequest) -> None:
-        """`snapshots` has what becomes of it."""
+        """Take a snapshot. `snapshots` has its result."""
         request.header.CopyFrom(self._changed)
         if self.snapshots.prepare(request.path):
             self._announce(Op.SNAPSHOT, request)
             self.snapshots.take(request.path, request.header)
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
-        """Loads a snapshot, if one is named, and goes on with its plan if that is smaller. Replayed
-        versions are not published again, so that the newest is told."""
+        """Load a snapshot, if one is named, and take over its plan if that is smaller.
+
+        Replayed versions are not published again, so the request names the newest.
+        """
         began, trainer = time.perf_counter(), self.trainer
         if request.path:
             try:
@@ -357,7 +367,7 @@ def _memory(plan: MemoryPlan | None) -> trainer_pb2.MemoryPlan | None:
 
 
 class Follower:
-    """A run's operations on a rank other than 0, which has checked them."""
+    """A run's operations on a rank other than 0. Rank 0 has checked them."""
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self.trainer = trainer
@@ -398,7 +408,7 @@ class Follower:
 
 
 def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTrainer) -> Batch:
-    """Raises the `UserError` that says what is wrong with the batch."""
+    """Raise the `UserError` for a wrong batch."""
     facts = trainer.backend.facts
     return validate(
         parse(request.payload),
@@ -408,10 +418,11 @@ def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTraine
 
 
 def encode_output(batch: Batch, *, logprobs: Float32Array, metrics: Mapping[str, float]) -> bytes:
-    """The client's `ForwardBackwardOutput`. `logprobs` [E] are in the order of the batch; each
-    datum gets its own in the shape of its targets.
+    """The client's `ForwardBackwardOutput`.
 
-    A record holds several datums with one trailing shape, so a new record begins where K changes.
+    `logprobs` [E] are in the order of the batch. Each datum gets its own in the shape of its
+    targets. A record holds several datums with one trailing shape, so a new record begins where K
+    changes.
     """
     output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     ends = np.cumsum(batch.sizes)

@@ -1,13 +1,12 @@
-"""The processes of ranks other than 0: how their node starts and watches them, and what they do.
+"""The processes of ranks other than 0: starting and watching them, and their own program.
 
-They are forked when torch and transformers are imported, once for all ranks of the node. One that
-is given a device confines itself to it. It reads its assignment, which rank 0 made, as one line of
-JSON from its standard input, a pipe that then stays open as its lifeline; it follows rank 0 until
-it is killed.
+They are forked after torch and transformers are imported, once for all ranks of the node. A rank
+with a device confines itself to it. It reads its assignment, one line of JSON, from its standard
+input. This pipe then stays open as its lifeline. It follows rank 0 until it is killed.
 
-A process group that lost a rank is of no use. So a rank in which anything fails writes a
-`RankReport` to another pipe, and waits to be killed. If it ended, its peers would fail, too, and
-rank 0 might end before it has read the report.
+A process group without one of its ranks is unusable. So a failed rank writes a `RankReport` to
+another pipe, and waits to be killed. If it ended at once, its peers would fail too, and rank 0
+might end before it has read the report.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ from trainer_service.service.libraries import import_before_forks
 
 _KILLED_SECONDS = 10.0
 _REPORTED_SECONDS = 60.0
-"""After which a rank that has reported its error ends by itself."""
+"""A rank that has reported its error ends by itself after this time."""
 
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
-    """Returns the device of each rank; none where the whole machine is theirs. Raises
-    `WorkerStartFailed`."""
+    """Return the device of each rank, or none if the ranks use the whole machine.
+
+    Raises `WorkerStartFailed`.
+    """
     try:
         devices = [parse_device(name) for name in names]
     except InvalidRequest as error:
@@ -54,7 +55,7 @@ def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """`assignment` and `report` are our ends of its pipes."""
+    """A forked rank. `assignment` and `report` are the parent's ends of its pipes."""
 
     process: ForkProcess
     assignment: int
@@ -62,11 +63,11 @@ class _Rank:
 
 
 class RankProcesses:
-    """The `ranks` of this node, less rank 0. Make it in the main thread, with which they die, and
-    before there are threads that hold locks or a server: it forks.
+    """The `ranks` of this node, without rank 0.
 
-    `devices` are those of the trainer's ranks, or none. `on_death` is called from a thread with
-    each that ends by itself.
+    Create it in the main thread, with which they die, and before other threads hold locks or a
+    server runs, because it forks. `devices` are those of the trainer's ranks, or none. `on_death`
+    is called from a thread for each rank that ends by itself.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RankProcesses:
             for rank in ranks:
                 self._ranks[rank] = _fork(rank, devices[rank] if devices else None)
         except BaseException as error:
-            self.kill()  # this process would wait for them at its end, and they for it
+            self.kill()  # at its end this process would wait for them, and they for it
             if isinstance(error, OSError):
                 raise WorkerStartFailed(
                     f"there is no process for rank {rank}: {describe(error)} (how many there may "
@@ -100,15 +101,15 @@ class RankProcesses:
             watcher.start()
 
     def assign(self, rank: int, line: str) -> None:
-        """Sends a rank its assignment. The pipe stays open: it is the rank's lifeline."""
+        """Send a rank its assignment. The pipe stays open as the rank's lifeline."""
         try:
             with os.fdopen(self._ranks[rank].assignment, "wb", closefd=False) as pipe:
                 pipe.write(line.encode() + b"\n")
         except BrokenPipeError:
-            return  # it has died; its watcher reports how
+            return  # it has died, and its watcher reports how
 
     def kill(self) -> None:
-        """Kills them. They hold nothing that needs an orderly end."""
+        """Kill the ranks. They hold nothing that needs an orderly end."""
         self._stopping = True
         for rank in self._ranks.values():
             rank.process.kill()
@@ -142,12 +143,12 @@ def _fork(number: int, device: Device | None) -> _Rank:
 
 
 def _run(parent: int, assignment: int, report: int, device: Device | None) -> None:
-    """What a rank does, until it is killed."""
+    """The program of a rank, until it is killed."""
     die_with_parent(parent)
     # Rank 0 stops us. A signal to the whole process group must not look like our own death.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Nothing else of rank 0 is ours: a pipe that we held, too, would not close with it.
+    # Close rank 0's other files: a pipe open here too would not close with rank 0.
     os.dup2(assignment, 0)
     os.closerange(3, report)
     os.closerange(report + 1, os.sysconf("SC_OPEN_MAX"))
@@ -164,10 +165,10 @@ def _run(parent: int, assignment: int, report: int, device: Device | None) -> No
             os._exit(1)
         hold_lifeline()
         FollowedRuns(join(Assignment.model_validate_json(line))).follow()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
+    except BaseException as error:  # noqa: BLE001 - the process ends on any error
         os.write(report, RankReport.of(error).model_dump_json().encode())
         os.close(report)
         traceback.print_exc()
         sys.stderr.flush()
         time.sleep(_REPORTED_SECONDS)
-        os._exit(1)  # at once: a snapshot may still be written in a thread
+        os._exit(1)  # at once: a thread may still write a snapshot

@@ -1,4 +1,4 @@
-"""The order of a run's operations, and the results of the last ones."""
+"""The order of a run's operations, and the latest results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Reply = (
 )
 
 KEPT_RESULTS = 32
-"""More than a gateway sends ahead (`DISPATCH_WINDOW`): a repeated operation finds its result."""
+"""More than a gateway sends ahead (`DISPATCH_WINDOW`), so a repeated operation finds its result."""
 
 
 class RunRemoved(Exception):
-    """The run that an operation is of was removed before its turn came."""
+    """The operation's run was removed before its turn."""
 
 
 class OperationSequence:
     """Admits the operations of a run in journal order, each once.
 
-    `queued` is the newest operation handed to the engine thread, `applied` the newest that has
-    ended. The last `KEPT_RESULTS` are remembered, so that a repeated operation is answered and not
+    `queued` is the newest operation handed to the engine thread, `applied` the newest finished one.
+    The last `KEPT_RESULTS` results are kept, so that a repeated operation is answered and not
     applied again.
     """
 
@@ -40,11 +40,11 @@ class OperationSequence:
         self.applied = 0
 
     def result(self, seq_id: int) -> Reply | None:
-        """The result of an operation that has ended, while it is remembered."""
+        """The kept result of a finished operation."""
         return self._results.get(seq_id)
 
     def running(self, seq_id: int) -> asyncio.Task[Reply] | None:
-        """The task of an operation that waits or runs."""
+        """The task of a waiting or running operation."""
         return self._running.get(seq_id)
 
     def begin(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
@@ -52,9 +52,9 @@ class OperationSequence:
         task.add_done_callback(lambda _: self._running.pop(seq_id, None))
 
     async def wait_for_turn(self, *, previous: int, timeout: float) -> None:
-        """Returns once the operation before has been handed to the engine thread.
+        """Wait until the previous operation has been handed to the engine thread.
 
-        Raises `TimeoutError` if it does not come in time, and `RunRemoved`.
+        Raises `TimeoutError`, or `RunRemoved`.
         """
         if self.queued < previous:
             async with asyncio.timeout(timeout), self._turn:
@@ -63,13 +63,13 @@ class OperationSequence:
             raise RunRemoved
 
     async def enter(self, seq_id: int) -> None:
-        """Notes that the operation was handed over. No await may come between the two."""
+        """Note that the operation was handed over. No await may come between the two."""
         self.queued = max(self.queued, seq_id)
         async with self._turn:
             self._turn.notify_all()
 
     async def close(self) -> None:
-        """Let no further operation have its turn."""
+        """Admit no further operation."""
         self._closed = True
         async with self._turn:
             self._turn.notify_all()

@@ -1,7 +1,7 @@
 """The gRPC servicer of rank 0: admits calls, puts them in order and answers each once.
 
-Operations enter the engine thread in the order of their run's journal (`sequence`), and those of
-several runs as they come.
+A run's operations enter the engine thread in the order of its journal (`sequence`). Operations of
+several runs enter as they come.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ R = TypeVar(
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
-    process group is then of no use; with RESOURCE_EXHAUSTED if it ran out of memory at an operation
-    of the call's run. Callers are authenticated before (`tandem/protocol/worker_server.py`)."""
+    """The trainer's gRPC service.
+
+    Once `broken` is set, the process group is unusable, and every call ends with ABORTED and its
+    sentence. If the group ran out of memory in an operation of the call's run, the status is
+    RESOURCE_EXHAUSTED. Callers are already authenticated (`tandem/protocol/worker_server.py`).
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._log = log
         self._broken = broken
         self._sequences = {run_id: OperationSequence()}
-        self._changing = asyncio.Lock()  # which runs there are
+        self._changing = asyncio.Lock()  # protects the set of runs
         metrics.runs.set(1)
         self._at_work = run_id
         self._fence = fence
@@ -101,7 +104,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                 await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it is the last run")
             if (sequence := self._sequences.pop(request.run_id, None)) is not None:
                 await sequence.close()
-            # The engine thread is through with the run's operations when it comes to this.
+            # The engine thread has finished the run's operations before this job.
             job = self._engine.submit(lambda runs: runs.remove(request.run_id))
             await self._or_broken(asyncio.wrap_future(job), context)
             self._metrics.runs.set(len(self._sequences))
@@ -159,7 +162,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Context
     ) -> trainer_pb2.ReleaseReply:
-        # Not by the engine thread, which may be at operations that were sent since.
+        # Not in the engine thread, which may be busy with later operations.
         await self._sequence(request.run_id, context)
         operations = self._engine.started.result().find(request.run_id)
         await asyncio.to_thread(operations.release, request.name)
@@ -188,11 +191,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def AwaitSnapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest, context: Context
     ) -> trainer_pb2.AwaitSnapshotReply:
-        # Not by the engine thread, which may be at operations that were sent since.
+        # Not in the engine thread, which may be busy with later operations.
         await self._sequence(request.run_id, context)
         runs = self._engine.started.result()
         written = runs.find(request.run_id).snapshots.result(request.path)
-        # Who gives up waiting does not cancel what others may wait for.
+        # A caller that gives up must not cancel the future for others.
         return await self._or_broken(asyncio.wrap_future(written), context)
 
     async def TakeSnapshot(
@@ -213,7 +216,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.RestoreReply:
         sequence = await self._sequence(request.run_id, context)
         await self._fence.check(context)
-        if request.path:  # else calls may wait for one that the gateway before did not send
+        if request.path:  # otherwise calls may wait for one that the earlier gateway did not send
             await self._refuse_unless_idle(context, sequence)
         job = self._engine.submit(lambda runs: runs.take_turn(request.run_id).restore(request))
         reply = await self._or_broken(asyncio.wrap_future(job), context)
@@ -229,8 +232,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Wake(
         self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        """Answers at once while awake, also in the middle of an operation: of an earlier gateway,
-        whose next one takes the lease over."""
+        """Answer at once while awake, even during an operation.
+
+        That operation is an earlier gateway's. Its next one takes the lease over.
+        """
         if self._fence.leased and not self._fence.asleep:
             await self._fence.admit(context)
             return common_pb2.SwitchReply()
@@ -242,8 +247,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         await self._fence.admit(context)
         await self._refuse_unless_idle(context, *self._sequences.values())
         self._switches += 1
-        self._fence.asleep = True  # for as long as it moves, too
-        # A task of its own: a caller that gives up does not keep the fence from what comes of it.
+        self._fence.asleep = True  # also while state moves
+        # A separate task: if the caller gives up, the fence must still be updated.
         return await self._or_broken(asyncio.create_task(self._moved(move)), context)
 
     async def _moved(
@@ -277,10 +282,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         *,
         begin: Callable[[], None] = lambda: None,
     ) -> R:
-        """The reply of an operation, which is applied now if it was not before: `begin` is called
-        at once, and `job` by the engine thread when its turn has come. Only that needs
-        the devices: what was applied, or has begun, is answered whatever has become of the
-        lease."""
+        """Return an operation's reply, applying the operation unless it was applied before.
+
+        `begin` is called at once, and `job` by the engine thread in its turn. Only a new operation
+        needs the lease. Applied and running operations are answered without it.
+        """
         header = request.header
         sequence = await self._sequence(header.run_id, context)
         reply: Reply | None = sequence.result(header.seq_id)
@@ -296,7 +302,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     )
                 await self._fence.check(context)
                 begin()
-                # A task of its own: a caller that gives up does not undo what the journal holds.
+                # A separate task: if the caller gives up, the journal's operation must still be
+                # applied.
                 kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")
                 task = asyncio.create_task(self._in_order(sequence, header, kind, job))
                 sequence.begin(header.seq_id, task)
@@ -315,9 +322,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return sequence
 
     async def _or_broken(self, task: asyncio.Future[T], context: Context, *, run_id: str = "") -> T:
-        """The task's result. Aborts the call when its deadline has passed, if it has one, or when
-        the process group breaks. How long an operation may take is the caller's to decide, who
-        knows what was sent before it."""
+        """Return the task's result.
+
+        Aborts the call at its deadline, if it has one, or when the process group breaks. The caller
+        decides the deadline, because it knows the operations sent before.
+        """
         await first_of(task, self._broken, timeout=context.time_remaining())
         if task.done() and task.exception() is None:
             return task.result()
@@ -326,7 +335,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         if task.done() and isinstance(task.exception(), RunRemoved):
             await _abort_unknown(context, run_id)
         if task.done() and not self._broken.done():
-            # The operation broke the group; the rank to blame will be known in a moment.
+            # The operation broke the group. The causing rank will be known in a moment.
             await first_of(self._broken, timeout=5)
         if self._broken.done():
             await self._abort_broken(context, run_id)
@@ -341,7 +350,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         kind: str,
         job: Callable[[Operations], R],
     ) -> Reply:
-        """Waits for the operation before this one, applies it and remembers the result."""
+        """Wait for the previous operation, apply this one and keep the result."""
         self._metrics.waiting.inc()
         try:
             try:
@@ -376,7 +385,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     def _apply(
         self, job: Callable[[Operations], R], header: common_pb2.OperationHeader, runs: HostedRuns
     ) -> tuple[R, float]:
-        """Returns the reply, and how many seconds it took. The engine thread calls it."""
+        """Return the reply and its seconds. Runs in the engine thread."""
         began = time.perf_counter()
         self._at_work = header.run_id
         operations = runs.take_turn(header.run_id)
@@ -398,8 +407,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
 
 class _ForwardBackward:
-    """A call whose batch is read while the engine thread computes those before it. The gateway
-    bounds how much it sends ahead."""
+    """A call whose batch is read while the engine thread computes earlier ones.
+
+    The gateway bounds the number of calls sent ahead.
+    """
 
     def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
         self._request = request
@@ -416,7 +427,7 @@ class _ForwardBackward:
 
 
 async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
-    """Returns when one is done, or after `timeout` seconds; cancels none and raises nothing."""
+    """Return when one is done, or after `timeout` seconds. Cancels none and raises nothing."""
     futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
@@ -431,7 +442,7 @@ async def _abort_unknown(context: Context, run_id: str) -> NoReturn:
 
 
 def _in_numbers(reply: Reply, seconds: float) -> dict[str, int]:
-    """Return what the log says of an operation besides its kind and its time."""
+    """Return further numbers for an operation's log line."""
     if isinstance(reply, trainer_pb2.ForwardBackwardReply):
         per_second = reply.tokens / seconds if seconds else 0
         return {"tokens": reply.tokens, "tokens_per_second": round(per_second)}

@@ -1,4 +1,4 @@
-"""Sleep and Wake over all ranks: all of them, or none."""
+"""Sleep and wake of all ranks: all of them, or none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from trainer_service.compute.offload import Offload
 
 
 class Switching:
-    """Whether this rank, with all others, is asleep. Rank 0 calls `sleep` and `wake`, the others
-    `follow`. `backends` are those whose state moves."""
+    """The sleep and wake of this rank, together with all others.
+
+    Rank 0 calls `sleep` and `wake`, the others `follow`. The state of `backends` moves.
+    """
 
     def __init__(
         self,
@@ -36,29 +38,31 @@ class Switching:
         return self._offload.asleep or self._suspended
 
     def sleep(self, request: common_pb2.SleepRequest) -> common_pb2.SwitchReply:
-        """Moves nothing if it is asleep. Raises `WorkerDied` if it can neither sleep nor stay
-        awake."""
+        """Put all ranks to sleep, unless they are. Raises `WorkerDied` if they can neither sleep
+        nor stay awake.
+        """
         self._slept = request
         return self._switch(Op.SLEEP)
 
     def wake(self) -> common_pb2.SwitchReply:
-        """Moves nothing if it is awake. Raises `WorkerDied` if it can neither wake nor stay
-        asleep."""
+        """Wake all ranks, unless they are awake. Raises `WorkerDied` if they can neither wake nor
+        stay asleep.
+        """
         return self._switch(Op.WAKE)
 
     def follow(self, op: Op, payload: bytes) -> None:
-        """Does what rank 0 has announced."""
+        """Carry out rank 0's announcement."""
         if op == Op.SLEEP:
             self._slept = common_pb2.SleepRequest.FromString(payload)
         self._control.gather(self._move(op).SerializeToString())
 
     def _switch(self, op: Op) -> common_pb2.SwitchReply:
-        """If a rank fails, those that did not go back, and the reply has the failure."""
+        """Switch all ranks. If one fails, the others switch back, and the reply has the failure."""
         began = time.perf_counter()
         try:
             self._offload.check()
-        except CannotSleep as error:  # the answer to both: the caller has the host do it
-            if op == Op.WAKE or not self._slept.spill_folder:  # a host writes no file: it goes on
+        except CannotSleep as error:  # in both cases the caller suspends the process on the host
+            if op == Op.WAKE or not self._slept.spill_folder:  # a host writes no file
                 self._suspended = op == Op.SLEEP
             return common_pb2.SwitchReply(failure=error.to_failure())
         reply = self._announce(op)
@@ -75,7 +79,7 @@ class Switching:
         return reply
 
     def _announce(self, op: Op) -> common_pb2.SwitchReply:
-        """Returns the sums of all ranks, with the failure of the first that failed."""
+        """Return the sums of all ranks, with the failure of the first failed one."""
         self._control.broadcast(op, self._slept if op == Op.SLEEP else None)
         parts = self._control.gather(self._move(op).SerializeToString())
         total = common_pb2.SwitchReply()
@@ -89,8 +93,11 @@ class Switching:
         return total
 
     def _move(self, op: Op) -> common_pb2.SwitchReply:
-        """Does this rank's part, unless it is done already. Where that takes a disk, all ranks wait
-        for each other as long as it takes; one that stands still ends them all."""
+        """Do this rank's part, unless it is done already.
+
+        With a spill folder, ranks wait for each other without limit while there is progress. A
+        stall ends them all.
+        """
         if not self._slept.spill_folder:
             return self._do(op)
         return together(self._control.group, lambda: self._do(op), progress=self._offload)
