@@ -1,9 +1,12 @@
-"""What a trainer writes to the shared filesystem and reads from it.
+"""The trainer's files on the shared filesystem.
 
-`publish.py` writes weight versions, which samplers serve, and `deltas.py` their files as what
-changed. `snapshots.py` takes the snapshots that a crashed trainer is restored from.
-`training_state.py` saves and loads checkpoints: weights, optimizer state and counters; `shards.py`
-has the format of their files, and trusts none that it reads. `storage.py` says what a failed
-write means and makes all ranks agree on it. Both kinds are written into a partial directory that
-appears under its name by one rename.
+- `publish.py` writes weight versions, which samplers serve. `deltas.py` writes only their changes.
+- `handoff.py` hands a version's weights to a sampler in memory.
+- `snapshots.py` takes the snapshots that restore a crashed trainer. `staging.py` copies the state
+  for them.
+- `training_state.py` saves and loads checkpoints: weights, optimizer state and counters.
+  `shards.py` defines the format of their files and trusts none that it reads.
+- `storage.py` explains failed writes and makes all ranks agree on them.
+
+Versions and checkpoints are written into a partial directory, which gets its name by one rename.
 """

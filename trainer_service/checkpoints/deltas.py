@@ -1,9 +1,9 @@
-"""Files of a version that are written as what differs from those of another, by the format of
+"""Files of a version written as differences from another version's files, in the format of
 `tandem.weights.delta`.
 
-Nothing is exported twice for it: a tensor is compared, piece by piece, with what the other
-version's file has in its place, and a piece in which too much differs is written whole. So a patch
-never has more bytes than its file, but for the headers of its pieces.
+Nothing is exported twice. A tensor is compared, piece by piece, with the bytes at its place in the
+other version's file. A piece with too many differences is written whole. So a patch is never larger
+than its file, except for the headers of its pieces.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from trainer_service.checkpoints.storage import ByteCount, HashedFile
 
 
 def find_base(path: Path, delta_of: str) -> Path | None:
-    """Returns the folder of the whole version that the one to be written at `path` may be a delta
-    of; None where it is not there as its manifest has it: then all files are whole."""
+    """Return the folder of the whole version that the new one at `path` may be a delta of.
+
+    Returns None if that folder does not match its manifest. Then all files are written whole.
+    """
     if not delta_of:
         return None
     try:
@@ -40,7 +42,7 @@ def find_base(path: Path, delta_of: str) -> Path | None:
 
 
 def has_header(file: Path, header: bytes) -> bool:
-    """Whether a safetensors file holds the tensors of this header, in the same places."""
+    """True if a safetensors file has the tensors of this header, in the same places."""
     try:
         with file.open("rb") as stream:
             return stream.read(len(header)) == header
@@ -49,13 +51,14 @@ def has_header(file: Path, header: bytes) -> bool:
 
 
 _AT_ONCE = 2**18
-"""Bytes of a tensor that another thread would not compare any sooner."""
+"""A tensor of fewer bytes is compared in the calling thread."""
 
 
 class PatchedFile:
-    """A new file, given in the order of its bytes, of which only what differs from `base` is
-    written. Its pieces are compared in `threads`, beside the one that hashes and writes. Raises
-    `OSError`."""
+    """A new file, given in byte order, that writes only its differences from `base`.
+
+    `threads` compare its pieces, beside the thread that hashes and writes. Raises `OSError`.
+    """
 
     def __init__(self, path: Path, *, base: Path, progress: ByteCount, threads: int) -> None:
         self.name = path.name
@@ -94,8 +97,9 @@ class PatchedFile:
         self._place += new.size
 
     def _compare(self, new: Bytes, start: int) -> list[memoryview]:
-        """Return the change of a piece. A thread keeps what it reads into, since new memory has to
-        be cleared first."""
+        """Return the change of a piece. Each thread reuses its read buffer, because new memory must
+        be cleared first.
+        """
         if not hasattr(self._old, "piece"):
             self._old.piece = np.empty(PIECE_BYTES, np.uint8)
         old: Bytes = self._old.piece[: new.size]
@@ -112,7 +116,7 @@ class PatchedFile:
         self._patch.close()
 
     def entry(self) -> FileEntry:
-        """Of the file that the patch makes."""
+        """The entry of the whole file that the patch produces."""
         return self._checksum.entry(self.name)
 
     def patch_entry(self) -> FileEntry:

@@ -1,9 +1,8 @@
-"""Keeps the weights of a version in memory, too, for a sampler on the same device to copy.
+"""Keeps a version's weights in memory, too, for a sampler on the same device to copy.
 
-The files remain what the version is; this saves the sampler from reading them. Whatever is missing
-for it (room, above all) is said in the log, and the sampler reads the files. What a sampler takes
-for granted is nothing: it compares the sums that are taken here of what goes into the files with
-those of what it has in the end. See "Handed over on one device" in docs/real-models.md.
+The files remain the version. The copy saves the sampler from reading them. If it is impossible,
+usually for lack of memory, the log says why, and the sampler reads the files. The sampler compares
+checksums taken here, of the tensors in the files, with those of its loaded weights.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT_SECONDS = 900.0
-"""After which a copy is freed that nobody has released, as when its gateway was killed. Who loads
-the version later reads its files."""
+"""An unreleased copy is freed after this time, for example if its gateway was killed. A later
+sampler reads the files.
+"""
 _ALIGNMENT = 512
 """Of each tensor, in bytes."""
 
 
 def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy | None:
-    """Return the memory for a copy of the version that is to be published, None if there is none.
-    It is neither what the memory plan needs, nor more than is free now. Earlier copies that nobody
-    has released hold so many bytes."""
+    """Return memory for a copy of the next version, or None if there is no room.
+
+    The memory plan's needs and the `held` bytes of unreleased earlier copies are left free.
+    """
     size = sum(_aligned(export.bytes) for export in backend.exports())
     reason = ""
     if size > (room := _room(backend, held)):
@@ -45,7 +46,7 @@ def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy 
     else:
         try:
             return KeptCopy(name, size, backend)
-        except (OSError, RuntimeError) as error:  # which torch's own for full memory is
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for full memory
             reason = describe(error)
     get_log().warning("handoff_not_kept", version=name, reason=reason)
     return None
@@ -71,12 +72,12 @@ class KeptCopy:
         return self._message.bytes
 
     def copying(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the version as they come, and copy each."""
+        """Yield the version's tensors as they come, and copy each."""
         for name, tensor in tensors:
             if not self._failure:
                 try:
                     self._copy(name, tensor)
-                except RuntimeError as error:  # the files are written all the same
+                except RuntimeError as error:  # the files are still written
                     self._failure = describe(error)
             yield name, tensor
 
@@ -93,12 +94,15 @@ class KeptCopy:
         self._end += _aligned(tensor.nbytes)
 
     def offer(self, *, on_deadline: Callable[[], None]) -> common_pb2.Handoff | None:
-        """Let another process open the memory, and return where it is; None if it lacks tensors.
-        `on_deadline` is called from a thread unless it is closed before its deadline."""
+        """Let another process open the memory, and return its location, or None if tensors are
+        missing.
+
+        `on_deadline` is called from a thread unless the copy is closed before its deadline.
+        """
         if not self._failure:
             try:
                 self._memory.offer(self._message)
-            except RuntimeError as error:  # such as of an allocator whose memory cannot be shared
+            except RuntimeError as error:  # for example an allocator whose memory cannot be shared
                 self._failure = describe(error)
         if self._failure:
             get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)
@@ -110,18 +114,18 @@ class KeptCopy:
 
     @property
     def outlives_close(self) -> bool:
-        """Whether a reader that has it open may go on when it is closed."""
+        """True if a reader that has it open may continue after `close`."""
         return self._memory.outlives_close
 
     def close(self) -> None:
-        """Free the memory, be it that no reader has ever opened it, or that one was killed."""
+        """Free the memory, whether its reader has finished, never opened it, or was killed."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._memory.close()
 
 
 class _OnHost:
-    """A file without a name: it ends with the processes that have it open."""
+    """A file without a name, which ends with the processes that have it open."""
 
     outlives_close = True
 
@@ -141,13 +145,16 @@ class _OnHost:
         )
 
     def close(self) -> None:
-        del self.bytes  # readers keep what they have mapped
+        del self.bytes  # readers keep their mappings
         os.close(self._file)
 
 
 class _OnGpu:
-    """A storage of torch's, which counts in a file in /dev/shm who has it open: one other process,
-    from the moment in which it is shared. It is freed when nobody has, or when it is closed."""
+    """A torch storage. A file in /dev/shm counts its reader: one other process, from the sharing
+    on.
+
+    It is freed when nobody has it open, or when it is closed.
+    """
 
     outlives_close = False
 
@@ -175,13 +182,13 @@ class _OnGpu:
 
     def close(self) -> None:
         if self._counter is not None:
-            # A reader that is through has done so, too; less than none is as good as none.
+            # A reader that has finished has released it too. A negative count is harmless.
             torch.UntypedStorage._release_ipc_counter(*self._counter)
         device = self.bytes.device
         del self.bytes
         with torch.cuda.device(device):
             torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()  # what torch keeps, no other process has
+            torch.cuda.empty_cache()  # torch's cached memory is unavailable to other processes
 
 
 def _aligned(size: int) -> int:
@@ -189,7 +196,7 @@ def _aligned(size: int) -> int:
 
 
 def _room(backend: TrainerBackend, held: int) -> int:
-    """Return how many bytes of the device a copy may have."""
+    """Return the bytes of the device that a copy may take."""
     room: int
     if backend.device == "cuda":
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
 """Publishes the current weights as a weight version (see `tandem/weights`).
 
-A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's layout; or what of
-the whole model has changed since another version (`deltas`).
+A version is the whole model, the changes of the whole model since another version (`deltas`), or a
+LoRA run's adapter in PEFT's layout.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ CANARY_TOKENS = 16
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """What to publish: the version's `name` and final `path`, its `parent` version, the run's
-    `step`, and the request_id of the `operation`. `delta_of` is the whole version that it may be a
-    delta of, "" if it is to be whole."""
+    """A version to publish: its `name`, final `path`, `parent` version, run, `step`, and the
+    request_id of the `operation`.
+
+    `delta_of` is the whole version that it may be a delta of, or "" for a whole version.
+    """
 
     name: str
     path: Path
@@ -92,15 +94,18 @@ class VersionRequest:
 
 
 def bytes_needed(backend: TrainerBackend) -> int:
-    """About how many bytes a version takes, small files included."""
+    """The approximate bytes of a version, small files included."""
     if backend.training.lora:
         return backend.facts.trainable_parameters * 4 + 2**20
     return sum(export.bytes for export in backend.exports()) + 2**20
 
 
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
-    """Checks the free space and makes the partial directory, on rank 0, before publishing is
-    announced. Raises `StorageFull` or `PublishFailed`."""
+    """Check the free space and make the partial directory, on rank 0, before publishing is
+    announced.
+
+    Raises `StorageFull` or `PublishFailed`.
+    """
     if backend.training.lora is None:
         for export in backend.exports():
             if str(export.dtype) not in STORED_TYPES:
@@ -122,8 +127,10 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
 
 
 def published_by(request: VersionRequest) -> Manifest | None:
-    """Return what this very operation has published already, if it has: by a trainer that died
-    before it could say so. Raises `StorageFull` or `PublishFailed`."""
+    """Return the version that this operation has already published, if any.
+
+    Its trainer died before it could reply. Raises `StorageFull` or `PublishFailed`.
+    """
     try:
         manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
     except LoadFailed:
@@ -140,16 +147,18 @@ def published_by(request: VersionRequest) -> Manifest | None:
 def publish(
     request: VersionRequest, trainer: RankTrainer, copy: KeptCopy | None = None
 ) -> Manifest | None:
-    """Writes this rank's files; of a single rank, keeps a `copy` of the whole model besides. Rank 0
-    commits and returns the manifest, or raises `StorageFull` or `PublishFailed` with nothing left
-    of the version."""
+    """Write this rank's files. A single rank may also keep a `copy` of the whole model.
+
+    Rank 0 commits and returns the manifest. Or it raises `StorageFull` or `PublishFailed`, with
+    nothing left of the version.
+    """
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
     exported = _export(request, partial, trainer, copy)
     durable = begin(lambda: _make_durable(partial, exported, trainer))
-    # Meanwhile, since it needs no disk. Where it cannot be computed, the process ends at once, as
-    # after any such error: whoever publishes next discards what is there.
+    # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
+    # next publish discards the partial version.
     canary = compute_canary(backend)
     try:
         entries = agree(
@@ -171,8 +180,9 @@ def publish(
 
 @dataclass(frozen=True)
 class _Exported:
-    """The files of weights that a rank has written, with their tensors, and that are still open;
-    what it `failed` with, if it did."""
+    """The still open files of weights that a rank has written, with their tensors, and the error,
+    if it `failed`.
+    """
 
     files: list[tuple[HashedFile | PatchedFile, list[Export]]]
     opened: ExitStack
@@ -183,10 +193,10 @@ class _Exported:
 def _export(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
 ) -> _Exported:
-    """Writes the weights that are in the files of this rank, if it has any.
+    """Write the weights in this rank's files, if it has any.
 
-    Between two tensors a rank may wait for the others to gather the next one, so that what takes
-    long is left to the end, where all wait for each other as long as it takes: files are synced.
+    Between two tensors a rank may make the others wait to gather the next one. So slow syncs are
+    left to the end, where all ranks wait without limit.
     """
     backend, control = trainer.backend, trainer.control
     base = None
@@ -215,7 +225,7 @@ def _export(
     except OSError as error:
         return replace(exported, failed=error)
     finally:
-        for _ in tensors:  # after an error: the other ranks wait for this one to gather them
+        for _ in tensors:  # after an error too: the other ranks wait for this one to gather them
             pass
     return exported
 
@@ -223,8 +233,10 @@ def _export(
 def _make_durable(
     partial: PartialVersion, exported: _Exported, trainer: RankTrainer
 ) -> list[dict[str, str | int]]:
-    """Syncs the files of this rank, those of rank 0 with what belongs beside the weights. Returns
-    their entries in the manifest. Raises `OSError`."""
+    """Sync this rank's files, on rank 0 also the small ones. Return their manifest entries.
+
+    Raises `OSError`.
+    """
 
     def synced(sync: Callable[[], None]) -> None:
         sync()
@@ -245,7 +257,7 @@ def _make_durable(
 
 
 def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:
-    """Writes what belongs to a version beside its weights."""
+    """Write a version's files other than weights."""
     backend, base = trainer.backend, trainer.base
     if not (lora := backend.training.lora):
         return copy_small_files(base.path, partial.path, dtype=backend.dtype)
@@ -268,7 +280,7 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
 def _new_file(
     path: Path, exports: Sequence[Export], *, base: Path | None, progress: ByteCount
 ) -> HashedFile | PatchedFile:
-    """A file for these tensors: patched, if the `base` has one with the same."""
+    """A file for these tensors: patched, if `base` has one with equal tensors."""
     if base is not None and has_header(base / path.name, _writer(path.name, exports).header):
         threads = torch.get_num_threads()
         return PatchedFile(path, base=base / path.name, progress=progress, threads=threads)
@@ -276,7 +288,7 @@ def _new_file(
 
 
 def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[str, str | int]:
-    """What rank 0 has to know of a file."""
+    """The facts of a file for rank 0."""
     patch = file.patch_entry().model_dump_json() if isinstance(file, PatchedFile) else ""
     return {
         **file.entry().model_dump(),
@@ -289,8 +301,10 @@ def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[s
 def name_files(
     exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int
 ) -> list[dict[str, list[Export]]]:
-    """The files that each rank writes, by rank, with their tensors in the order in which they are
-    exported: as many as fit `FILE_BYTES`, named as transformers names them."""
+    """The files of each rank, by rank, with their tensors in the order of export.
+
+    Each file has as many tensors as fit `FILE_BYTES`, and transformers' name.
+    """
     files: list[list[list[Export]]] = [[] for _ in range(ranks)]
     for export in exports:
         mine = files[owners[export.unit]]
@@ -329,7 +343,7 @@ def compute_canary(backend: TrainerBackend) -> Canary:
 
 
 def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
-    """Of the safetensors file of this name."""
+    """The writer of the safetensors file with this name."""
     return TensorWriter(
         {
             export.name: StoredTensor(
@@ -350,10 +364,10 @@ def _write_tensors(
     exports: Sequence[Export],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Writes one safetensors file.
+    """Write one safetensors file.
 
-    The library would write it, too, but close it without looking whether that succeeds, which is
-    where NFS tells that it could not write.
+    The library would close it without checking for errors, and NFS reports failed writes at the
+    close.
     """
     writer = _writer(file.name, exports)
     file.write(writer.header)
@@ -362,15 +376,16 @@ def _write_tensors(
 
 
 def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    """The bytes of the tensors, by name, in the order of a file, which has wide types first: what
-    comes before its turn, a buffer or so, is kept until then."""
+    """The bytes of the tensors, by name, in the file's order, wide types first. Tensors that come
+    early are kept until their turn.
+    """
     early: dict[str, Tensor] = {}
     for awaited in order:
         while awaited not in early:
             name, tensor = next(tensors)
             early[name] = tensor if name == awaited else tensor.clone()
         content = early.pop(awaited).cpu().contiguous()
-        # After `numpy()`, the storage of what was gathered could not be emptied.
+        # After `numpy()`, the storage of a gathered tensor could not be emptied.
         yield memoryview((ctypes.c_ubyte * content.nbytes).from_address(content.data_ptr()))
 
 
@@ -416,10 +431,10 @@ def _commit(
 
 
 def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:
-    """The owner of each unit: largest first, each to the rank with the least so far.
+    """The owner of each unit: largest first, each to the rank with the fewest bytes so far.
 
-    Literal example: with units a, b and c of 5, 3 and 3 bytes, two ranks get
-    `{"a": 0, "b": 1, "c": 1}`.
+    Literal example: with units a, b and c of 5, 3 and 3 bytes, two ranks get `{"a": 0, "b": 1, "c":
+    1}`.
     """
     sizes: dict[str, int] = {}
     for export in exports:

@@ -1,14 +1,14 @@
-"""The files of a checkpoint: safetensors, which torch's distributed checkpoint writes and reads.
+"""The files of a checkpoint: safetensors, written and read through torch's distributed checkpoint.
 
-torch makes the plans. One rank writes a part that several have, and another number of ranks reads
-other parts. The files of torch are pickles, which can call any function of the reader. In ours, the
-header of each file says all: the type, shape and place of a shard, and its part of the tensor.
+torch makes the plans: one rank writes a part that several have, and another number of ranks reads
+other parts. torch's own files are pickles, which can call any function of the reader. In ours, each
+file's header says everything: a shard's type, shape and place, and its part of the tensor.
 
 Literal example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
-part that begins at the beginning has the tensor's name alone.
+part that starts at the origin has only the tensor's name.
 
-`read_layout` trusts nothing in a header, and reads headers only. Ranks exchange the plans as
-pickles: each trusts the others, and no file is involved.
+`read_layout` reads only headers and trusts nothing in them. Ranks exchange plans as pickles, but
+trust each other and use no file for that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from trainer_service.checkpoints.storage import FILE_BYTES, ByteCount, HashedFil
 from trainer_service.models.files import TensorWriter
 
 _FILE_TENSORS = 2**16
-"""Of one file, at most, so that its header stays small."""
+"""The most tensors of one file, so that its header stays small."""
 _PIECE = 8 * 2**20
 _DTYPES = {
     stored: getattr(torch, name.removeprefix("torch.")) for name, stored in STORED_TYPES.items()
@@ -74,7 +74,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint. Its `shards` are all of it, and none overlaps another."""
+    """A tensor of a checkpoint. Its `shards` cover it without overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -89,8 +89,11 @@ Layout = Mapping[str, SavedTensor]
 
 
 def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
-    """Read which tensors are in these files of a checkpoint. Raises `CheckpointDamaged` if one is
-    no file of its own, or holds anything but tensors that are whole."""
+    """Read the tensors in these files of a checkpoint.
+
+    Raises `CheckpointDamaged` if a file is not a regular file of the folder, or holds anything but
+    complete tensors.
+    """
     shards: defaultdict[str, list[Shard]] = defaultdict(list)
     try:
         for name in files:
@@ -125,8 +128,9 @@ def _shard(place: StoredTensor) -> tuple[str, Shard]:
 
 
 def _whole(name: str, shards: Sequence[Shard]) -> SavedTensor:
-    """Return the tensor that has these parts. They must be the cells of a grid: its dimensions are
-    each divided once, as ranks divide them."""
+    """Return the tensor with these parts. They must be the cells of a grid, because ranks divide
+    each dimension once.
+    """
     kinds = {(shard.place.dtype, len(shard.shape)) for shard in shards}
     if len(kinds) > 1:
         raise ValueError(f"the parts of {name[:100]!r} do not belong together")
@@ -148,8 +152,10 @@ def _whole(name: str, shards: Sequence[Shard]) -> SavedTensor:
 
 
 class ShardReader(StorageReader):  # type: ignore[misc]
-    """Reads the shards in `files` that a rank needs. The ranks of the `group` wait for each other
-    while they do."""
+    """Reads the shards in `files` that a rank needs.
+
+    The ranks of `group` wait for each other during the reads.
+    """
 
     def __init__(
         self, folder: Path, *, files: Collection[str], group: dist.ProcessGroup | None = None
@@ -161,7 +167,7 @@ class ShardReader(StorageReader):  # type: ignore[misc]
         self._progress = ByteCount()
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """A reader reads one checkpoint, once."""
+        """Does nothing: a reader reads one checkpoint, once."""
 
     def read_metadata(self) -> Metadata:
         layout = read_layout(self._folder, files=self._files)
@@ -173,7 +179,7 @@ class ShardReader(StorageReader):  # type: ignore[misc]
         return Metadata({name: _described(tensor) for name, tensor in layout.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """All is known by now."""
+        """Does nothing: `read_metadata` has found everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -208,8 +214,11 @@ class ShardReader(StorageReader):  # type: ignore[misc]
                 planner.commit_tensor(item, target)
 
     def _rows(self, stream: BinaryIO, shard: Shard, item: ReadItem) -> Tensor:
-        """Read the part of a shard that an item needs, in pieces: a large tensor on a slow disk is
-        no standstill. Rows that it does not need are not read."""
+        """Read the part of a shard that an item needs, in pieces, so that a slow disk shows
+        progress.
+
+        Unneeded rows are not read.
+        """
         shape, start = list(shard.shape), shard.place.start
         if shape:
             row = shard.place.bytes // max(1, shape[0])
@@ -247,7 +256,7 @@ def _described(tensor: SavedTensor) -> TensorStorageMetadata:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host, not a copy of them."""
+    """Return the bytes of a contiguous host tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -255,7 +264,7 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 class _Results(list[WriteResult]):
-    """Of a rank, for the first: torch wants a list of results, and nobody reads them."""
+    """One rank's results for the first rank. torch needs a list of results, which nobody reads."""
 
     def __init__(self, files: list[FileEntry]) -> None:
         super().__init__()
@@ -263,10 +272,10 @@ class _Results(list[WriteResult]):
 
 
 class ShardWriter(StorageWriter):  # type: ignore[misc]
-    """Writes a rank's shards into files of bounded size, and syncs them. The ranks of the `group`
-    wait for each other while they do.
+    """Writes a rank's shards into files of bounded size, and syncs them.
 
-    `files` are those of all ranks, once the first rank has finished the checkpoint.
+    The ranks of `group` wait for each other during the writes. `files` lists all ranks' files, once
+    the first rank has finished the checkpoint.
     """
 
     def __init__(self, folder: Path, *, group: dist.ProcessGroup | None) -> None:
@@ -276,7 +285,7 @@ class ShardWriter(StorageWriter):  # type: ignore[misc]
         self._progress = ByteCount()
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """A writer writes one checkpoint, once."""
+        """Does nothing: a writer writes one checkpoint, once."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -333,8 +342,9 @@ class ShardWriter(StorageWriter):  # type: ignore[misc]
 
 
 def _divided(items: Sequence[WriteItem]) -> Iterator[dict[str, WriteItem]]:
-    """Yield the items of each file, by the names that they have there. A rank has no part of a
-    tensor with fewer rows than ranks."""
+    """Yield the items of each file, by their names there. A rank may have no part of a tensor with
+    few rows.
+    """
     file: dict[str, WriteItem] = {}
     size = 0
     for item in items:

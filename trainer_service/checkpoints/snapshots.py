@@ -1,9 +1,9 @@
-"""Snapshots of a training run: what a crashed trainer is restored from.
+"""Snapshots of a training run, from which a crashed trainer is restored.
 
-A snapshot is taken right after an optimizer step, or between operations: it is of the state after a
-step or a load, and gradients that came since are no part of it. Each rank copies its part to host
-memory, which is the only pause, and writes it in a thread while training goes on. The files are
-those of a checkpoint (`training_state`).
+A snapshot is taken right after an optimizer step, or between operations. It is the state after a
+step or a load, without later gradients. Each rank copies its part to host memory, which is the only
+pause, and a thread writes it while training continues. The files are those of a checkpoint
+(`training_state`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import RankTrainer
 
 _NICENESS = 5
-"""Of the thread that writes, so that it yields to training where cores are few."""
+"""Of the writing thread, so that it yields to training on few cores."""
 
 
 def snapshot_thread() -> ThreadPoolExecutor:
@@ -34,9 +34,11 @@ def snapshot_thread() -> ThreadPoolExecutor:
 
 
 class Snapshots:
-    """The snapshots of one run, on one rank. They have a group of their own, since they are written
-    while other collectives go on; and one thread for all runs, so that every rank writes them in
-    the order in which they were announced."""
+    """The snapshots of one run, on one rank.
+
+    They have their own process group, because other collectives run meanwhile. One thread serves
+    all runs, so that every rank writes snapshots in the order of announcement.
+    """
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self._trainer = trainer
@@ -47,8 +49,11 @@ class Snapshots:
         self._log = get_log()
 
     def prepare(self, path: str) -> str:
-        """Make the folder of a snapshot, on rank 0, before it is announced. Return its path, or ""
-        where it cannot be made, or another one is still written: copies do not queue."""
+        """Make the folder of a snapshot, on rank 0, before its announcement. Return its path.
+
+        Returns "" if that fails, or if another snapshot is still being written: copies do not
+        queue.
+        """
         if not path or (self._path and not self._newest.done()):
             return ""
         self._path, self._newest = path, Future()
@@ -60,8 +65,10 @@ class Snapshots:
         return path
 
     def take(self, path: str, header: common_pb2.OperationHeader) -> None:
-        """Copy the state, which is that after the operation of `header`, and begin to write it, if
-        there is a path. All ranks call it alike."""
+        """Copy the state after the operation of `header`, and start writing it, if there is a path.
+
+        All ranks call it alike.
+        """
         if not path:
             return
         began, trainer = time.perf_counter(), self._trainer
@@ -80,17 +87,17 @@ class Snapshots:
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
 
     def free(self) -> None:
-        """Keep no host memory for the next one: the trainer goes to sleep."""
+        """Free host memory kept for the next snapshot, because the trainer goes to sleep."""
         self._staging.free()
 
     def abandon(self, path: str) -> None:
-        """Remove what `prepare` made, on rank 0, for a step that was not applied."""
+        """Remove the folder from `prepare`, on rank 0, if the step was not applied."""
         if path:
             shutil.rmtree(training_state.partial_path(Path(path)), ignore_errors=True)
             self._fail(InternalError("the step was not applied"))
 
     def result(self, path: str) -> Future[trainer_pb2.AwaitSnapshotReply]:
-        """Return, on rank 0, what becomes of the snapshot that was asked for last."""
+        """Return, on rank 0, the result of the snapshot that was requested last."""
         if path == self._path:
             return self._newest
         unknown: Future[trainer_pb2.AwaitSnapshotReply] = Future()
@@ -126,7 +133,7 @@ class Snapshots:
         )
 
     def _fail(self, error: TandemError | OSError) -> None:
-        """Tell whoever waits that there will be no snapshot."""
+        """Resolve the result: there will be no snapshot."""
         self._newest.set_result(_failed(error))
 
     def _end(
@@ -134,7 +141,9 @@ class Snapshots:
         written: Future[trainer_pb2.AwaitSnapshotReply],
         newest: Future[trainer_pb2.AwaitSnapshotReply],
     ) -> None:
-        """Tell whoever waits. A fault of ours is logged; training goes on without a snapshot."""
+        """Resolve the result. An internal error is logged, and training continues without a
+        snapshot.
+        """
         if (fault := written.exception()) is None:
             reply = written.result()
         else:
@@ -152,5 +161,5 @@ def _failed(error: TandemError | OSError) -> trainer_pb2.AwaitSnapshotReply:
 
 
 def _yield_to_training() -> None:
-    with suppress(AttributeError, OSError):  # Linux alone has priorities of threads
+    with suppress(AttributeError, OSError):  # only Linux has thread priorities
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)

@@ -1,4 +1,4 @@
-"""The copy of a run's state in host memory that a snapshot is written from."""
+"""A copy of a run's state in host memory, from which a snapshot is written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SMALL = 2**20
 
 
 class Staging:
-    """Copies the state of one run, while training stands.
+    """Copies the state of one run, while training pauses.
 
-    The memory of a copy from a GPU is pinned and kept for the next one, since new memory comes page
-    by page. `pin` pins a tensor. It is None for a CPU, where nothing is kept.
+    The memory of a copy from a GPU is pinned and reused, because new memory comes page by page.
+    `pin` pins a tensor. It is None for a CPU, where nothing is kept.
     """
 
     def __init__(self, pin: Callable[[Tensor], None] | None) -> None:
@@ -35,8 +35,10 @@ class Staging:
         self._read: Copy | None = None
 
     def copy(self, state: Mapping[str, Tensor]) -> Copy:
-        """Return a copy of the state. `end` tells when it has been written. A copy that is made
-        before then has memory of its own."""
+        """Return a copy of the state. Call `end` after it is written.
+
+        Until then, further copies get their own memory.
+        """
         if self._pin is None or self._read is not None:
             return _copied(state)
         layout = {name: (each.shape, each.dtype) for name, each in state.items()}
@@ -48,22 +50,22 @@ class Staging:
         return self._read
 
     def end(self, copy: Copy) -> None:
-        """Note that a copy is needed no more, from any thread."""
+        """Note that a copy is no longer needed, from any thread."""
         if copy is self._read:
             self._read = None
 
     def free(self) -> None:
-        """Keep no memory. A copy that is still written keeps its own."""
+        """Keep no memory. A copy that is still being written keeps its own."""
         self._stager = None
 
     def _begin(self, state: Mapping[str, Tensor], pin: Callable[[Tensor], None]) -> Copy:
-        self._stager = None  # the older memory goes first
+        self._stager = None  # free the older memory first
         copy = _copied(state)
         try:
             for each in map(local, copy.values()):
                 if each.nbytes >= _SMALL:
                     pin(each)
-        except OutOfMemory as error:  # then it is slower
+        except OutOfMemory as error:  # unpinned memory is only slower
             get_log().warning("snapshots_not_pinned", reason=error.message)
         self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
         self._stager.state_dict_cache = copy
@@ -71,7 +73,7 @@ class Staging:
 
 
 def staging_of(device: str) -> Staging:
-    """Return the staging of a run on such a device."""
+    """Return the staging of a run on a kind of device."""
     return Staging(_pin if device == "cuda" else None)
 
 

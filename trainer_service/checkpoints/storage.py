@@ -1,5 +1,6 @@
-"""What publishing and checkpointing share: free space, failed writes, files that are hashed while
-they are written, and ranks that wait for each other meanwhile and agree on what came of it."""
+"""Shared parts of publishing and checkpoints: free space, failed writes, hashed files, and ranks
+that wait for each other and agree on the result.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +29,20 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 FILE_BYTES = 4 * 2**30
-"""Of one file, at most, unless a single tensor has more: a file is synced, copied and verified as a
-whole."""
+"""The most bytes of one file, unless a single tensor has more. A file is synced, copied and
+verified as a whole.
+"""
 STALLED_AFTER = 300.0
-"""Seconds in which no rank writes or reads, after which a disk is given up."""
+"""Seconds without progress on any rank, after which the disk counts as failed."""
 _BEAT = 1.0
 _PIECE = 8 * 2**20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
-    """`StorageFull` for a full disk or quota, else `PublishFailed`; `needed` in bytes, 0 if not
-    known."""
+    """`StorageFull` for a full disk or quota, else `PublishFailed`. `needed` is in bytes, 0 if
+    unknown.
+    """
     if error.errno in _FULL:
         return _full(what=what, needed=needed, free="and too few are free")
     return PublishFailed(
@@ -48,7 +51,7 @@ def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
 
 
 def check_free_space(path: Path, *, what: str, needed: int) -> None:
-    """Raises `StorageFull` if `needed` bytes do not fit, before anything is written."""
+    """Raise `StorageFull` if `needed` bytes do not fit, before anything is written."""
     free = shutil.disk_usage(_existing(path)).free
     if free < needed:
         raise _full(what=what, needed=needed, free=f"{free} are free")
@@ -75,11 +78,10 @@ def agree(
     what: str,
     needed: int,
 ) -> list[dict[str, str | int]]:
-    """Runs `write` on every rank; rank 0 gets what all ranks returned.
+    """Run `write` on every rank. Rank 0 gets all results, other ranks their own.
 
-    A rank that fails to write, or otherwise, reports its error instead, so that all ranks stay in
-    step; rank 0 then raises that of the first rank that failed. Other ranks return their own
-    entries.
+    A failed rank reports its error instead, so that all ranks stay in step. Rank 0 then raises the
+    first failed rank's error.
     """
     mine: list[dict[str, str | int]] = []
     try:
@@ -104,14 +106,14 @@ def agree(
 
 
 class Counted(Protocol):
-    """Something that says how many bytes this rank has written or read."""
+    """Counts the bytes that this rank has written or read."""
 
     @property
     def bytes(self) -> int: ...
 
 
 class ByteCount:
-    """How many bytes this rank has written, or read, for those who wait."""
+    """The bytes that this rank has written or read, for progress."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -146,8 +148,10 @@ class HashedFile:
         return self._file.fileno()
 
     def sync(self) -> None:
-        """Make the content survive a power failure. A sync of the file opened anew would not know
-        of what this one could not write."""
+        """Make the content survive a power failure.
+
+        Syncing a newly opened file would not report this file's failed writes.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -165,19 +169,20 @@ def together(
     progress: Counted,
     stalled_after: float = STALLED_AFTER,
 ) -> Result:
-    """Returns what `work` does, once all ranks of the group are done with theirs: each in a thread,
-    while they tell each other every second how far they are. So no collective waits for a disk,
-    whatever there is to write or to read, and a rank that dies is noticed at once. Without a group,
-    this rank is the only one.
+    """Return the result of `work` after all ranks of the group have finished theirs.
 
-    Raises what `work` does, once the others are done, too; and `OSError` on every rank when none
-    has come any further for `stalled_after` seconds. The thread may then still hang.
+    Each rank works in a thread, and the ranks exchange their progress every second. So no
+    collective waits for a disk, however large the data, and a rank's death is noticed at once.
+    Without a group, this rank is the only one.
+
+    Raises the error of `work`, after the others have finished too. Raises `OSError` on every rank
+    if none makes progress for `stalled_after` seconds. The thread may then still hang.
     """
     return end_together(group, begin(work), progress=progress, stalled_after=stalled_after)
 
 
 def begin(work: Callable[[], Result]) -> Future[Result]:
-    """Have `work` done in a thread."""
+    """Start `work` in a thread."""
     future: Future[Result] = Future()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     threading.Thread(target=_carry_out, args=(future, work, gpu), name="disk", daemon=True).start()
@@ -191,11 +196,11 @@ def end_together(
     progress: Counted,
     stalled_after: float = STALLED_AFTER,
 ) -> Result:
-    """As `together`, of work that each rank has begun."""
+    """As `together`, for work that each rank has begun."""
     seen, since = -1, time.monotonic()
     while True:
         wait_for([future], timeout=_BEAT)
-        # The clock of rank 0 counts, so that all ranks give up or none does.
+        # Only rank 0's clock counts, so that all ranks give up or none does.
         first = group is None or dist.get_rank(group) == 0
         late = first and time.monotonic() - since > stalled_after
         busy, everywhere, stalled = _sum(group, not future.done(), progress.bytes, late)
@@ -210,7 +215,7 @@ def end_together(
 
 
 def _sum(group: dist.ProcessGroup | None, *numbers: int) -> list[int]:
-    """Returns the sum of each number over the ranks."""
+    """Return the sum of each number over the ranks."""
     if group is None:
         return [*numbers]
     total: Tensor = torch.tensor(numbers, dtype=torch.int64)
@@ -223,5 +228,5 @@ def _carry_out(future: Future[Result], work: Callable[[], Result], gpu: int | No
         if gpu is not None:
             torch.cuda.set_device(gpu)  # each thread has its own
         future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
+    except BaseException as error:  # noqa: BLE001 (raised by the waiting thread)
         future.set_exception(error)

@@ -1,11 +1,11 @@
-"""Checkpoints: weights, optimizer state and counters. `shards` has the format of their files.
+"""Checkpoints: weights, optimizer state and counters. `shards` defines the format of their files.
 
-A checkpoint can be loaded into another number of ranks. Like a weight version it is written into
-a partial directory, `checkpoint.json` with checksums last, and appears by one rename. That of a
-LoRA run holds the adapter alone, and identifies its base model by a fingerprint. It contains no
-random number generator state, since training draws no random numbers.
+A checkpoint can be loaded into another number of ranks. Like a weight version it is written into a
+partial directory, `checkpoint.json` with checksums last, and gets its name by one rename. A LoRA
+run's checkpoint holds only the adapter and identifies its base model by a fingerprint. There is no
+random number generator state, because training draws no random numbers.
 
-A snapshot, from which a crashed run is restored, is one too: `snapshots` writes it.
+A snapshot, from which a crashed run is restored, has the same format. `snapshots` writes it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "checkpoint.json"
 _MOST_STATES = 3
-"""Tensors that an optimizer has for one parameter."""
+"""The most tensors that an optimizer has for one parameter."""
 
 
 class CheckpointRecord(BaseModel):
-    """`checkpoint.json`. `parameters` maps each to its whole shape. `optimizer` says whether there
-    is optimizer state: there is none before the first step. `base_model` and `base_fingerprint`
-    identify the base model of a LoRA run's adapter. `micro_batch_tokens` is the trainer's plan. A
-    restored trainer keeps to it, since larger micro-batches may have run out of memory."""
+    """`checkpoint.json`.
+
+    `parameters` maps each name to its whole shape. `optimizer`: there is optimizer state, which is
+    missing before the first step. `base_model` and `base_fingerprint` identify the base model of a
+    LoRA run's adapter. `micro_batch_tokens` is the trainer's plan. A restored trainer keeps it,
+    because larger micro-batches may have run out of memory.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,8 +91,10 @@ def partial_path(path: Path) -> Path:
 
 
 def prepare_save(path: Path, backend: TrainerBackend) -> None:
-    """Makes the partial directory, on rank 0, before the save is announced. Raises `NameTaken`,
-    `StorageFull` or `PublishFailed`."""
+    """Make the partial directory, on rank 0, before the save is announced.
+
+    Raises `NameTaken`, `StorageFull` or `PublishFailed`.
+    """
     needed = _bytes_needed(backend)
     what = f"checkpoint {path.name}"
     partial = partial_path(path)
@@ -105,8 +110,10 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
 
 
 def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
-    """Return what this very operation has written already, if it has: by a trainer that died
-    before it could say so. Raises `StorageFull` or `PublishFailed`."""
+    """Return the checkpoint that this operation has already written, if any.
+
+    Its trainer died before it could reply. Raises `StorageFull` or `PublishFailed`.
+    """
     path = Path(request.path)
     try:
         record = _read_record(path)
@@ -125,8 +132,10 @@ def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | N
 def save(
     request: trainer_pb2.SaveCheckpointRequest, trainer: RankTrainer
 ) -> CheckpointRecord | None:
-    """Writes this rank's part. Rank 0 commits and returns the record, or raises `StorageFull` or
-    `PublishFailed` with nothing left of the checkpoint."""
+    """Write this rank's part. Rank 0 commits and returns the record.
+
+    Or it raises `StorageFull` or `PublishFailed`, with nothing left of the checkpoint.
+    """
     path, control = Path(request.path), trainer.control
     partial, what = partial_path(path), f"checkpoint {path.name}"
     needed = _bytes_needed(trainer.backend)
@@ -153,8 +162,10 @@ def save(
 def write_shards(
     state: dict[str, Tensor], partial: Path, *, group: dist.ProcessGroup | None
 ) -> list[FileEntry]:
-    """Writes this rank's part of the state. Returns, on the first rank, the files of all ranks.
-    Raises `OSError` on all ranks if one cannot."""
+    """Write this rank's part of the state. Return, on the first rank, the files of all ranks.
+
+    Raises `OSError` on all ranks if one fails.
+    """
     writer = ShardWriter(partial, group=group)
     try:
         with _quiet():
@@ -168,7 +179,7 @@ def write_shards(
 def record_of(
     trainer: RankTrainer, state: Mapping[str, Tensor], header: common_pb2.OperationHeader
 ) -> CheckpointRecord:
-    """Return the record of the state as it is now, after the operation of `header`."""
+    """Return the record of the current state, after the operation of `header`."""
     backend = trainer.backend
     return CheckpointRecord(
         run_id=header.run_id,
@@ -186,7 +197,7 @@ def record_of(
 
 
 def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) -> CheckpointRecord:
-    """Add the files of all ranks to the record, write it, and give the checkpoint its name."""
+    """Add all ranks' files to the record, write it, and give the checkpoint its name."""
     partial = partial_path(path)
     record = record.model_copy(update={"files": sorted(files, key=lambda entry: entry.name)})
     write_synced(partial / RECORD_NAME, record.model_dump_json(indent=1).encode())
@@ -195,12 +206,11 @@ def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) 
 
 
 def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRecord:
-    """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or
-    `CheckpointMismatch` when it is of another model, of other layers than this run trains, or,
-    if `optimizer`, of another kind of optimizer.
+    """Verify a checkpoint before it is loaded.
 
-    The headers are read before the files. A file then has no more bytes than the state of the run
-    needs.
+    Raises `CheckpointDamaged`. Raises `CheckpointMismatch` for another model, other trained layers,
+    or, if `optimizer`, another kind of optimizer. The headers are read before the files, so no file
+    has more bytes than the run's state needs.
     """
     try:
         record = _read_record(path)
@@ -218,12 +228,13 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
 
 
 def verify(path: Path, trainer: RankTrainer) -> None:
-    """Reads this rank's share of the files. Rank 0 raises `CheckpointDamaged` if a rank finds one
-    that is not what was written."""
+    """Read this rank's share of the files. Rank 0 raises `CheckpointDamaged` if any rank finds a
+    damaged one.
+    """
     control, read = trainer.control, ByteCount()
 
     def block_read() -> None:
-        read.bytes += 1  # that there is progress counts, not how much
+        read.bytes += 1  # any progress counts, not its amount
 
     def compare() -> list[dict[str, str | int]]:
         for entry in _read_record(path).files[control.rank :: control.size]:
@@ -245,7 +256,7 @@ def verify(path: Path, trainer: RankTrainer) -> None:
 
 
 def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimizer: bool) -> None:
-    """Raises `CheckpointMismatch` that says what differs."""
+    """Raise `CheckpointMismatch` with the difference."""
     backend, base = trainer.backend, trainer.base
     theirs, ours = record.training, backend.training
     if _trained_by(theirs.lora) != _trained_by(ours.lora):
@@ -284,8 +295,10 @@ def _match_layout(
     *,
     optimizer: bool,
 ) -> None:
-    """Raises `CheckpointDamaged` unless the files hold the whole state of the record, and nothing
-    else. `_match` has compared the record with this run."""
+    """Raise `CheckpointDamaged` unless the files hold exactly the state of the record.
+
+    `_match` has already compared the record with this run.
+    """
     saved = {tensor: list(each.shape) for tensor, each in layout.items()}
     wanted = {f"model.{tensor}": shape for tensor, shape in record.parameters.items()}
     if optimizer and record.optimizer:
@@ -312,7 +325,7 @@ def _match_layout(
 
 
 def _trained_by(lora: LoraSpec | None) -> str:
-    """Says what a run trains, as far as a checkpoint must match it: the seed need not."""
+    """Describe the trained layers, as far as a checkpoint must match. The seed need not match."""
     if lora is None:
         return "all parameters"
     kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
@@ -324,11 +337,11 @@ def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
 
 
 def _read_record(path: Path) -> CheckpointRecord:
-    """Raises `OSError`, or `CheckpointDamaged` for what is no record of ours."""
+    """Raises `OSError`, or `CheckpointDamaged` for an invalid record."""
     try:
         record = CheckpointRecord.model_validate_json(read_record(path / RECORD_NAME))
         check_own_file(path, RECORD_NAME)
-    except ValueError as error:  # pydantic's is one
+    except ValueError as error:  # pydantic's error is one
         raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
     if len(_names(record)) < len(record.files):
         raise CheckpointDamaged(f"the record of checkpoint {path.name} names a file twice")
@@ -336,11 +349,10 @@ def _read_record(path: Path) -> CheckpointRecord:
 
 
 def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
-    """Loads this rank's part and sets the step counter. Gradients are dropped, and without
-    `optimizer` the optimizer starts afresh.
+    """Load this rank's part and set the step counter. Drop gradients.
 
-    Rank 0 has called `check`, so that only the disk can fail here; the weights are then neither
-    old nor new, and the error ends the worker.
+    Without `optimizer` the optimizer starts anew. Rank 0 has called `check`, so only the disk can
+    fail here. After such a failure the weights are partly loaded, and the error ends the worker.
     """
     backend, control = trainer.backend, trainer.control
     record = _read_record(path)
@@ -365,7 +377,7 @@ def _names(record: CheckpointRecord) -> set[str]:
 def state_of(
     backend: TrainerBackend, *, optimizer: bool = True, create: bool = False
 ) -> dict[str, Tensor]:
-    """The live tensors that a checkpoint consists of; `create` makes those of the optimizer."""
+    """The live tensors of a checkpoint. `create` makes missing optimizer state."""
     state = {f"model.{name}": tensor for name, tensor in backend.parameters().items()}
     if optimizer:
         moments = backend.optimizer.state(create=create)
@@ -375,7 +387,7 @@ def state_of(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's warning that there is no process group: one rank needs none."""
+    """Silence torch's warning about a missing process group, which one rank does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
