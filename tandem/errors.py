@@ -1,4 +1,4 @@
-"""The errors that Tandem reports to clients and between its processes.
+"""Errors that Tandem reports to clients and between its processes.
 
     TandemError
     ├── UserError (also a ValueError): the request is wrong, and fails again if repeated
@@ -69,11 +69,12 @@
         ├── SuspendFailed
         └── InternalError
 
-An error crosses a process boundary as (type, message), where `type` is the snake-case name of
-its class; `from_failure` turns the pair back into the class. The status (400 or 500 where the
-tree gives none) is the HTTP answer to a request that is refused at once. An accepted operation
-that fails is answered with 200 and `{"error", "category"}` instead, since the SDK retries 409,
-429 and 5xx for five minutes.
+An error crosses a process boundary as (type, message). `type` is the snake-case name of its class,
+and `from_failure` finds the class again. The status is the HTTP answer to a request that is refused
+at once, by default 400 or 500. A failed operation that was accepted gets 200 and `{"error",
+"category"}`, because the SDK repeats 409, 429 and 5xx for five minutes.
+
+To add an error, add its class here and its name to this tree.
 """
 
 from __future__ import annotations
@@ -90,21 +91,21 @@ Category = Literal["user", "server"]
 
 _MAX_CHARACTERS = 4000
 _SLASH = r"(?:\\{0,8}/|%(?:25){0,8}2[Ff])"
-"""Also escaped, as in JSON, and percent-encoded, as in an address, once or more often."""
+"""A slash, also escaped as in JSON or percent-encoded as in an address, once or several times."""
 _ROOTS = (
     r"\bfile:(?://[^\s/'\"`]{0,255})?/+",  # file:///srv, file://localhost/srv
     r"(?<=://)/+",  # https:///srv
     r"(?<=[^\s:/]/)/+",  # https://example.org//srv
     r"(?<![\w.~/\\%:-])(?:~[\w.-]*)?/+",  # /srv, //srv, ~/srv, ~ann/srv
-    r"(?<=:)(?:~[\w.-]*)?\\{0,8}/(?!/)",  # of a scheme's name a double slash follows
+    r"(?<=:)(?:~[\w.-]*)?\\{0,8}/(?!/)",  # a scheme's name is followed by two slashes
     r"(?<![\w.-])%(?:25){0,8}2[Ff]",
-    r"(?<=\\[nrt])/",  # a line of a text that is quoted
+    r"(?<=\\[nrt])/",  # a line of a quoted text
     r"(?<![\w.~/\\%-])\\{1,8}/",
 )
 _FOLDERS = re.compile(
     rf"(?:{'|'.join(_ROOTS)})"
-    # Names of up to three words; in quotes of any number. Each matches in one way only (`?>`,
-    # `++`): a text with many ways would stop its reader for years.
+    # Names of up to three words, or of any number in quotes. Each matches in one way only (`?>`,
+    # `++`), because a text with many ways would block its reader for years.
     rf"(?>[^\s/'\"`<>]{{1,255}}?(?: [\w.()+-]{{1,64}}){{0,2}}{_SLASH}++"
     r"(?![\s'\"`)\],;:]|$))++"
 )
@@ -120,25 +121,25 @@ def _snake(name: str) -> str:
 class TandemError(Exception):
     """An error that is reported to a client.
 
-    Literal example: `UnknownLoss("unknown loss 'pppo'; known: cispo, cross_entropy")`
-    has `type == "unknown_loss"`, `category == "user"` and `status == 400`.
+    Example: `UnknownLoss("unknown loss 'pppo'; known: cispo, cross_entropy")` has `type ==
+    "unknown_loss"`, `category == "user"` and `status == 400`.
     """
 
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "tandem_error"
     retry_after: float | None = None
-    """Seconds after which the same request may succeed; None where waiting does not help."""
+    """Seconds after which a repeated request may succeed, or None if waiting does not help."""
 
     def __init_subclass__(cls) -> None:
-        if "type" in cls.__dict__:  # a richer form of the error that it names, reported as that
+        if "type" in cls.__dict__:  # a subclass that is reported as its base
             return
         cls.type = _snake(cls.__name__)
         _BY_TYPE[cls.type] = cls
 
     @property
     def message(self) -> str:
-        """The sentence, truncated: it may quote what a client sent, which may be megabytes."""
+        """The sentence, truncated because it may quote megabytes from a client."""
         text = (str(self.args[0]) if self.args else "") or self.type
         return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
@@ -148,17 +149,15 @@ class TandemError(Exception):
         return {} if self.retry_after is None else {"retry_after_seconds": self.retry_after}
 
     def to_failure(self) -> common_pb2.Failure:
-        """Return the form in which a worker puts the error into its reply."""
         return common_pb2.Failure(type=self.type, message=self.message)
 
 
 _BY_TYPE: dict[str, type[TandemError]] = {}
-"""Every error class by its type, filled as the classes below are made."""
+"""Error classes by type, filled by `__init_subclass__`."""
 
 
 def from_failure(failure: common_pb2.Failure) -> TandemError:
-    """Return the error that a worker put into its reply. A fault of the platform names no paths of
-    the machine; a user's mistake may quote what the user sent."""
+    """Return the error in a worker's reply. Server errors lose the machine's paths."""
     error = from_type(failure.type, failure.message)
     if error.category == "user":
         return error
@@ -166,12 +165,12 @@ def from_failure(failure: common_pb2.Failure) -> TandemError:
 
 
 def from_type(type_: str, message: str) -> TandemError:
-    """Return the error of a (type, message) pair; an unknown type becomes `InternalError`."""
+    """Return the error of a (type, message) pair. An unknown type becomes `InternalError`."""
     return _BY_TYPE.get(type_, InternalError)(message)
 
 
 def unusable_directory(data_dir: Path, error: OSError) -> InvalidRequest:
-    """Return the error for a data directory in which something could not be made or opened."""
+    """Return the error for a file that could not be made or opened in the data directory."""
     in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
     reason = "there is a file in the place of a directory" if in_the_way else error.strerror
     return InvalidRequest(
@@ -181,27 +180,25 @@ def unusable_directory(data_dir: Path, error: OSError) -> InvalidRequest:
 
 
 def without_paths(text: str) -> str:
-    """Return the sentence of a library, a worker or the system with absolute paths cut to their
-    last part, for clients, whom the folders of this machine do not concern. A path may be in an
-    address: libraries take the folder of a model for its name on a hub.
+    """Cut absolute paths in a message to their last part, for clients.
 
-    Literal example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
+    Paths in addresses are cut too, because libraries take a model's folder for its name on a hub.
+    Example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
     """
     return _FOLDERS.sub("", _QUOTED.sub("", text))
 
 
 def describe(error: BaseException, *, typed: bool = False) -> str:
-    """Return the sentence of an error of any library, for people. An error without a sentence is
-    shown by its type and its cause. `typed` puts the type before a sentence, too. A cancellation is
-    no cause: a timeout cancels what it ends.
+    """Return the sentence of any library's error, for people.
 
-    Literal example: `AssertionError()` raised from `KeyError("rank")` gives
-    `AssertionError, caused by KeyError: 'rank'`.
+    An error without a sentence is shown by its type and cause. `typed` always shows the type. A
+    cancellation is no cause, because a timeout cancels its task. Example: `AssertionError()` raised
+    from `KeyError("rank")` gives `AssertionError, caused by KeyError: 'rank'`.
     """
     name = type(error).__name__
     text = error.message if isinstance(error, TandemError) else str(error).strip()
     if text:
-        bare = isinstance(error, KeyError)  # its text is the key alone
+        bare = isinstance(error, KeyError)  # its text is only the key
         return f"{name}: {text}" if typed or bare else text
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None or isinstance(cause, asyncio.CancelledError):
@@ -213,20 +210,23 @@ def describe(error: BaseException, *, typed: bool = False) -> str:
 
 
 class UserError(TandemError, ValueError):
-    """The request is wrong, and fails again if repeated."""
+    """The request is wrong, and fails again if repeated.
+
+    An `Unknown…` error also stands for an object that the caller may not see.
+    """
 
     category: ClassVar[Category] = "user"
     status: ClassVar[int] = 400
 
 
 class Unauthenticated(UserError):
-    """The request carries no valid key or token."""
+    """The request has no valid key or token."""
 
     status = 401
 
 
 class TokenRefused(Unauthenticated):
-    """A token that has expired or was not signed here; the SDK then requests a new one."""
+    """The token has expired or was signed elsewhere. The SDK then requests a new one."""
 
 
 class PermissionDenied(UserError):
@@ -236,55 +236,39 @@ class PermissionDenied(UserError):
 
 
 class UnknownModel(UserError):
-    """There is no base model of this name."""
-
     status = 404
 
 
 class UnknownSession(UserError):
-    """There is no session of this id that the caller may see."""
-
     status = 404
 
 
 class UnknownRun(UserError):
-    """There is no training run of this id that the caller may see."""
-
     status = 404
 
 
 class UnknownSampler(UserError):
-    """There is no sampling session of this id that the caller may see."""
-
     status = 404
 
 
 class UnknownWeights(UserError):
-    """There is no checkpoint of this path that the caller may see."""
-
     status = 404
 
 
 class UnknownRequest(UserError):
-    """There is no request of this id that the caller may see."""
-
     status = 404
 
 
 class UnknownKey(UserError):
-    """There is no API key of this id."""
-
     status = 404
 
 
 class UnknownGroup(UserError):
-    """There is no device group of this name."""
-
     status = 404
 
 
 class AddressForged(UserError):
-    """A download address that was not signed here, or was altered."""
+    """A download address that was altered or not signed here."""
 
     status = 403
 
@@ -302,7 +286,7 @@ class SessionFinished(UserError):
 
 
 class PayloadTooLarge(UserError):
-    """The body, decompressed, has more bytes than allowed."""
+    """The decompressed body has too many bytes."""
 
     status = 413
 
@@ -310,7 +294,7 @@ class PayloadTooLarge(UserError):
 class LimitExceeded(UserError):
     """An owner has reached a limit, and waiting does not help.
 
-    Literal example: `limit="runs", value=64, used=64`. Sizes in bytes.
+    Example: `limit="runs", value=64, used=64`. Sizes are in bytes.
     """
 
     status = 403
@@ -323,7 +307,7 @@ class LimitExceeded(UserError):
 
     @property
     def details(self) -> Mapping[str, object]:
-        if not self.limit:  # read back from the journal, which keeps the sentence alone
+        if not self.limit:  # read from the journal, which keeps only the sentence
             return {}
         return {"limit": self.limit, "limit_value": self.value, "used": self.used}
 
@@ -333,57 +317,55 @@ class InvalidRequest(UserError):
 
 
 class MalformedPayload(InvalidRequest):
-    """The body is not what its content type says."""
+    """The body does not match its content type."""
 
 
 class SdkTooOld(InvalidRequest):
-    """The client speaks a protocol that is no longer served, and has to be upgraded."""
+    """The client's protocol is no longer served."""
 
 
 class UnsupportedInput(InvalidRequest):
-    """A well-formed input of a kind that this server does not support, such as an image."""
+    """A well-formed input of an unsupported kind, such as an image."""
 
 
 class StructuredOutputInvalid(InvalidRequest):
-    """A regex, JSON schema or choice for samples that is invalid, too large, or that the model's
-    tokens cannot express."""
+    """A grammar that is invalid, too large, or impossible with the model's tokens."""
 
 
 class UnsuitableLora(InvalidRequest):
-    """A LoRA configuration whose rank or layers the model does not support."""
+    """A LoRA rank or choice of layers that the model does not support."""
 
 
 class UnsupportedByBackend(InvalidRequest):
-    """The run's trainer backend cannot do what is asked of it."""
+    """The run's trainer backend does not support the request."""
 
 
 class CheckpointMismatch(InvalidRequest):
-    """A checkpoint of another model, or of a run that trains something else."""
+    """A checkpoint of another model, or of other trained parameters."""
 
 
 class CustomLossInvalid(InvalidRequest):
-    """A traced loss that is malformed or uses an operation that is not allowed."""
+    """A traced loss that is malformed or uses a forbidden operation."""
 
 
 class UnknownSchema(UserError):
-    """The database has a schema that this release cannot migrate."""
+    """This release cannot migrate the database's schema."""
 
 
 class UnknownSetting(UserError):
-    """An environment variable that begins with TANDEM_ has no known name. A process that meets one
-    ends with status 2."""
+    """A TANDEM_ variable has an unknown name. Processes end with status 2."""
 
 
 class EmptyBatch(UserError):
-    """No datum, or a datum without a token."""
+    """The batch has no datum, or a datum without tokens."""
 
 
 class TokenOutOfVocabulary(UserError):
-    """A token id that the model's vocabulary does not have."""
+    """A token id is outside the model's vocabulary."""
 
 
 class SequenceTooLong(UserError):
-    """A sequence longer than the model's maximum."""
+    """A sequence exceeds the model's maximum."""
 
 
 class LossInputMissing(UserError):
@@ -391,27 +373,27 @@ class LossInputMissing(UserError):
 
 
 class LossInputShape(UserError):
-    """An input of the loss has the wrong shape or type."""
+    """A loss input has the wrong shape or type."""
 
 
 class LossInputNotFinite(UserError):
-    """An input of the loss holds NaN or infinity."""
+    """A loss input holds NaN or infinity."""
 
 
 class UnknownLoss(UserError):
-    """There is no loss of this name."""
+    """No loss has this name."""
 
 
 class UnknownLossSetting(UserError):
-    """The loss has no setting of this name, or not this value."""
+    """The loss has no setting of this name, or refuses its value."""
 
 
 class CustomLossFailed(UserError):
-    """A custom loss could not be computed on the datums that it was given."""
+    """A custom loss could not be computed on the given datums."""
 
 
 class OptimizerSetting(UserError):
-    """A setting of the optimizer is out of its range."""
+    """An optimizer setting is out of its range."""
 
 
 class NoGradients(UserError):
@@ -423,11 +405,11 @@ class GradientsIncomplete(UserError):
 
 
 class NameTaken(UserError):
-    """A checkpoint or model of this name exists. (Not 409: the SDK would retry.)"""
+    """A checkpoint or model of this name exists. (Not 409: the SDK would repeat it.)"""
 
 
 class NoRoom(UserError):
-    """The device groups have no room for what is asked for now. (Not 409: the SDK would retry.)"""
+    """The device groups have no room now. (Not 409: the SDK would repeat it.)"""
 
 
 class SampleCancelled(UserError):
@@ -435,12 +417,12 @@ class SampleCancelled(UserError):
 
 
 class SequenceGap(UserError):
-    """An operation waited too long for one with a smaller seq_id."""
+    """An operation waited too long for a smaller seq_id."""
 
 
 class SequenceTaken(UserError):
-    """The run or the sampling session has another request with this seq_id. (Not 409: the SDK
-    would retry.)"""
+    """Another request of the run or sampling session has this seq_id. (Not 409: the SDK would
+    repeat it.)"""
 
 
 # --- The request is valid, but was not carried out ---------------------------------------
@@ -453,7 +435,7 @@ class ServerError(TandemError):
 
 
 class WorkerStartFailed(ServerError):
-    """A worker, or the gateway itself, could not be started."""
+    """A worker or the gateway could not be started."""
 
 
 class WorkerCrashed(WorkerStartFailed):
@@ -461,8 +443,7 @@ class WorkerCrashed(WorkerStartFailed):
 
 
 class WorkerDied(ServerError):
-    """The worker that carried out the request has ended. `defect`: by an error in a program, which
-    comes again when the request is repeated."""
+    """The request's worker has ended. With `defect`, a program error ended it and will recur."""
 
     def __init__(self, message: str, *, defect: bool = False) -> None:
         super().__init__(message)
@@ -470,8 +451,7 @@ class WorkerDied(ServerError):
 
 
 class WorkerMayRun(ServerError):
-    """It is not known whether a worker is gone: whoever could say so does not answer, or says that
-    something of it is left."""
+    """A worker may still run: its host does not answer, or found a part of it."""
 
 
 class OperationTimedOut(ServerError):
@@ -479,7 +459,7 @@ class OperationTimedOut(ServerError):
 
 
 class OutOfMemory(ServerError):
-    """A batch needs more memory than a trainer has. `tokens` of a micro-batch were too many."""
+    """A batch exceeds a trainer's memory. `tokens` is the size of the failed micro-batch."""
 
     def __init__(self, message: str, *, tokens: int = 0) -> None:
         super().__init__(message)
@@ -491,21 +471,21 @@ class GatewayRestarted(ServerError):
 
 
 class GatewaySuperseded(ServerError):
-    """Another gateway has taken over from this one, whose calls workers refuse."""
+    """Another gateway has replaced this one. Workers refuse its calls."""
 
     status = 503
     retry_after = 1.0
 
 
 class StandingBy(ServerError):
-    """Another gateway serves now; this one waits to take over."""
+    """Another gateway serves. This one waits to take over."""
 
     status = 503
     retry_after = 1.0
 
 
 class StorageFailed(ServerError):
-    """The database or the disk refuses to be read or written, and nothing was changed."""
+    """The database or disk cannot be read or written. Nothing was changed."""
 
     status = 503
     retry_after = 5.0
@@ -522,7 +502,7 @@ class PublishFailed(ServerError):
 
 
 class LoadFailed(ServerError):
-    """A weight version could not be loaded; the engine goes on serving the one before."""
+    """A weight version could not be loaded. The engine serves the previous one."""
 
 
 class CheckpointDamaged(ServerError):
@@ -530,14 +510,14 @@ class CheckpointDamaged(ServerError):
 
 
 class GradientsNotFinite(ServerError):
-    """The gradients hold NaN or infinity; the step was not taken."""
+    """The gradients hold NaN or infinity. The step was not taken."""
 
 
 class Overloaded(ServerError):
     """A queue or another limit is full for now.
 
-    `retry_after` in seconds; `position` in the queue that the request would have had (0: no queue
-    is involved).
+    `retry_after` is in seconds. `position` is the request's place in the queue, or 0 without a
+    queue.
     """
 
     status = 429
@@ -561,22 +541,22 @@ class Overloaded(ServerError):
 
 
 class RequestTimedOut(ServerError):
-    """The body of a request did not arrive in time. The SDK sends such a request again."""
+    """A request's body did not arrive in time. The SDK repeats the request."""
 
     status = 408
 
 
 class IllegalTransition(ServerError):
-    """A state machine was asked for a move that its state does not allow."""
+    """A state machine's state does not allow the requested move."""
 
 
 class CannotSleep(ServerError):
-    """A worker cannot move its state off its devices by itself: its host may be able to."""
+    """A worker cannot move its state off its devices. Its host may be able to."""
 
 
 class SuspendFailed(ServerError):
-    """The host could not suspend a worker's processes, or not resume them."""
+    """The host could not suspend or resume a worker's processes."""
 
 
 class InternalError(ServerError):
-    """A defect: details are in the log of the gateway or the worker."""
+    """A defect. Details are in the log of the gateway or the worker."""

@@ -1,6 +1,6 @@
-"""A gateway and its agent as child processes: start them, again when they end, and stop them.
+"""A gateway and its agent as supervised child processes.
 
-`tandem up`, `tandem demo`, the tests and the benchmarks start the stack through this module.
+`tandem up`, `tandem demo`, the tests and the benchmarks start Tandem with this module.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from tandem.settings.gateway import GatewaySettings
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
-"""Begins the line of standard error with which a gateway says why it does not start."""
+"""Begins the line of standard error with which a gateway explains a failed start."""
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
-"""For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
+"""The time for the end of each process, in addition to TANDEM_STOP_TIMEOUT. Then it is killed."""
 _MOST_ENDS = 5
 
 
 class Endpoint(BaseModel):
-    """Where a gateway listens: the content of `DATA/gateway.json` (mode 0600). `born` tells its
-    process from another one with its `pid`."""
+    """A gateway's address and key: the content of `DATA/gateway.json` (mode 0600).
+
+    `born` identifies the process, because a `pid` can be used again.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,15 +51,17 @@ class Endpoint(BaseModel):
     api_key: str = Field(repr=False)
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
-        """Return a client of the gateway's own API that sends the key."""
+        """Return a client of Tandem's API that sends the key."""
         return http_client(
             f"{self.url}/api/tandem/v1/", headers={"X-API-Key": self.api_key}, timeout=timeout
         )
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """Return the endpoint that a gateway has announced in this data directory, if that one runs,
-    and here: in another host or container, it has a loopback of its own."""
+    """Return the endpoint of the running gateway of this data directory, or None.
+
+    A gateway in another host or container does not count, because its loopback is unreachable.
+    """
     private = Path(os.environ.get("TANDEM_PRIVATE_DIR") or data_dir)
     try:
         endpoint = Endpoint.model_validate_json((private / ENDPOINT_NAME).read_bytes())
@@ -67,13 +71,13 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
 
 
 class Stack:
-    """A gateway, and the agent that starts its workers, which live as long as this context manager.
+    """A gateway and an agent that live as long as this context manager.
 
     `settings` are `TANDEM_*` variables without the prefix, in lower case:
-    `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`. Each of the two
-    is started again when it ends, the gateway on the port that it had; `tell` is given a sentence
-    then. One that ends again and again ends the stack. Both end with this process, however that
-    ends. `say` is given what is waited for while they are stopped.
+    `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`. A process that
+    ends is started again, the gateway on its old port, and `tell` gets a sentence. Repeated ends
+    stop the stack. Both processes end with this one in any case. `say` reports progress during the
+    stop.
     """
 
     def __init__(
@@ -113,8 +117,8 @@ class Stack:
         self._at_once = threading.Event()
         self._over = threading.Event()
         self._fault: Exception | None = None
-        # The kernel ends agent and gateway with the thread that started them, and this is the one
-        # that does so whenever they are to be started.
+        # The kernel ends agent and gateway with the thread that started them. So one thread starts
+        # them.
         self._thread = threading.Thread(target=self._run, name="stack", daemon=True)
 
     @property
@@ -124,7 +128,7 @@ class Stack:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The gateway's process: another one after each time that it was started again."""
+        """The gateway's current process. It changes with each restart."""
         assert self._gateway.process is not None, "the stack is not started"
         return self._gateway.process
 
@@ -138,11 +142,11 @@ class Stack:
         return self._gateway.log_path
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
-        """Return a client of the gateway's own API that sends the key."""
+        """Return a client of Tandem's API that sends the key."""
         return self.endpoint.client(timeout=timeout)
 
     def add_model(self, *, name: str, path: Path) -> None:
-        """Register a base model with the gateway."""
+        """Register a base model with the gateway. Raises `ValueError`."""
         with self.client() as client:
             answer = client.post("models", json={"name": name, "path": str(path.resolve())})
             if answer.is_error:
@@ -180,14 +184,16 @@ class Stack:
         self.stop()
 
     def wait(self) -> None:
-        """Block until the stack has ended by itself, and raise the `ServerError` that says why."""
+        """Block until the stack ends by itself. Raises the `ServerError` that ended it."""
         self._over.wait()
         if self._fault is not None:
             raise self._fault
 
     def stop(self) -> None:
-        """Stop the gateway, which saves its runs and stops its workers, and then the agent; when
-        interrupted, kill them. Idempotent."""
+        """Stop the gateway, which saves its runs and stops its workers, and then the agent.
+
+        An interrupt kills them. Idempotent.
+        """
         self._stopping.set()
         try:
             self._thread.join()
@@ -210,7 +216,7 @@ class Stack:
 
     def _end(self) -> None:
         try:
-            # A gateway that does not answer yet has no clients. SIGTERM would leave its workers.
+            # A gateway that never answered has no clients. SIGTERM would leave its workers running.
             if self._answers():
                 most = _seconds("stop_timeout", self._gateway.environment) + _STOP_SECONDS
                 self._gateway.stop(signal.SIGINT, most, at_once=self._at_once, say=self._say)
@@ -221,8 +227,8 @@ class Stack:
             self._agent.close()
 
     def _supervise(self) -> None:
-        """Start both, and whichever ends, until told to stop. Raises `TandemError` when that is of
-        no use."""
+        """Start both processes, and restart an ended one, until `stop`. Raises `TandemError` if
+        that is hopeless."""
         self._agent.start()
         self._gateway.start()
         while not self._stopping.wait(_POLL_SECONDS):
@@ -256,7 +262,7 @@ class Stack:
         self._tell(f"the {ended.name} ended by itself and is started again: {why}")
 
     def _answers(self) -> bool:
-        """Return whether the gateway that runs has answered."""
+        """Return whether the current gateway process has answered."""
         process = self._gateway.process
         return (
             process is not None and self._endpoint is not None and self._endpoint.pid == process.pid
@@ -279,12 +285,13 @@ class Stack:
 
 
 def _to_whoever_listens(tell: Callable[[str], None], sentence: str) -> None:
-    with suppress(OSError, SystemExit):  # with which rich answers that the reader has gone
+    with suppress(OSError, SystemExit):  # rich raises SystemExit if the reader has gone
         tell(sentence)
 
 
 def _seconds(setting: str, environment: Mapping[str, str]) -> float:
-    """Return a setting of the gateway; its default if it is wrong: the gateway says so."""
+    """Return a gateway setting in seconds, or its default if it is invalid. The gateway reports the
+    error."""
     default: float = GatewaySettings.model_fields[setting].default
     try:
         value = float(environment.get(f"TANDEM_{setting.upper()}", default))

@@ -1,8 +1,8 @@
-"""Structured logs and metrics, alike in the gateway, the trainer and the sampler.
+"""Structured logs and metrics for gateway, trainer and sampler.
 
-A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …,
-"service": "trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics carry the
-prefix `tandem_`, base units and no label whose values are unbounded.
+A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …, "service":
+"trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics have the prefix `tandem_`,
+base units, and only labels with a bounded set of values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _CREDENTIAL = re.compile(
 
 
 def without_credentials(text: str) -> str:
-    """Return the text without what looks like a key or a token.
-
-    People put them into the wrong places, such as a path, from where they must not reach logs.
-    """
+    """Replace text that looks like a key or token, because people put them into paths and names."""
     return _CREDENTIAL.sub("(credential)", text)
 
 
@@ -40,9 +37,11 @@ def _dumps(value: object, **_: object) -> str:
 
 
 def append_line(fd: int, line: bytes) -> None:
-    """Append a line, which ends with a newline, to an open file that other processes append to as
-    well. It begins on a line of its own: also after a line that a full disk or a killed writer has
-    cut. Raises `OSError`, after which a part of it may be there."""
+    """Append a line, with its newline, to an open file with several writers.
+
+    It starts a new line, even after a line that a full disk or a killed writer cut. Raises
+    `OSError`, after which a part may be written.
+    """
     os.write(fd, b"\n" + line if _ends_within_a_line(fd) else line)
 
 
@@ -51,7 +50,7 @@ def _ends_within_a_line(fd: int) -> bool:
     if not stat.S_ISREG(about.st_mode) or not about.st_size:
         return False
     with suppress(OSError):  # not Linux, or not allowed
-        # The descriptor is one to write, and the file may have no name any more.
+        # The descriptor is write-only, and the file may have lost its name.
         reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         try:
             return os.pread(reader, 1, about.st_size - 1) not in (b"\n", b"")
@@ -61,18 +60,18 @@ def _ends_within_a_line(fd: int) -> bool:
 
 
 class _LossyStream:
-    """Drops what cannot be written: a full disk costs log lines, not operations."""
+    """Drops output that cannot be written: a full disk costs log lines, not operations."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._fd: int | None = None
-        with suppress(OSError, AttributeError):  # in memory, or another object that writes
+        with suppress(OSError, AttributeError):  # an in-memory stream
             self._fd = stream.fileno()
 
     def write(self, text: str) -> int:
-        with suppress(OSError):  # there is nowhere left to report it
+        with suppress(OSError):  # no place left to report it
             if self._fd is not None:
-                # Not through the stream: its buffer would keep the rest of a line for later.
+                # Not through the stream, whose buffer would keep the rest of a line.
                 append_line(self._fd, text.encode(errors="backslashreplace"))
             else:
                 self._stream.write(text)
@@ -84,8 +83,11 @@ class _LossyStream:
 
 
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send our logs, and the warnings and errors of libraries, to `stream` as JSON lines; in a
-    container with the version of its image, since workers may have another one than the gateway."""
+    """Send our logs, and libraries' warnings and errors, to `stream` as JSON lines.
+
+    In a container, lines name the image's version, because workers may run another image than the
+    gateway.
+    """
     stream = cast(TextIO, _LossyStream(stream if stream is not None else sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[structlog.typing.Processor] = [
@@ -122,12 +124,12 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
 
 
 def get_log(**bound: object) -> Log:
-    """Return a logger whose lines carry the given ids."""
+    """Return a logger with the given ids in its lines."""
     return cast(Log, structlog.get_logger(**bound))
 
 
 @contextmanager
 def log_context(**values: object) -> Iterator[None]:
-    """Add ids to every log line written inside."""
+    """Add ids to every log line of the block."""
     with structlog.contextvars.bound_contextvars(**values):
         yield

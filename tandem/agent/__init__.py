@@ -1,16 +1,20 @@
-"""The agent: the process on a host that starts workers, so that they do not end with the gateway.
+"""The agent: the process on a host that starts workers and outlives the gateway.
 
-`worker_process` supervises one worker, and `launcher` starts and stops them, out of a `pool` of
-processes that were started ahead; `service` takes what a gateway asks for
-(`protos/tandem/v1/agent.proto`), over a Unix socket in the data directory (`address`). A
-`suspender` moves workers that cannot sleep by themselves off their devices. `process_groups` are in
-a file, for the agent that comes after this one. `host` describes the cores, memory and accelerators
-of a host; `process_birth` tells processes with one number apart; `environment` lists the variables
-that workers inherit; a `supervised_process` is the agent or the gateway of a stack.
+- `service`: the gRPC service (`protos/tandem/v1/agent.proto`), on a Unix socket in the data
+  directory (`address`) or for other hosts.
+- `launcher`: starts and stops workers, partly from a `pool` of processes started in advance.
+  `worker_process` supervises one worker.
+- `suspender`: moves workers that cannot sleep off their devices.
+- `process_groups`: lists the workers' process groups in a file, for the next agent. `process_birth`
+  identifies processes with equal numbers. `scratch` removes temporary files.
+- `host`: describes cores, memory and accelerators. `environment`: the variables that workers
+  inherit.
+- `supervised_process`: the agent or gateway of a stack. `check`: the health check of a container.
 
-The stack runs one beside its gateway; by hand it is `tandem agent`. It imports neither torch nor
-vLLM nor a web framework, and holds every worker's lifeline: whatever ends it ends its workers.
+A stack runs an agent beside its gateway. `tandem agent` starts one by hand. The agent imports no
+torch, vLLM or web framework. It holds every worker's lifeline, so its end ends its workers. To add
+a call, extend the proto file, `AgentServicer` and `ProcessLauncher`.
 """
 
 SENTENCE = "tandem agent: "
-"""Begins the line of standard error with which an agent says why it does not start."""
+"""Begins the line of standard error with which an agent explains a failed start."""

@@ -1,12 +1,14 @@
-"""`python -m tandem.agent --data-dir DATA`: the agent in the foreground, on a socket of the data
-directory; with `--listen HOST:PORT` and what comes with it for the gateway of another host."""
+"""Runs the agent in the foreground: `python -m tandem.agent --data-dir DATA`.
+
+`--listen HOST:PORT` and its companions serve the gateway of another host.
+"""
 
 from __future__ import annotations
 
 import os
 
-# Both are read when grpc is imported. Workers are started by fork, and gRPC's handlers for a child
-# that goes on with it start threads there; a child that becomes another program needs none.
+# grpc reads both at its import. Workers are forked and then executed, so gRPC's fork handlers,
+# which start threads, are not needed.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 

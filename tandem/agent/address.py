@@ -1,4 +1,4 @@
-"""Where the agent of a data directory is called: at a Unix socket in it."""
+"""The agent's address: a Unix socket in its data directory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 
 _LONGEST_SOCKET_PATH = 100
-"""Bytes. The kernel takes 107, and 103 outside Linux."""
+"""In bytes. The kernel's limit is 107, and 103 outside Linux."""
 
 
 def agent_address(data_dir: Path) -> str:
     """Return the gRPC address of the data directory's agent.
 
-    The path of a socket must be short. That of a long directory goes through a descriptor of it,
-    which stays open for the life of the process.
+    A socket's path must be short. A long directory is reached through a descriptor that stays open.
     """
     path = socket_path(data_dir.absolute())
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:

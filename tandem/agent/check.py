@@ -1,6 +1,6 @@
-"""`python -m tandem.agent.check DATA`: exit status 0 if the agent of a data directory answers.
+"""Checks an agent: `python -m tandem.agent.check DATA` exits with status 0 if it answers.
 
-For the health check of its container, which calls it every few seconds: so it imports little.
+A container's health check runs it every few seconds, so it imports little.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECONDS = 4.0
 
 
 def answers(data_dir: Path) -> bool:
-    """Return whether the agent tells in time what runs."""
+    """Return whether the agent lists its workers in time."""
     with grpc.insecure_channel(agent_address(data_dir), options=_NO_PROXY) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:

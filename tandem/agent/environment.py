@@ -1,9 +1,8 @@
-"""The environment variables that an agent and its workers inherit: a list of those that they need.
+"""The environment variables that an agent and its workers inherit.
 
-Whoever starts `tandem up` may have passwords and tokens of other programs in the environment. A
-list of the names to leave out would miss some, so this is a list of the names to keep. A variable
-on it is left out all the same if its name is that of a secret, such as HF_TOKEN, or its value is an
-address with a password, as HF_ENDPOINT may be.
+The environment of `tandem up` may hold passwords and tokens of other programs. A list of excluded
+names would miss some, so this is a list of kept names. A kept variable is still dropped if its name
+is a secret's, such as HF_TOKEN, or if its value is an address with a password.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s]*@")
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that agents and workers inherit."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,7 +1,4 @@
-"""What a host has that workers can run on: cores, memory, and the accelerators that NVML knows.
-
-A start says which of them it found, and how many ranks trainers have there.
-"""
+"""A host's cores, memory and NVIDIA devices (by NVML), and the default number of trainer ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An NVIDIA device; its `index` is that of nvidia-smi."""
+    """An NVIDIA device. `index` is nvidia-smi's."""
 
     index: int
     uuid: str
@@ -41,9 +38,11 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Host:
-    """`cores` are the numbers of those that this process may run on; `memory_bytes` is what it may
-    use, which is less than the machine has where a container bounds it. `backends` are the
-    `known_backends` of trainers; none: nobody said."""
+    """A host and its limits.
+
+    `cores` are the numbers of this process's cores. `memory_bytes` respects the limit of a
+    container. `backends` are the `known_backends` of trainers, empty if unknown.
+    """
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -63,9 +62,11 @@ def this_host() -> Host:
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    """Return the NVIDIA devices that this process may use; none where there is no driver. One that
-    does not answer, such as after a fault, is left out. Raises `InvalidRequest` for one that is
-    divided into MIG instances, and for an ambiguous name in CUDA_VISIBLE_DEVICES."""
+    """Return the NVIDIA devices of this process, none without a driver.
+
+    A device that does not answer is left out. Raises `InvalidRequest` for a device divided into MIG
+    instances, and for an ambiguous name in CUDA_VISIBLE_DEVICES.
+    """
     try:
         import pynvml
     except ImportError:
@@ -87,7 +88,7 @@ def accelerators() -> tuple[Accelerator, ...]:
                         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
                     )
                 )
-                with suppress(pynvml.NVMLError):  # a device that has no MIG
+                with suppress(pynvml.NVMLError):  # a device without MIG
                     if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
                         divided.add(index)
     finally:
@@ -103,8 +104,10 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 
 def accelerator_named(name: str, found: Sequence[Accelerator]) -> Accelerator | None:
-    """Return the device with this index, or whose UUID begins so, as CUDA reads it. Raises
-    `InvalidRequest` for the beginning of several UUIDs."""
+    """Return the device with this index or UUID prefix, as CUDA reads it.
+
+    Raises `InvalidRequest` if several UUIDs match.
+    """
     if name.isdecimal():
         return next((each for each in found if each.index == int(name)), None)
     if whole := [each for each in found if each.uuid == name]:
@@ -119,8 +122,10 @@ def accelerator_named(name: str, found: Sequence[Accelerator]) -> Accelerator | 
 
 
 def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerator, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES leaves: all if it is not set (None). CUDA reads
-    it up to the first name that it does not know."""
+    """Return the devices in CUDA_VISIBLE_DEVICES, or all if it is unset (None).
+
+    CUDA stops reading at the first unknown name.
+    """
     if names is None:
         return tuple(found)
     visible = set[int]()
@@ -134,7 +139,7 @@ def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerat
 
 
 def free_memory_bytes() -> int:
-    """Return what of the host's memory can be had now, also within the bound of a container."""
+    """Return the free memory of the host, within the limit of a container."""
     bounds = [int(psutil.virtual_memory().available)]
     with suppress(OSError, ValueError, KeyError):  # no such cgroup, or "max"
         limit = int((_CGROUP / "memory.max").read_text())
@@ -146,7 +151,7 @@ def free_memory_bytes() -> int:
 
 
 def driver_version() -> str:
-    """Return that of NVIDIA's driver, such as "570.86.10"; "" where there is none."""
+    """Return the version of NVIDIA's driver, such as "570.86.10", or ""."""
     try:
         import pynvml
     except ImportError:
@@ -162,8 +167,7 @@ def driver_version() -> str:
 
 
 def usual_ranks(settings: GatewaySettings, host: Host) -> int:
-    """Return how many ranks the demo's trainer has: those of TANDEM_TRAINER_RANKS, else one on a
-    GPU and two on cores."""
+    """Return the ranks of the demo's trainer: TANDEM_TRAINER_RANKS, else one on a GPU, else two."""
     if "ranks" in settings.trainer.model_fields_set:
         return settings.trainer.ranks
     if _on_gpus(settings, host):
@@ -173,10 +177,10 @@ def usual_ranks(settings: GatewaySettings, host: Host) -> int:
 
 
 def describe_found(settings: GatewaySettings, host: Host, *, ranks: int) -> str:
-    """Return what trainers run on, for a person.
+    """Return the devices of trainers, in words.
 
-    Literal examples: "found one NVIDIA H200 (140 GiB): trainers run 1 rank", "no GPU: trainers run
-    2 ranks on 2 cores".
+    Examples: "found one NVIDIA H200 (140 GiB): trainers run 1 rank", "no GPU: trainers run 2 ranks
+    on 2 cores".
     """
     kinds = Counter((each.name, each.memory_bytes // _GIB) for each in host.accelerators)
     devices = " and ".join(
@@ -210,7 +214,6 @@ def _memory_bytes() -> int:
 
 
 def _on_gpus(settings: GatewaySettings, host: Host) -> bool:
-    """Return whether trainers compute on GPUs."""
     if settings.groups:
         devices = [each for g in settings.groups if "trainer" in g.roles for each in g.devices]
         return any(each.startswith("cuda:") for each in devices)

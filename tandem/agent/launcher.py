@@ -1,5 +1,8 @@
-"""`ProcessLauncher` starts workers as processes on this machine, each the leader of its own session
-and process group, and speaks the handshake of `tandem.protocol.worker` with them over pipes."""
+"""`ProcessLauncher` starts workers as processes on this machine.
+
+Each worker leads its own session and process group. The handshake of `tandem.protocol.worker` goes
+over pipes.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +46,18 @@ from tandem.telemetry import append_line, get_log
 
 _LOOK_SECONDS = 1.0
 _REMEMBERED = 256
-"""Exits that are told to a watcher that comes later, and workers that start no more."""
+"""The number of exits kept for later watchers, and of stopped ids that must not start."""
 _PRELOADED_BACKEND: str = TrainerSettings.model_fields["backend"].default
 
 
 @dataclass(eq=False, kw_only=True)
 class ProcessLauncher:
-    """Implements the gateway's `Launcher`, and does what the agent is asked for. It knows what is
-    left of its workers.
+    """Implements the gateway's `Launcher` for the agent. It tracks the leftovers of its workers.
 
-    `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
-    `logs/WORKER.log`, by default in the data directory. `pool`: how many processes to keep started
-    for the next workers. `suspender` suspends those that cannot sleep by themselves. `advertised`
-    is the name of this host for others, by which those workers are reached that listen to them.
+    `command` returns the program for a kind of worker, without `--report-fd N`. Output goes to
+    `logs/WORKER.log`, by default in the data directory. `pool` is the number of processes to start
+    in advance. `suspender` suspends workers that cannot sleep. `advertised` is this host's name for
+    other hosts.
     """
 
     data_dir: Path
@@ -100,11 +102,11 @@ class ProcessLauncher:
                 raise WorkerStartFailed(
                     f"the {spec.kind} could not be started: {without_paths(describe(error))}"
                 ) from error
-            self._workers[spec.worker_id] = worker  # `stop` finds it from here on
+            self._workers[spec.worker_id] = worker  # from here on `stop` finds it
             worker.ended.add_done_callback(lambda _: self._note_end(worker))
         try:
             handle = await worker.reported()
-        except BaseException:  # a cancelled start leaves nothing behind either
+        except BaseException:  # a cancelled start leaves nothing behind
             await worker.kill()
             raise
         self._log.info(
@@ -133,9 +135,11 @@ class ProcessLauncher:
             worker.awaited = False
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Whoever asks for it may go away meanwhile: what was asked to end is killed in time. One
-        that is not known has ended, also if an earlier agent started it."""
-        async with self._spawning:  # one that is being spawned is known after this
+        """Stop a worker. It is killed in time even if the caller goes away.
+
+        An unknown worker has ended, also one of an earlier agent.
+        """
+        async with self._spawning:  # waits for a worker that is being spawned
             worker = self._workers.get(worker_id)
             self._stopped.append(worker_id)
         if worker is not None:
@@ -164,7 +168,8 @@ class ProcessLauncher:
     async def _switch(
         self, worker_id: str, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
     ) -> None:
-        """Carried to its end though whoever asks for it goes away: who asks next waits for that."""
+        """Suspend or resume a worker. This completes even if the caller goes away, and later
+        callers wait."""
         worker = self._workers.get(worker_id)
         if worker is None:
             raise SuspendFailed(f"worker {worker_id} does not run")
@@ -196,15 +201,15 @@ class ProcessLauncher:
         return True
 
     def ids(self) -> tuple[str, ...]:
-        """Return the ids of all workers, those included that have reported no address yet."""
+        """Return the ids of all workers, also of those without an address yet."""
         return tuple(self._workers)
 
     def told_ids(self) -> tuple[str, ...]:
-        """Return the ids of all workers whose end a watcher of now is told, now or later."""
+        """Return the ids of all workers for which a new watcher gets the end, now or later."""
         return (*self.ids(), *(worker.spec.worker_id for worker in self._ended))
 
     async def list(self) -> list[WorkerHandle]:
-        async with self._spawning:  # one that is being spawned is known after this
+        async with self._spawning:  # waits for a worker that is being spawned
             workers = tuple(self._workers.values())
         ending = [worker for worker in workers if worker.expected or worker.handle is None]
         await asyncio.gather(*(worker.kill() for worker in ending))
@@ -227,20 +232,20 @@ class ProcessLauncher:
         if self._closed:
             return
         self._closed = True
-        async with self._spawning:  # a worker that is being spawned is registered after this
+        async with self._spawning:  # waits for a worker that is being spawned
             workers = tuple(self._workers.values())
         ends = (self.idle.close(), *(worker.stop() for worker in workers))
         for fault in await asyncio.gather(*ends, return_exceptions=True):
             if fault is not None:
                 raise fault
-        self._watchers.close()  # not before: who watches takes it for the end of all workers
+        self._watchers.close()  # last: watchers take this for the end of all workers
         if self._looking is not None:
             self._looking.cancel()
         await asyncio.gather(*self._removing, return_exceptions=True)
         await asyncio.to_thread(self.scratches.remove_all)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
-        """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
+        """Start a process. Raises `OSError` if the log or the program cannot be opened."""
         self.look_after_scratch()
         deadline = asyncio.get_running_loop().time() + spec.start_timeout
         assert is_name(spec.worker_id), spec.worker_id  # it names a file
@@ -284,7 +289,7 @@ class ProcessLauncher:
         )
 
     def look_after_scratch(self) -> None:
-        """Follow from now on which names in /dev/shm the children make."""
+        """Begin to record the children's names in /dev/shm."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name="shared-memory")
 
@@ -292,11 +297,11 @@ class ProcessLauncher:
         while True:
             children: list[Child | WorkerProcess] = [*self.idle.children(), *self._workers.values()]
             known = [(each.pid, each.scratch) for each in children if each.scratch is not None]
-            await asyncio.to_thread(self.scratches.look, known)  # reads files of /proc, some large
+            await asyncio.to_thread(self.scratches.look, known)  # reads large files of /proc
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _quiet(self) -> bool:
-        """Whether no worker is starting."""
+        """Return whether no worker is starting."""
         return not self._spawning.locked() and not any(
             worker.starts for worker in self._workers.values()
         )
@@ -322,7 +327,7 @@ class ProcessLauncher:
 
 
 def _may_be_pooled(spec: WorkerSpec) -> bool:
-    """Whether an idle process has imported what this worker needs, in the order that it needs."""
+    """Return whether an idle process has the right imports in the right order for this worker."""
     return spec.trainer is None or spec.trainer.backend == _PRELOADED_BACKEND
 
 
@@ -331,7 +336,7 @@ def _exit_of(worker: WorkerProcess) -> WorkerExit:
 
 
 def _first_line(spec: WorkerSpec) -> bytes:
-    """Return the line that says what a log is the log of, also when the worker is forgotten."""
+    """Return the log's first line, which identifies the worker later."""
     about = {
         "event": "log_of_worker",
         "level": "info",

@@ -1,9 +1,8 @@
-"""Processes that are started ahead of the workers that they become.
+"""Processes that are started before the workers that they become.
 
 Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it
-when a worker is asked for, and then gets its specification (`tandem.protocol.worker.PooledLink`).
-Until then it has no worker's name, secret, log or devices; what it says goes where the agent's
-output goes.
+already, and then gets a specification (`tandem.protocol.worker_link.PooledLink`). Before that, it
+has no name, secret, log or devices, and its output goes to the agent's.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from tandem.settings.workers import PoolSettings
 from tandem.telemetry import get_log
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
-"""A library without which there are no workers of the kind."""
+"""A library that each kind of worker needs."""
 
 _STDERR = 2
 _NICENESS = 5
-"""Added to the agent's: a gateway on the same cores answers while workers compute."""
+"""Added to the agent's niceness, so that a gateway on these cores answers while workers compute."""
 _IMPORTING_NICENESS = 15
-"""Of an idle process while it imports: others get 30 times as much of a core."""
+"""The niceness of an importing idle process. Other processes get 30 times its share of a core."""
 _LEAST_FREE_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.5
 _PRELOAD_SECONDS = 900.0
-"""With the lowest priority, beside others that compute."""
+"""Long, because of the low priority."""
 _HAND_OVER_SECONDS = 3.0
 _KILLED_SECONDS = 10.0
 _LONGEST_WAIT = 600.0
 
 
 def default_command(kind: WorkerKind) -> list[str]:
-    """Return the command that runs the service of the kind with this interpreter."""
+    """Return the command of a kind's service, with this interpreter."""
     return [sys.executable, "-m", f"{kind}_service"]
 
 
 def pool_sizes(settings: PoolSettings) -> dict[WorkerKind, int]:
-    """Return how many processes to keep of each kind that can run here."""
+    """Return the number of idle processes for each kind that can run here."""
     if not settings.processes:
         return {}
     needed = {kind: (library, f"{kind}_service") for kind, library in _IMPORTS.items()}
@@ -73,7 +72,7 @@ class Child:
         return self.process.pid
 
     def kill(self) -> None:
-        """Kill its group, and let go of it."""
+        """Kill its group and close its pipes."""
         kill_group(self.pid)
         os.close(self.lifeline_fd)
         os.close(self.report_fd)
@@ -87,12 +86,12 @@ async def start_child(
     scratches: ScratchFolders,
     spec_fd: int | None = None,
 ) -> Child:
-    """Start a worker's program with `line` in its standard input, and a temporary folder.
+    """Start a worker's program with `line` in its standard input and a temporary folder.
 
-    Raises `OSError` when it cannot be executed.
+    Raises `OSError` if it cannot be executed.
     """
-    # Python makes all of these uninheritable; only those named below reach the child, so that no
-    # worker holds the lifeline of another one open.
+    # Python makes these descriptors uninheritable. The child gets only the ones named below, so no
+    # worker holds another's lifeline open.
     stdin_fd, lifeline_fd = os.pipe()
     report_fd, worker_report_fd = os.pipe()
     spec: list[str] = []
@@ -114,7 +113,7 @@ async def start_child(
             start_new_session=True,
             env={**inherited(os.environ), "PYTHONUNBUFFERED": "1", **temporary},
         )
-        with suppress(OSError):  # it has ended, or the kernel takes no more changes now
+        with suppress(OSError):  # it has ended, or the kernel refuses more changes now
             make_nicer(process.pid, by=_NICENESS)
         if scratch is not None:
             scratches.note_pid(scratch, process.pid)
@@ -132,17 +131,14 @@ async def start_child(
 
 @dataclass(eq=False)
 class _Idle:
-    """A child, and the launcher's end of the socket that its specification goes through."""
+    """A child, and the launcher's end of the socket for its specification."""
 
     child: Child
     socket: socket.socket
     scratches: ScratchFolders
 
     async def hand_over(self, line: bytes, log_fd: int) -> bool:
-        """Give it a specification and a log; return whether it took them.
-
-        One that has ended, or is stopped, does not.
-        """
+        """Give it a specification and a log. Returns False if it has ended or hangs."""
         try:
             sent = socket.send_fds(self.socket, [line], [log_fd])
             return sent == len(line) and await self.answered(_HAND_OVER_SECONDS)
@@ -150,7 +146,7 @@ class _Idle:
             return False
 
     async def answered(self, timeout: float) -> bool:
-        """Return whether it says that it has done what it is at, within so many seconds."""
+        """Return whether it reports the end of its current task within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.wait_for(loop.sock_recv(self.socket, 1), timeout) != b""
@@ -158,12 +154,11 @@ class _Idle:
             return False
 
     def kill(self) -> None:
-        """Kill it, and let go of it."""
         self.child.kill()
         self.socket.close()
 
     async def gone(self) -> None:
-        """Return when it has ended, or will not end: stuck in the kernel."""
+        """Wait until it has ended, or hangs in the kernel."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.child.process.wait(), _KILLED_SECONDS)
         if self.child.scratch is not None:
@@ -171,11 +166,10 @@ class _Idle:
 
 
 class Pool:
-    """Keeps `sizes` idle processes of each kind, while there is memory for them.
+    """Keeps `sizes` idle processes of each kind while memory is free. Make it in an event loop.
 
-    They are added one at a time, in the background, while `quiet`: not while a worker starts,
-    which needs the processors itself. One that ends by itself is replaced later each time.
-    Make it in an event loop.
+    They are added one at a time while `quiet`, because a starting worker needs the processors. A
+    process that ends by itself is replaced after a growing delay.
     """
 
     def __init__(
@@ -198,17 +192,17 @@ class Pool:
         self._filling = asyncio.create_task(self._fill()) if sizes else None
 
     def pids(self, kind: WorkerKind) -> list[int]:
-        """Return the processes of a kind that wait for a worker."""
+        """Return the idle processes of a kind."""
         return [idle.child.pid for idle in self._idle.get(kind, ())]
 
     def children(self) -> list[Child]:
-        """Return the processes of all kinds that wait for a worker."""
+        """Return the idle processes of all kinds."""
         return [idle.child for waiting in self._idle.values() for idle in waiting]
 
     async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
-        """Make an idle process the worker with this specification, whose output goes to the log.
+        """Turn an idle process into the worker with this specification, with its output in the log.
 
-        Returns None when there is none that takes it; then nothing is left of those that did not.
+        Returns None if no process accepts it. Processes that did not accept it are gone then.
         """
         waiting = self._idle.get(kind, [])
         while waiting:
@@ -285,12 +279,13 @@ class Pool:
         watch.add_done_callback(self._watches.discard)
 
     async def _watch(self, kind: WorkerKind, idle: _Idle) -> None:
-        """Forget a process that ends while it is idle."""
+        """Remove a process that ends while it is idle."""
         await idle.child.process.wait()
         waiting = self._idle.get(kind, [])
         if idle in waiting:
             waiting.remove(idle)
-            self._note_end(kind, idle)  # at once: `_fill` may look while its files are removed
+            # Immediately, because `_fill` may look while the files are removed.
+            self._note_end(kind, idle)
             idle.kill()
             await idle.gone()
 
@@ -306,7 +301,7 @@ class Pool:
 
 
 def seconds_until_the_next(ends: int) -> float:
-    """Return how long to wait after so many processes that ended by themselves, one by one."""
+    """Return the wait after `ends` consecutive processes that ended by themselves."""
     return min(_LONGEST_WAIT, 2.0 ** min(ends, 10))
 
 

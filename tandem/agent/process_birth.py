@@ -1,5 +1,5 @@
-"""What tells a process from another one with the same number: a later one, or one of another host
-or container, of which a shared volume tells."""
+"""Identifies a process among those with its number: later ones, or ones of other hosts and
+containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def born(pid: int) -> str:
-    """Return since when a process runs, and where; "" if there is none."""
+    """Return the start of a process and its namespace, or "" if it does not exist."""
     if sys.platform != "linux":
         try:
             return str(psutil.Process(pid).create_time())
@@ -24,8 +24,8 @@ def born(pid: int) -> str:
 
 
 def namespace() -> str:
-    """Return what the numbers of processes are of: this boot of the machine and, as one in a
-    container sees only the processes there, which end with it, the first process of these."""
+    """Return the scope of process numbers: this boot of the machine, and the container's first
+    process."""
     return f"{_BOOT_ID.read_text().strip()} {_ticks(1)} " if sys.platform == "linux" else ""
 
 
@@ -34,4 +34,4 @@ def _ticks(pid: int) -> str:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    return status.rpartition(")")[2].split()[19]  # not psutil's time: it moves with the clock
+    return status.rpartition(")")[2].split()[19]  # not psutil's time, which follows the clock

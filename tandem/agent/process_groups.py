@@ -1,9 +1,8 @@
-"""The process groups of an agent's workers, in a file, for the agent that comes after it.
+"""The process groups of an agent's workers, in a file for the next agent.
 
-When an agent is killed, its workers are killed by their lifelines. To be killed is not to be gone:
-to free the memory of a device takes a process seconds, and one that is stuck in the kernel stays.
-So the next agent serves only when nothing is left of these groups: a worker that it does not know
-is gone then.
+When an agent is killed, the lifelines kill its workers. A killed process may need seconds to free a
+device's memory, or hang in the kernel. So the next agent serves only after all these groups are
+gone. Then an unknown worker is certainly gone.
 """
 
 from __future__ import annotations
@@ -23,25 +22,27 @@ FILE_NAME = "agent.groups"
 
 _LINE_BYTES = 80
 _LINES = 64
-"""The room that the file has from the beginning, so that a full disk keeps no worker from its
-start."""
+"""The initial room of the file, so that a full disk prevents no start."""
 _PATIENCE = 60.0
 _POLL_SECONDS = 0.05
 _GROUP = re.compile(r"(\d+) (\S.*?) *", re.ASCII)
 
 
 class ProcessGroups:
-    """The process groups of one agent; `path` is the file that lists them. Each group has a line of
-    it, at a fixed place, with what tells its first process from a later one with the same
-    number."""
+    """The process groups of one agent, listed in the file `path`.
+
+    Each group has a line at a fixed place, which also identifies its first process.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[int] = []
 
     async def end_earlier(self) -> None:
-        """Kill what an earlier agent's workers have left; return when nothing is. Raises
-        `WorkerStartFailed` when something stays."""
+        """Kill the remains of an earlier agent's workers, and wait for their end.
+
+        Raises `WorkerStartFailed` if a process stays.
+        """
         earlier, size = self._read()
         deadline = time.monotonic() + _PATIENCE
         while left := [pgid for pgid, since in earlier.items() if _is_left(pgid, since)]:
@@ -66,14 +67,16 @@ class ProcessGroups:
         self._lines[number] = pgid
 
     def remove(self, pgid: int) -> None:
-        """Note that nothing is left of a group."""
+        """Note the end of a group."""
         number = self._lines.index(pgid)
         self._lines[number] = 0
         self._write(number, "")
 
     def _read(self) -> tuple[dict[int, str], int]:
-        """Return the groups of the file, each with the birth of its first process, and the number
-        of its lines. A line that is torn is of a machine that went down, with all its processes."""
+        """Return the file's groups, with the birth of each first process, and the number of lines.
+
+        A torn line comes from a crashed machine, where all processes have ended.
+        """
         if not self._path.exists():
             return {}, 0
         lines = self._path.read_text(errors="replace").splitlines()
@@ -85,7 +88,7 @@ class ProcessGroups:
             with self._path.open("r+b" if self._path.exists() else "w+b") as file:
                 file.seek(first * _LINE_BYTES)
                 file.write(b"".join(map(_line, texts)))
-        except OSError as error:  # that of a full disk does not say of which file
+        except OSError as error:  # a full disk's error names no file
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
@@ -94,9 +97,11 @@ def _line(text: str) -> bytes:
 
 
 def _is_left(pgid: int, since: str) -> bool:
-    """Whether processes of this very group run. Its number is not given to another process while
-    there is one of it, also when the first one has ended; but then only that those who have it are
-    a session of their own, as workers are, tells them from the group of a later program."""
+    """Return whether processes of this very group run.
+
+    While a member runs, its number is not used again, even if the first process has ended. Then
+    only the session, which each worker leads, distinguishes it from a later program's group.
+    """
     first = born(pgid)
     same = first in ("", since) and since.startswith(namespace())
     return same and any(_session(pid) == pgid for pid in group_members(pgid))

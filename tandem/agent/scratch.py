@@ -1,9 +1,8 @@
-"""What a worker writes beside its data: a temporary folder of its own, and names in /dev/shm.
+"""Temporary files of workers: a folder for each, and names in /dev/shm.
 
-Both stay when a process is killed: OpenMP, torch and vLLM remove their files when they end by
-themselves. So each child of an agent has a folder below one of the agent's, which also notes the
-names in /dev/shm of its processes. The folder goes when nothing is left of the child. What an agent
-has left that was killed itself, the next one of the same data directory removes.
+OpenMP, torch and vLLM remove theirs only at a normal end. So each child of an agent has its own
+folder, which also lists the names in /dev/shm of its processes. The folder is removed after the
+child. The next agent of the data directory removes the remains of a killed agent.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from tandem.telemetry import get_log
 _SHARED_MEMORY = Path("/dev/shm")
 _NOTES, _PID = ".shared-memory", ".pid"
 _NAME_WITH_PID = re.compile(r"(?:__KMP_REGISTERED_LIB_|torch_)(\d+)_.*", re.ASCII)
-"""OpenMP and torch put the number of the process into the names that they make."""
+"""Names by OpenMP and torch, which contain the process's number."""
 _LOOKS = 5
-"""A name that no process of ours has after so many looks is somebody else's."""
+"""After that many looks without an owner among our processes, a name belongs to somebody else."""
 
 
 class ScratchFolders:
-    """The temporary folders of one agent's children; `data_dir` is the agent's."""
+    """The temporary folders of one agent's children. `data_dir` is the agent's."""
 
     def __init__(self, data_dir: Path, *, shared_memory: Path = _SHARED_MEMORY) -> None:
-        # A short path that the next agent finds: sockets in it may have a hundred characters.
+        # The path is short, because sockets in it have a limit, and the next agent can compute it.
         name = sha256(os.fsencode(data_dir.absolute())).hexdigest()[:8]
         self._root = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{name}"
         self._shared_memory = shared_memory
         self._looks: dict[str, int] = {}
 
     def make(self) -> Path | None:
-        """Return a new folder; None, for the system's own, while there is no room for one."""
+        """Return a new folder, or None if the system's own must do for lack of room."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
@@ -52,12 +51,11 @@ class ScratchFolders:
 
     def note_pid(self, folder: Path, pid: int) -> None:
         """Note the first process of a child."""
-        with suppress(OSError):  # no room: names are noted as they are seen, or not at all
+        with suppress(OSError):  # no room: names are noted later or never
             (folder / _PID).write_text(str(pid))
 
     def look(self, children: Iterable[tuple[int, Path]]) -> None:
-        """Note the new names in /dev/shm that processes of these children have made; a child is the
-        number of its process group, and its folder."""
+        """Note new names in /dev/shm. A child is a process group and its folder."""
         names = self._own_names()
         self._looks = {name: looks for name, looks in self._looks.items() if name in names}
         new = [name for name in names if self._looks.setdefault(name, 0) < _LOOKS]
@@ -72,8 +70,10 @@ class ScratchFolders:
             self._looks[name] += 1
 
     def remove(self, folder: Path) -> None:
-        """Remove the folder of a child that has ended, with the names in /dev/shm of its processes:
-        those noted, and those that its first process has made since the last look."""
+        """Remove an ended child's folder, and its processes' names in /dev/shm.
+
+        Names that its first process made after the last look are included.
+        """
         notes, first = folder / _NOTES, folder / _PID
         noted = {f.name: f.read_text() for f in notes.iterdir()} if notes.is_dir() else {}
         pid = first.read_text() if first.is_file() else ""
@@ -85,8 +85,10 @@ class ScratchFolders:
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove_all(self) -> None:
-        """Remove what is there of all children. Call it when no worker runs. An idle process of an
-        agent that was killed may still import: it keeps its folder until the next call."""
+        """Remove the remains of all children. Call it when no worker runs.
+
+        An idle process of a killed agent may still import. It keeps its folder until the next call.
+        """
         if self._is_ours():
             for folder in self._root.iterdir():
                 first = folder / _PID
@@ -97,8 +99,10 @@ class ScratchFolders:
                 self._root.rmdir()
 
     def _is_ours(self) -> bool:
-        """Whether the agent's folder is there, and nobody else can have written into it: its path
-        can be guessed, and everybody may make folders beside it."""
+        """Return whether the agent's folder exists and only we can write into it.
+
+        Its path can be guessed, and anybody may make folders beside it.
+        """
         try:
             about = self._root.lstat()
         except FileNotFoundError:
@@ -107,9 +111,9 @@ class ScratchFolders:
         return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not writable
 
     def _own_names(self) -> dict[str, int]:
-        """Return the names in /dev/shm that belong to our user, each with its inode."""
+        """Return our user's names in /dev/shm, each with its inode."""
         found = {}
-        with suppress(OSError), os.scandir(self._shared_memory) as entries:  # none but on Linux
+        with suppress(OSError), os.scandir(self._shared_memory) as entries:  # exists only on Linux
             for entry in entries:
                 with suppress(FileNotFoundError):
                     about = entry.stat(follow_symlinks=False)
@@ -130,7 +134,7 @@ class ScratchFolders:
         try:
             (folder / _NOTES).mkdir(exist_ok=True)
             (folder / _NOTES / name).write_text(str(inode))
-        except OSError as error:  # a full disk, or the child's folder is going
+        except OSError as error:  # a full disk, or the folder is being removed
             get_log().warning("shared_memory_not_noted", name=name, reason=str(error))
 
 

@@ -1,4 +1,4 @@
-"""The agent's gRPC service, on a Unix socket or for other hosts, and the process that serves it."""
+"""The agent's gRPC service, on a Unix socket or for other hosts, and its process."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ _KINDS = ("trainer", "sampler")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where an agent listens to the gateway of another host: at `address`, with the certificate in
-    the folder `tls`. `advertised` is the name of its host, at which its workers are reached, and
-    `logs` the folder for their logs, where the gateway finds them."""
+    """An agent's address for the gateway of another host.
+
+    It has the certificate in the folder `tls`. `advertised` is the host's name, by which the
+    workers are reached. `logs` is the folder for their logs, where the gateway finds them.
+    """
 
     address: str
     advertised: str
@@ -62,13 +64,11 @@ class Listening:
 
 
 class SuspendCall(Protocol):
-    """`suspend` or `resume` of a launcher."""
-
     async def __call__(self, worker_id: str, *, lease: int, timeout: float) -> None: ...
 
 
 class AgentServicer(agent_pb2_grpc.AgentServicer):
-    """Answers with what a launcher does; its errors travel as a `Failure`."""
+    """Answers with a launcher's results. Its errors become a `Failure`."""
 
     def __init__(self, launcher: ProcessLauncher) -> None:
         self._launcher = launcher
@@ -180,7 +180,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
 
 
 def description() -> agent_pb2.DescribeAgentReply:
-    """Return what workers can be started here, and on what."""
+    """Return the kinds of workers that can run here, and the host."""
     host = this_host()
     return agent_pb2.DescribeAgentReply(
         pid=os.getpid(),
@@ -195,7 +195,7 @@ def description() -> agent_pb2.DescribeAgentReply:
 
 @contextmanager
 def _locked(data_dir: Path) -> Iterator[None]:
-    """Make the data directory if it is missing, and keep other agents out of it meanwhile."""
+    """Make the data directory if needed, and lock out other agents during the block."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(data_dir / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -215,8 +215,7 @@ def _locked(data_dir: Path) -> Iterator[None]:
 async def serving(
     launcher: ProcessLauncher, *, data_dir: Path, listening: Listening | None = None
 ) -> AsyncIterator[None]:
-    """Serve on the data directory's socket, and where it listens, while the block runs, once
-    nothing is left of an earlier agent's workers; stop every worker after it."""
+    """Serve during the block, once an earlier agent's workers are gone. Then stop all workers."""
     certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
     await asyncio.to_thread(launcher.scratches.remove_all)
@@ -248,7 +247,7 @@ def _listen(server: grpc.aio.Server, listening: Listening, certificate: Certific
 
 def _listen_here(server: grpc.aio.Server, data_dir: Path) -> None:
     path = socket_path(data_dir)
-    path.unlink(missing_ok=True)  # of an agent that was killed
+    path.unlink(missing_ok=True)  # left by a killed agent
     try:
         server.add_insecure_port(agent_address(data_dir))
     except RuntimeError as error:
@@ -283,7 +282,7 @@ async def _serve_until_signalled(
 
 
 def run(data_dir: Path, *, listening: Listening | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status."""
     configure_logging(service="agent")
     set_process_limits()
     for name, folder in compile_caches(data_dir).items():
@@ -299,7 +298,7 @@ def run(data_dir: Path, *, listening: Listening | None = None) -> int:
     except TandemError as error:
         print(f"{SENTENCE}{error.message}", file=sys.stderr)
         return 2 if isinstance(error, UnknownSetting) else 1
-    except OSError as error:  # of the data directory
+    except OSError as error:  # from the data directory
         print(f"{SENTENCE}{error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return 0

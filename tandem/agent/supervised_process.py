@@ -1,4 +1,4 @@
-"""A child process that is started again when it ends, and whose log says why it did."""
+"""A child process that is restarted when it ends. Its log gives the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL_BYTES = 16 * 1024
 
 
 class SupervisedProcess:
-    """The agent or the gateway: a child process that is started again when it ends."""
+    """The agent or gateway of a stack: a child process that is restarted when it ends."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class SupervisedProcess:
                 pass_fds=[self._heartbeats.fd],
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
                 # No preexec_fn: it needs a real fork, in which gRPC's handlers can crash the child
-                # of a process that has called anybody.
+                # of a process that has made calls.
             )
 
     def kill_if_silent(self) -> None:
-        """Kill it if its event loop has stood still for too long."""
+        """Kill it if its event loop has hung for too long."""
         if self._heartbeats.silence() > self._patience:
             self._was_silent = True
             self.kill()
@@ -89,8 +89,10 @@ class SupervisedProcess:
             self.start()
 
     def note_end(self, *, served: bool = True) -> int:
-        """Note that it has ended, and is to be started again after a while; return how often it
-        ended lately. Ends before it `served` count together, however long its starts take."""
+        """Note an end and schedule the restart. Returns the number of recent ends.
+
+        Ends before it `served` all count, even if its starts take long.
+        """
         now = self._clock()
         self._ends.append(now)
         while served and self._ends[0] < now - MOST_ENDS_WITHIN:
@@ -100,7 +102,7 @@ class SupervisedProcess:
         return len(self._ends)
 
     def why_ended(self) -> str:
-        """Return, of a process that has ended, the sentence that it left; else how it ended."""
+        """Return the sentence that the ended process left, or its exit status in words."""
         assert self.process is not None
         if self._was_silent:
             return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"
@@ -126,8 +128,8 @@ class SupervisedProcess:
         at_once: threading.Event,
         say: Callable[[str], None],
     ) -> None:
-        """Ask it to end, and kill it after `timeout` seconds, or when it is to end `at_once`. What
-        it tells meanwhile is passed on to `say`."""
+        """Signal it, and kill it after `timeout` seconds or on `at_once`. `say` gets its
+        messages."""
         if self.process is None or self.process.poll() is not None:
             return
         try:
@@ -150,13 +152,12 @@ class SupervisedProcess:
             self.process.wait()
 
     def close(self) -> None:
-        """Hear of it no more."""
         self._heartbeats.close()
 
     def _read_log(self) -> IO[bytes]:
         try:
             return self.log_path.open("rb")
-        except OSError:  # somebody has removed it: nothing can be said, all else goes on
+        except OSError:  # somebody removed it: continue without a message
             return io.BytesIO()
 
 

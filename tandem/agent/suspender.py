@@ -1,9 +1,9 @@
-"""Moves what processes have on their GPUs to host memory and back, without their doing anything.
+"""Moves the GPU state of processes to host memory and back, without their help.
 
-For workers that cannot sleep by themselves, such as trainers with a backend of another package. The
-agent has one `ProcessSuspender`: `CudaCheckpoint`. One that asks a snapshot agent of the node would
-implement the same. Nothing goes to a disk: for that, CRIU would end the processes, and those that
-it makes of their images would have neither the agent as their parent nor its pipes.
+It serves workers that cannot sleep, such as trainers with another package's backend. The agent has
+one `ProcessSuspender`: `CudaCheckpoint`. To add one, for example for a node's snapshot agent,
+implement that protocol. State never goes to disk: CRIU would end the processes, and the restored
+ones would not have the agent as their parent, or its pipes.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from tandem.errors import SuspendFailed
 
 PROGRAM = "cuda-checkpoint"
 _OLDEST_DRIVER = 570
-"""The first that tells states, locks with a timeout, and suspends a process that uses NVML, as
-torch does."""
+"""The first driver that reports states, locks with a timeout, and suspends processes that use NVML,
+as torch does."""
 _DEVICE = re.compile(r"/dev/nvidia(\d+|-uvm)")
 
 
 class ProcessSuspender(Protocol):
-    """Both ways may be repeated, and raise `SuspendFailed`: then some process may be of no use any
-    more, and the worker is to be killed."""
+    """Suspends and resumes processes. Both calls may be repeated.
+
+    They raise `SuspendFailed`. A process may be unusable then, so the worker must be killed.
+    """
 
     def why_not(self) -> str:
-        """Return why this host cannot do it; "" if it can."""
+        """Return why this host cannot do it, or ""."""
         ...
 
     async def suspend(self, pids: Sequence[int], *, timeout: float) -> None:
-        """Return when nothing of the processes is on a GPU any more. If that fails for one, the
-        others go on."""
+        """Move all state of the processes off the GPUs. If one fails, the others continue."""
         ...
 
     async def resume(self, pids: Sequence[int], *, timeout: float) -> None:
-        """Return when all that was on the GPUs is there again, and all processes go on."""
+        """Restore all state to the GPUs and let the processes continue."""
         ...
 
 
 @dataclass(frozen=True)
 class CudaCheckpoint:
-    """Implements `ProcessSuspender` by NVIDIA's program of this name (`--help` describes it).
+    """Implements `ProcessSuspender` with NVIDIA's program `cuda-checkpoint` (see its `--help`).
 
-    First the calls of CUDA of all processes are locked, since ranks wait for each other on their
-    GPUs; then each is moved. The program does not bring back a process that it failed to move, and
-    moves none with memory that CUDA shares between processes, which NCCL makes between GPUs.
+    First it locks the CUDA calls of all processes, because ranks wait for each other on their GPUs.
+    Then it moves each process. The program cannot restore a process that it failed to move. It
+    refuses memory that CUDA shares between processes, such as NCCL's between GPUs.
     """
 
     find_program: Callable[[str], str | None] = shutil.which
@@ -86,7 +87,7 @@ class CudaCheckpoint:
             raise SuspendFailed(f"to resume takes longer than {timeout:g} s") from None
 
     async def _go_on(self, pids: Sequence[int], timeout: float) -> str:
-        """Let all processes that can go on; say whether all do."""
+        """Let all processes continue if possible. Returns the result in words."""
         try:
             await self.resume(pids, timeout=timeout)
         except SuspendFailed as error:
@@ -94,7 +95,7 @@ class CudaCheckpoint:
         return "all processes go on"
 
     async def _all(self, pids: Sequence[int], *moves: _Move) -> None:
-        """Carry out the moves of each process, all at once. Raises what failed first."""
+        """Carry out the moves of all processes at once. Raises the first error."""
         done = await asyncio.gather(
             *(self._carry_out(pid, moves) for pid in pids), return_exceptions=True
         )
@@ -116,7 +117,7 @@ class CudaCheckpoint:
         return (await self._run(pid, "--get-state")).strip()
 
     async def _run(self, pid: int, *arguments: str) -> str:
-        """Return what the program says of a process."""
+        """Return the program's output about a process."""
         program = self.find_program(PROGRAM)
         if program is None:
             raise SuspendFailed(self.why_not())
@@ -145,8 +146,8 @@ class CudaCheckpoint:
 
 @dataclass(frozen=True)
 class _Move:
-    """An action of the program, from `start` to one of `ends`. A process in another state is left
-    as it is."""
+    """An action of the program, from the state `start` to one of `ends`. Other states are left
+    alone."""
 
     action: str
     start: str
@@ -155,7 +156,8 @@ class _Move:
 
 
 def uses_gpu(pid: int, *, proc: Path = Path("/proc")) -> bool:
-    """Return whether a process has a GPU open. One that has only `/dev/nvidiactl` asks NVML."""
+    """Return whether a process has a GPU open. `/dev/nvidiactl` alone means that it only uses
+    NVML."""
     with suppress(OSError):  # it has ended
         for link in (proc / str(pid) / "fd").iterdir():
             with suppress(OSError):  # it was closed meanwhile

@@ -1,7 +1,4 @@
-"""A worker as a process on this machine, the leader of its own session and process group.
-
-`WorkerProcess` supervises one until nothing of its group is left.
-"""
+"""A worker as a process on this machine, the leader of its own session and process group."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ from tandem.telemetry import get_log
 _MAX_REPORT_BYTES = 2**20
 _LAST_REPORT_SECONDS = 1.0
 _GROUP_GONE_SECONDS = 10.0
-"""How long killed processes may take to disappear before it is told; GPU memory is freed in that
-time."""
+"""Seconds for killed processes to disappear before a report. GPU memory is freed meanwhile."""
 _POLL_SECONDS = 0.01
 _LONG_POLL_SECONDS = 1.0
 _TAIL_BYTES = 4096
@@ -46,14 +42,14 @@ _NATIVE_CRASHES = frozenset(
 
 _RETRY_SECONDS = 0.1
 _WATCH_SECONDS = 60.0
-"""How long one call waits for a worker's health: one that loads for long is called again and again,
-as its lifeline may be no more than the calls of a gateway."""
+"""Seconds of one health call. A long load needs several, because the calls may be the worker's
+lifeline."""
 _FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Health answers that waiting does not change."""
+"""Status codes that waiting does not change."""
 
 _NOT_RUNNING = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -62,13 +58,15 @@ _NOT_RUNNING = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 class WorkerProcess:
     """Supervises one process and its group until nothing of it is left.
 
-    `failed` completes when the worker will never serve (again): it has reported an error, or
-    ended. `ended` completes, with the reason, when nothing of it runs any more. `ready`: it has
-    said that it serves. `expected`: its end was requested. `awaited`: somebody waits for its
-    readiness and so learns of its end. `lease`: the newest fencing token with which it was to be
-    suspended or resumed, `suspended` the processes that are. `deadline`: when it must
-    be ready, in the time of the event loop. `scratch` is its temporary folder. `advertised`: the
-    name of this host for others, if they can reach the worker.
+    - `failed`: completes when the worker will never serve (again).
+    - `ended`: completes, with the reason, when nothing of the worker runs.
+    - `ready`: it has reported that it serves. `expected`: its end was requested. `awaited`: a
+      caller waits for its readiness, and so learns of its end.
+    - `lease`: the newest fencing token of a suspend or resume. `suspended`: the suspended
+      processes.
+    - `deadline`: the time of the event loop at which it must be ready.
+    - `scratch`: its temporary folder. `advertised`: this host's name for other hosts, if they can
+      reach the worker.
     """
 
     spec: WorkerSpec
@@ -101,13 +99,13 @@ class WorkerProcess:
 
     @property
     def starts(self) -> bool:
-        """Whether it is on its way to serve, and still has time for it."""
+        """Whether it is starting and has time left."""
         return not self.ready and not self.failed.done() and self._seconds_left() > 0
 
     async def reported(self) -> WorkerHandle:
-        """Return where the worker listens.
+        """Wait for the worker's address.
 
-        Raises `WorkerStartFailed` when it reports an error, ends, or is silent for too long.
+        Raises `WorkerStartFailed` if it reports an error, ends, or is silent for too long.
         """
         await self._wait_for(self._address, timeout=self._seconds_left())
         if not self._address.done():
@@ -123,7 +121,7 @@ class WorkerProcess:
         return self.handle
 
     async def serving(self, handle: WorkerHandle) -> None:
-        """Return when its health service says so. Raises `WorkerStartFailed`, as `reported`."""
+        """Wait until its health service says SERVING. Raises `WorkerStartFailed`."""
         check = asyncio.create_task(wait_until_serving(handle, timeout=self._seconds_left()))
         try:
             await self._wait_for(check)
@@ -137,8 +135,11 @@ class WorkerProcess:
             check.cancel()
 
     async def stop(self) -> None:
-        """Ask it to end, kill its group after the stop timeout, return when nothing of it is left.
-        Raises `WorkerMayRun`, as `kill`."""
+        """Ask it to end, and kill its group after the stop timeout. Returns when nothing of it is
+        left.
+
+        Raises `WorkerMayRun`. See `kill`.
+        """
         self.expected = True
         with suppress(ProcessLookupError):  # it has ended
             self.process.terminate()
@@ -148,9 +149,10 @@ class WorkerProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill its group and return when nothing of it is left; the end counts as expected. Raises
-        `WorkerMayRun` when something still is after a time, stuck in the kernel; the supervision
-        goes on waiting."""
+        """Kill its group, and return when nothing of it is left. The end counts as expected.
+
+        Raises `WorkerMayRun` if a process hangs in the kernel. The supervision continues to wait.
+        """
         self.expected = True
         if not self.ended.done():
             kill_group(self.pid)
@@ -165,8 +167,10 @@ class WorkerProcess:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
     async def _wait_for(self, step: asyncio.Future[Any], *, timeout: float | None = None) -> None:
-        """Return when the step is done, or after `timeout` seconds. Raises `WorkerStartFailed`
-        when the worker has failed, even if the step was done just before."""
+        """Wait for a step, at most `timeout` seconds.
+
+        Raises `WorkerStartFailed` if the worker has failed, even if the step was done just before.
+        """
         await _first_of(step, self.failed, timeout=timeout)
         if not self.failed.done():
             return
@@ -177,10 +181,9 @@ class WorkerProcess:
         raise kind(f"the {self.spec.kind} did not start: {self._error or self.ended.result()}")
 
     async def _read_reports(self) -> None:
-        """Take each line that the worker reports until it closes its end of the pipe.
+        """Read the worker's reports until it closes its end of the pipe.
 
-        Lines that are no report are logged and skipped: a library that writes to the wrong
-        descriptor must not decide whether a worker starts.
+        Other lines are logged and skipped, because libraries may write to the wrong descriptor.
         """
         reader = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -191,7 +194,7 @@ class WorkerProcess:
             while True:
                 try:
                     line = await reader.readline()
-                except ValueError:  # longer than the limit; the reader has discarded it
+                except ValueError:  # the reader has discarded a line above the limit
                     line = b"(too long)"
                 if not line:
                     return
@@ -218,11 +221,11 @@ class WorkerProcess:
         exited = asyncio.create_task(self.process.wait())
         await _first_of(exited, self.failed)
         await asyncio.wait({exited}, timeout=self.spec.stop_timeout)  # it has reported an error
-        # The number cannot belong to another group while one process of this one is left.
+        # The number cannot belong to another group while a process of this one is left.
         kill_group(self.pid)
         status = await exited
         os.close(self.lifeline_fd)
-        # Its last report is in the pipe, whose other end closes with the last process.
+        # Its last report is in the pipe, which closes with the last process.
         await asyncio.wait({self._reading}, timeout=_LAST_REPORT_SECONDS)
         self._reading.cancel()
         deadline = time.monotonic() + _GROUP_GONE_SECONDS
@@ -236,7 +239,7 @@ class WorkerProcess:
             self.failed.set_result(None)
 
     def _describe_exit(self, status: int) -> str:
-        """Return a sentence with the end of what it logged, on one line, without its secret."""
+        """Return the exit in words, with the end of its log on one line, without its secret."""
         if status < 0:
             name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
             return f"the {self.spec.kind} was killed by {name}"
@@ -255,20 +258,20 @@ class WorkerProcess:
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Return when one of them is done, or after `timeout` seconds; cancel none of them."""
+    """Wait for the first of them, at most `timeout` seconds. None is cancelled."""
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def kill_group(pgid: int) -> None:
-    """Kill every process of the group; do nothing when there is none."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS answers the latter for zombies
+    """Kill all processes of the group, if there are any."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises PermissionError for zombies
         os.killpg(pgid, signal.SIGKILL)
 
 
 def group_members(pgid: int) -> list[int]:
-    """Return the pids of the group's running processes; zombies hold nothing and are left out."""
+    """Return the pids of the group's running processes, without zombies."""
     try:
-        os.killpg(pgid, 0)  # much cheaper than looking at every process
+        os.killpg(pgid, 0)  # much cheaper than a look at every process
     except (ProcessLookupError, PermissionError):
         return []
     members = []
@@ -280,11 +283,11 @@ def group_members(pgid: int) -> list[int]:
 
 
 async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
-    """Return "" once the worker's health is SERVING, else the last answer in words.
+    """Return "" once the worker's health is SERVING, else its last answer in words.
 
-    Gives up after `timeout` seconds, or at once where waiting cannot help (a wrong secret).
-    Uses the streaming Watch method instead of polling, to leave alone a worker that loads a
-    model on all cores.
+    It gives up after `timeout` seconds, or at once if waiting cannot help, as with a wrong secret.
+    It uses the streaming Watch, because polling would disturb a worker that loads a model on all
+    cores.
     """
     last = "it was not reached"
     metadata = ((SECRET_METADATA_KEY, handle.secret),)

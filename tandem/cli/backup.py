@@ -19,7 +19,7 @@ from tandem.cli.context import (
 
 _MODULE = "gateway.admin.backup"
 _TIMEOUT = 6 * 3600.0
-"""Seconds: both read the whole database."""
+"""In seconds. Both commands read the whole database."""
 
 
 def backup(
@@ -27,7 +27,12 @@ def backup(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy the database and the manifests, also while the gateway serves; not the weights."""
+    """Back up the database and the manifests.
+
+    It works while the gateway runs. Weights are not included: copy the data directory afterwards.
+
+    Example: tandem backup /backups/monday
+    """
     request = {"action": "backup", "folder": str(folder.absolute())}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
     if as_json:
@@ -47,8 +52,13 @@ def restore(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Put a backup's database in place while no gateway runs. Nothing in the data directory is
-    removed; folders that this database does not know are listed."""
+    """Restore the database from a backup.
+
+    Stop the gateway first. No file of the data directory is removed. The command lists folders that
+    the restored database does not know.
+
+    Example: tandem restore /backups/monday
+    """
     request = {"action": "restore", "folder": str(folder.absolute()) if folder else None}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
     if as_json:

@@ -1,4 +1,4 @@
-"""`tandem checkpoints`: list, delete, export and take back what training runs have saved."""
+"""`tandem checkpoints`: list, delete and export the checkpoints of training runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def delete(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Delete checkpoints. Their files are removed once nothing uses them."""
+    """Delete checkpoints.
+
+    Their files are removed once nothing uses them.
+    """
     for path in paths:
         _split(path)
     if not yes and not typer.confirm(f"Delete {', '.join(paths)}?"):
@@ -112,10 +115,12 @@ def export(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy the files of a checkpoint into a directory.
+    """Copy a checkpoint's files into a new directory.
 
-    transformers, or PEFT for a LoRA run, loads what save_weights_for_sampler and
-    save_weights_external wrote. What save_state wrote is a trainer's state, for backups.
+    Load the result of save_weights_for_sampler or save_weights_external with transformers, or with
+    PEFT for a LoRA run. The result of save_state is a trainer's state, for backups.
+
+    Example: tandem checkpoints export tinker://RUN/sampler_weights/final ./final
     """
     _split(path)
     if directory.exists():
@@ -152,7 +157,7 @@ def export(
 
 
 def _newest(data_dir: Path | None, limit: int) -> list[Row]:
-    """Return the newest of all runs, page by page."""
+    """Return the newest checkpoints of all runs, page by page."""
     rows: list[Row] = []
     while True:
         where = f"checkpoints?limit={limit - len(rows)}&offset={len(rows)}"
@@ -165,7 +170,7 @@ def _newest(data_dir: Path | None, limit: int) -> list[Row]:
 
 
 def _of_run(data_dir: Path | None, run: str) -> list[Row]:
-    """Return all of a run, oldest first."""
+    """Return all checkpoints of a run, oldest first."""
     where = f"training_runs/{quote(run, safe=':')}/checkpoints"
     return _checkpoints(call(data_dir, "GET", where, api=TINKER_API))
 
@@ -183,7 +188,7 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 def _download(url: str, target: Path) -> int:
-    """Download one file; return its size in bytes. Raises `UserError` or `ServerError`."""
+    """Download one file. Returns its bytes. Raises `UserError` or `ServerError`."""
     size = 0
     try:
         with (
@@ -202,7 +207,7 @@ def _download(url: str, target: Path) -> int:
 
 
 def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path | None:
-    """Return the folder of a checkpoint's base model; None if it is unknown and not `needed`."""
+    """Return the folder of a checkpoint's base model. None if it is unknown and not `needed`."""
     info = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
     name = cast(dict[str, str], info)["base_model"]
     models = cast(dict[str, list[dict[str, str]]], call(data_dir, "GET", "models"))["models"]
@@ -215,8 +220,10 @@ def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path 
 
 
 def _name_base(config: Path, base: Path) -> str:
-    """Let PEFT find the base model of an exported adapter, which names it as the gateway does.
-    Return what to know of merging it, "" for nothing."""
+    """Write the local folder of the base model into an exported adapter, so that PEFT finds it.
+
+    Returns a note about merging, or "".
+    """
     content = json.loads(config.read_text())
     content |= {"base_model_name_or_path": str(base), "revision": None}
     config.write_text(json.dumps(content, indent=1))
@@ -230,7 +237,7 @@ def _name_base(config: Path, base: Path) -> str:
 
 
 def _merge(*, adapter: Path, base: Path, target: Path) -> None:
-    """Merge in a process of its own, since that needs torch. Raises `ServerError`."""
+    """Merge in another process, because merging needs torch. Raises `ServerError`."""
     command = [sys.executable, "-m", "trainer_service.lora.merge", adapter, base, target]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, JSON output and calls to the gateway."""
+"""Shared parts of the commands: consoles, JSON output and calls to the gateway."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from tandem.stack import Endpoint, read_endpoint
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that leaves text as it is: `:train:` in the id of a run is no picture."""
+    """Return a console that prints text unchanged. By default `:train:` in a run's id becomes an
+    emoji."""
     return Console(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
 def new_commands(about: str) -> typer.Typer:
-    """Return a group of commands, whose help leaves text as it is, too: without rich's markup."""
+    """Return a group of commands. Its help texts are printed without rich's markup."""
     return typer.Typer(
         help=about,
         no_args_is_help=True,
@@ -51,22 +52,22 @@ DataDir = Annotated[
 
 
 def fail(sentence: str, what: str = "error") -> None:
-    """Print an error, or a warning, on standard error."""
+    """Print an error or a warning on standard error."""
     err.print(f"[red]{what}:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def say(sentence: str) -> None:
-    """Print a sentence as it is, on standard output."""
+    """Print a sentence unchanged on standard output."""
     out.print(sentence, soft_wrap=True, markup=False)
 
 
 def say_aside(sentence: str) -> None:
-    """Print a sentence as it is, on standard error."""
+    """Print a sentence unchanged on standard error."""
     err.print(sentence, soft_wrap=True, markup=False)
 
 
 def print_json(value: object) -> None:
-    """Print what `--json` promises, on standard output."""
+    """Print a value as JSON on standard output."""
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
 
@@ -77,14 +78,13 @@ def read_settings() -> GatewaySettings:
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
-    """Return the data directory of the option, else that of the settings. Raises
-    `UnknownSetting`."""
+    """Return the data directory of the option, else of the settings. Raises `UnknownSetting`."""
     check_environment(os.environ)
     return data_dir if data_dir is not None else GatewaySettings().data_dir
 
 
 def running_gateway(data_dir: Path | None) -> Endpoint:
-    """Return the endpoint of the running gateway. Raises `ServerError` when none runs."""
+    """Return the endpoint of the running gateway. Raises `ServerError` if none runs."""
     directory = resolve_data_dir(data_dir)
     endpoint = read_endpoint(directory)
     if endpoint is None:
@@ -104,9 +104,9 @@ def call(
     api: str = OWN_API,
     timeout: float = 30,
 ) -> object:
-    """Call the gateway and return the JSON of its answer, for which it has `timeout` seconds.
+    """Call the gateway and return its JSON answer. `timeout` is in seconds.
 
-    `api` chooses between its own API and the SDK's. Raises `ServerError` for an error answer.
+    `api` is Tandem's own API or the SDK's. Raises `ServerError` for an error answer.
     """
     endpoint = running_gateway(data_dir)
     try:
@@ -131,9 +131,11 @@ def run_offline(
     asked: str = "the database",
     timeout: float = 60,
 ) -> dict[str, object]:
-    """Give a module of the gateway a request, as JSON, and return its answer. It runs in a process
-    of its own: the command line must not import the gateway. Raises what it answers as an error;
-    `asked` is what it is about, for the case that it answers nothing."""
+    """Send a JSON request to a module of the gateway and return its answer.
+
+    The module runs in another process, because the command line must not import the gateway. Raises
+    the module's error. `asked` names the subject in the error for a missing answer.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],

@@ -16,8 +16,8 @@ from tandem.demo.configuration import DemoConfiguration, Reinforcement
 from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
-"""Negative advantages need the clipped ratio: without it, the 48 updates of a step push the
-probabilities of bad answers down without bound."""
+"""Negative advantages need the clipped ratio. Without it, the 48 updates of a step reduce the
+probabilities of bad answers without bound."""
 
 
 def demo(
@@ -47,7 +47,10 @@ def demo(
         ),
     ] = "",
 ) -> None:
-    """Train a tiny policy by reinforcement learning and plot its reward."""
+    """Train a tiny model by reinforcement learning and plot its reward.
+
+    Example: tandem demo --seed 1 --save final
+    """
     from tandem.demo.run import default_out, run_demo
 
     if algorithm not in ("reward", "grpo"):

@@ -12,7 +12,7 @@ from tandem.cli.tables import Column, show_table
 
 _COLUMNS = (Column("level"), Column("name"), Column("value", wrap=24), Column("about", wrap=30))
 _TIMEOUT = 600.0
-"""A cluster gets many questions. A volume waits for its peers."""
+"""Long, because a cluster gets many questions, and a volume's check waits for its peers."""
 
 
 def doctor(
@@ -38,8 +38,12 @@ def doctor(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check this machine, or with --cluster or --volume those instead. Exits with status 1 if
-    something that Tandem needs does not work."""
+    """Check this machine, a cluster or a shared volume.
+
+    Exits with status 1 if Tandem needs something that does not work.
+
+    Example: tandem doctor --cluster --settings k8s/overlays/mine/settings.env
+    """
     request = {
         "cluster": cluster,
         "namespace": namespace,

@@ -1,4 +1,4 @@
-"""`tandem groups`: the device groups; `tandem top`: who has their devices now."""
+"""`tandem groups`: the device groups. `tandem top`: the workers on their devices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HOLDING = ("awake", "waking", "giving_way", "falling_asleep")
 
 @app.command("list")
 def list_groups(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """List the device groups: devices, workers, switches and what lies on the devices."""
+    """List device groups with their devices, workers and switches."""
     answer = call(data_dir, "GET", "groups")
     if as_json:
         print_json(answer)
@@ -67,7 +67,12 @@ def drain(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let a group take no more workers: idle ones sleep or end, and what runs goes on."""
+    """Stop placing workers on a group.
+
+    Idle workers sleep or end. Running workers continue.
+
+    Example: tandem groups drain gpu0
+    """
     method = "DELETE" if undo else "POST"
     group = cast(Row, call(data_dir, method, f"groups/{quote(name, safe='')}/drain"))
     if as_json:
@@ -87,7 +92,10 @@ def top(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show each worker's turn, its wait and its reason, and the device seconds of each owner."""
+    """Show every worker's turn, wait and reason, and each owner's device seconds.
+
+    The display repeats until Ctrl-C. Use --once to print it once.
+    """
     if once or as_json:
         _look(data_dir, as_json=as_json)
         return
@@ -101,7 +109,7 @@ def top(
 
 
 def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
-    """Draw over what was there, until it is interrupted."""
+    """Redraw the screen until an interrupt."""
     with Live(console=out, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             with out.capture() as shown:
@@ -137,7 +145,7 @@ def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
 
 
 def _device_seconds(groups: list[Row]) -> list[tuple[str, float]]:
-    """Return for how long the present workers of each owner used devices, times the devices."""
+    """Return the device seconds of each owner's present workers: their time times the devices."""
     found: defaultdict[str, float] = defaultdict(float)
     for group in groups:
         devices = len(cast(list[str], group["devices"])) or 1
@@ -175,7 +183,7 @@ def _group_row(group: Row) -> list[object]:
 
 
 def show_workers(answer: dict[str, list[Row]]) -> None:
-    """Print the workers of all groups; of each, holders first, then those that wait, in turn."""
+    """Print the workers of all groups: lease holders first, then waiting workers in turn."""
     rows = [
         [
             group["name"],
@@ -199,7 +207,7 @@ def show_workers(answer: dict[str, list[Row]]) -> None:
 
 
 def seconds(value: object) -> str:
-    """Literal examples: "", `0.32 s`, `12.0 s` and `3 min`."""
+    """Examples: "", `0.32 s`, `12.0 s` and `3 min`."""
     assert isinstance(value, int | float)
     if not value:
         return ""

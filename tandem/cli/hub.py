@@ -1,11 +1,10 @@
-"""Downloads a base model from a hub of the Hugging Face kind into the models directory.
+"""Downloads a base model from a Hugging Face hub into the models directory.
 
-`huggingface_hub` does the work: it asks the hub, with the token of HF_TOKEN, goes on where a
-connection broke, and keeps the files that an earlier call finished. Here is decided which files are
-wanted: those at the top of the repository that describe a model, its tokenizer and its safetensors,
-no pickles and no code. Before the large ones are fetched, it is checked that they are a model and
-that the disk has room; afterwards their checksums are compared with the hub's. Only then does the
-model get the record with which gateways find it.
+`huggingface_hub` transfers the files. It uses the token of HF_TOKEN, resumes broken transfers, and
+keeps complete files. This module chooses the files: top-level files of the model, the tokenizer and
+safetensors, no pickles and no code. Before the large files, it checks that they are a model and fit
+on the disk. Afterwards it compares their checksums with the hub's, and then writes the record by
+which gateways find the model.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]
 Show = Callable[[int, int], None]
-"""Is called about once a second with the bytes that are there, and those that will be."""
+"""Called about once a second with the present bytes and the total."""
 
 _TEXTS = (".json", ".txt", ".jinja", ".model")
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -45,8 +44,11 @@ _AGAIN = "what is complete is kept; run the command again to go on"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model to be had: `revision` is a branch, a tag or a commit of the `repository` at the
-    `hub`, `name` what clients call it, and `spare` how many bytes must stay free on the disk."""
+    """A model to download.
+
+    `revision` is a branch, tag or commit of the `repository` at the `hub`. `name` is the clients'
+    name for it. `spare` bytes must stay free on the disk.
+    """
 
     hub: str
     repository: str
@@ -62,7 +64,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Added:
-    """`downloaded` is in bytes, 0 if all was there; `notes` say what does not work."""
+    """`downloaded` is in bytes, 0 if all was present. `notes` list limitations."""
 
     folder: Path
     record: ModelRecord
@@ -78,13 +80,15 @@ class _Listing:
     sizes: dict[str, int]
 
     def total(self, names: list[str]) -> int:
-        """Return the bytes of some of them."""
         return sum(self.sizes[name] for name in names)
 
 
 def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
-    """Download the model unless it is there, and write its record. Raises `UserError` for what is
-    not there or no model, `ServerError` for what may work later, `OSError`."""
+    """Download a model unless it is present, and write its record.
+
+    Raises `UserError` for a missing or invalid model, `ServerError` for a fault that may pass, and
+    `OSError`.
+    """
     if why := model_name_fault(wanted.name):
         raise UserError(why)
     _choose_cache(wanted.directory)
@@ -136,7 +140,9 @@ def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
     except InvalidRequest as error:
         raise UserError(f"{wanted.repository} is not whole at the hub: {error.message}") from error
     for path in wanted.folder.iterdir():
-        if path.is_file() and path.name not in files:  # of a revision that was begun before
+        if (
+            path.is_file() and path.name not in files
+        ):  # left by an earlier download of another revision
             path.unlink()
     record = ModelRecord(
         repository=wanted.repository,
@@ -168,7 +174,7 @@ def _is_text(name: str) -> bool:
 
 
 def _check_texts(wanted: Wanted, texts: list[str]) -> tuple[str, ...]:
-    """Raise `UserError` if config and tokenizer are not a model's; return what to know of it."""
+    """Check config and tokenizer. Returns notes about them. Raises `UserError`."""
     config = _read_json(wanted, "config.json")
     if not isinstance(config.get("architectures"), list):
         raise UserError(f"the config.json of {wanted.repository} names no architecture")
@@ -186,7 +192,7 @@ def _check_texts(wanted: Wanted, texts: list[str]) -> tuple[str, ...]:
 
 
 def _choose_weights(wanted: Wanted, listing: _Listing) -> list[str]:
-    """Return the safetensors that are the model, and not a second copy in another layout."""
+    """Return the model's safetensors, without a second copy in another layout."""
     if INDEX_NAME in listing.sizes:
         places = _read_json(wanted, INDEX_NAME).get("weight_map")
         names = sorted({str(name) for name in cast(dict[str, object], places or {}).values()})
@@ -210,7 +216,7 @@ def _read_json(wanted: Wanted, name: str) -> dict[str, object]:
 
 
 def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -> int:
-    """Download those files that are not there; return how many bytes that were."""
+    """Download missing files. Returns the downloaded bytes."""
     from glob import escape
 
     from huggingface_hub import snapshot_download
@@ -233,13 +239,13 @@ def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -
 
 
 def _bytes_there(folder: Path, files: list[str]) -> int:
-    """Return how much of the files is on the disk, with the parts of those under way."""
+    """Return the bytes of the files on disk, including unfinished ones."""
     paths = [folder / name for name in files]
     return sum(map(_written, [*paths, *(folder / _PARTS).glob("*.incomplete")]))
 
 
 def _written(path: Path) -> int:
-    """Return the bytes of a file without those that were only reserved."""
+    """Return the written bytes of a file, without reserved ones."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -248,7 +254,7 @@ def _written(path: Path) -> int:
 
 
 def _verify(wanted: Wanted, listing: _Listing, files: list[str]) -> None:
-    """Remove files that are not as the hub has them, and raise `ServerError`."""
+    """Remove files that differ from the hub's, and raise `ServerError`."""
     from huggingface_hub import HfApi
 
     compared = HfApi(endpoint=wanted.hub).verify_repo_checksums(
@@ -266,7 +272,7 @@ def _verify(wanted: Wanted, listing: _Listing, files: list[str]) -> None:
 
 
 def _write_record(folder: Path, record: ModelRecord, files: list[str]) -> None:
-    """Put what was downloaded on the disk, and then the record beside it."""
+    """Sync the downloaded files, then write the record durably."""
     for name in files:
         fsync_path(folder / name)
     partial = folder / f"{RECORD_NAME}.partial"
@@ -278,8 +284,10 @@ def _write_record(folder: Path, record: ModelRecord, files: list[str]) -> None:
 
 @contextmanager
 def _locked(wanted: Wanted) -> Iterator[None]:
-    """Hold the model's name in its directory, which is made if it is missing. Raises `UserError` if
-    another process does."""
+    """Lock the model's name in the directory, which is made if needed.
+
+    Raises `UserError` if another process has the lock.
+    """
     lock = wanted.directory / ".locks" / wanted.name.replace("/", "--")
     lock.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -299,7 +307,7 @@ def _locked(wanted: Wanted) -> Iterator[None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `UserError` if the folder has files that are no download's."""
+    """Raise `UserError` if the folder has files of another origin."""
     if folder.is_dir() and not (folder / _PARTS).is_dir() and any(folder.iterdir()):
         raise UserError(
             f"{folder} has files that `tandem models add` did not make; give the model another "
@@ -308,14 +316,16 @@ def _check_folder(folder: Path) -> None:
 
 
 def _remove_rests(folder: Path) -> None:
-    """Remove parts of files that a killed process left: the library does not go on with them."""
+    """Remove unfinished parts that a killed process left. The library does not resume them."""
     for part in (folder / _PARTS).glob("*.incomplete"):
         part.unlink()
 
 
 def _choose_cache(directory: Path) -> None:
-    """Let the library, which is imported after this, have a folder that it may write to where the
-    home folder is none, as in a container; and let it neither draw nor log."""
+    """Configure the library before its import: a writable cache folder, no progress bars, no logs.
+
+    In a container, the home folder may not be writable.
+    """
     home = Path(os.environ.get("HF_HOME") or os.environ.get("HOME", "/")).absolute()
     nearest = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
@@ -328,7 +338,7 @@ def _choose_cache(directory: Path) -> None:
 
 @contextmanager
 def _as_sentences(wanted: Wanted) -> Iterator[None]:
-    """Raise what the library raises as an error that says what to do."""
+    """Turn the library's errors into errors that name the remedy."""
     from huggingface_hub import errors
 
     hub, what = wanted.hub, wanted.repository
@@ -356,7 +366,7 @@ def _as_sentences(wanted: Wanted) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(f"{wanted.directory} is full; {_AGAIN}") from error
-        if error.errno is None:  # a file of another size than the hub said
+        if error.errno is None:  # a file differs from the hub's size
             raise ServerError(f"{hub} sent something else: {_line(error)}; {_AGAIN}") from error
         raise
 
@@ -378,7 +388,7 @@ def _refusal(wanted: Wanted, status: int) -> UserError | ServerError:
 
 
 def _has_token() -> bool:
-    """Whether the library sends one: of HF_TOKEN, or of the file that HF_TOKEN_PATH names."""
+    """Return whether the library has a token, from HF_TOKEN or the file HF_TOKEN_PATH."""
     from huggingface_hub import get_token
 
     return get_token() is not None

@@ -66,7 +66,10 @@ def create(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Create a key and show it, this once."""
+    """Create a key and show it once.
+
+    Example: tandem keys create --owner alice --expires 30d
+    """
     body: dict[str, object] = {"owner": owner, "role": role.value, "name": name}
     if expires:
         body["expires_in"] = parse_duration(expires)
@@ -81,7 +84,10 @@ def create(
 
 @app.command("list")
 def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """List all keys, also expired and revoked ones, without showing them."""
+    """List all keys, including expired and revoked ones.
+
+    The keys themselves are not shown.
+    """
     answer = _ask(data_dir, "list")
     if as_json:
         print_json(answer)
@@ -101,7 +107,7 @@ def revoke(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Revoke a key at once, with all tokens issued for it."""
+    """Revoke a key and all its tokens at once."""
     answer = _ask(data_dir, "revoke", key_id=key_id)
     if as_json:
         print_json(answer)
@@ -110,7 +116,7 @@ def revoke(
 
 
 def parse_duration(text: str) -> int:
-    """Return seconds. Literal example: `30d` gives 2592000. Raises `UserError`."""
+    """Return seconds: 2592000 for `30d`. Raises `UserError`."""
     found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if found is None or int(found[1]) == 0:
         raise UserError(f"{text[:40]!r} is not a duration such as 12h, 30d or 8w")
@@ -124,7 +130,7 @@ def _ask(
     body: Mapping[str, object] | None = None,
     key_id: str = "",
 ) -> dict[str, object]:
-    """Ask the gateway of this data directory, or change its database where none runs."""
+    """Ask the gateway of this data directory, or change its database if none runs."""
     directory = resolve_data_dir(data_dir)
     if read_endpoint(directory) is None:
         request = {"action": action, "create": body, "key_id": key_id}

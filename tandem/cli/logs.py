@@ -33,8 +33,13 @@ def logs(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the logs with their run, state, size and time, or print the end of one. A worker's log
-    outlives the worker."""
+    """List logs, or print the end of one.
+
+    The list shows each log's run, state, size and time. A worker's log is kept after the worker's
+    end.
+
+    Example: tandem logs gateway --follow
+    """
     data = resolve_data_dir(data_dir)
     if worker is None:
         _list(data, as_json=as_json)
@@ -91,7 +96,7 @@ def _list(data: Path, *, as_json: bool) -> None:
 
 
 def _states(data: Path) -> dict[str, str]:
-    """Return the states of what runs: whatever else has a log has ended."""
+    """Return the states of running processes. All other logs belong to ended ones."""
     if read_endpoint(data) is None:
         return {}
     workers = cast(dict[str, list[dict[str, str]]], call(data, "GET", "status"))["workers"]
@@ -103,7 +108,7 @@ def _states(data: Path) -> dict[str, str]:
 
 
 def _first_line(path: Path) -> dict[str, str]:
-    """Return what a worker's log says of itself."""
+    """Return the description in a worker log's first line."""
     with path.open("rb") as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -114,7 +119,7 @@ def _first_line(path: Path) -> dict[str, str]:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """Yield the files of a log, the oldest first: its rotated copies, and the log itself."""
+    """Yield the files of a log, oldest first: its rotated copies, then the log."""
     copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
     yield from sorted(copies, key=lambda copy: -int(copy.suffix[1:]))
     yield path

@@ -1,4 +1,4 @@
-"""The command line's entry: registers the commands, prints an error as one sentence."""
+"""The entry of the command line: registers the commands, prints an error as one sentence."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ app.add_typer(tls.app, name="tls")
 
 
 def main() -> None:
-    """Run the command line; exit with status 1 on an error, 2 for an unknown setting."""
+    """Run the command line. Exits with status 1 on an error, 2 for an unknown setting."""
     try:
         app()
-    except (ValidationError, SettingsError) as error:  # of a setting
+    except (ValidationError, SettingsError) as error:  # an invalid setting
         fail(settings_fault(error))
         sys.exit(1)
     except (TandemError, ValueError) as error:

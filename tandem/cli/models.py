@@ -37,7 +37,7 @@ app = new_commands("Base models: add, remove and list.")
 
 _HUB = "https://huggingface.co"
 _LINE_SECONDS = 10.0
-"""Between two lines about a download, where there is no terminal."""
+"""Seconds between two progress lines without a terminal."""
 
 
 @app.command("add")
@@ -63,8 +63,13 @@ def add(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Download a base model into the models directory, where gateways find it; or register one that
-    is on the disk with the running gateway."""
+    """Download a base model, or register one from disk.
+
+    A downloaded model goes into the models directory, where gateways find it. With PATH, the
+    running gateway registers that directory under the name.
+
+    Example: tandem models add Qwen/Qwen3-0.6B
+    """
     if path is None:
         _download(name, revision, as_name, directory, data_dir, as_json)
         return
@@ -140,8 +145,7 @@ def _register(data_dir: Path | None, name: str, path: Path) -> dict[str, object]
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """End the process at once when it is told to: the threads of a download would be waited for
-    otherwise, until the files that they are at are complete."""
+    """Exit at once on a signal. A normal end would wait for the download threads."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         fail("interrupted; files that are complete are kept: run the command again to go on")
@@ -157,7 +161,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """Show on standard error how far a download is: a bar on a terminal, otherwise a line now and
+    """Show a download's progress on standard error: a bar on a terminal, else a line now and
     then."""
     if not err.is_terminal:
         yield _Lines()
@@ -169,7 +173,7 @@ def _progress() -> Iterator[Show]:
 
 
 class _Lines:
-    """Literal example: `1.2 GiB of 15.3 GiB (7 %), 48.1 MiB/s`."""
+    """Prints lines such as `1.2 GiB of 15.3 GiB (7 %), 48.1 MiB/s`."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -191,8 +195,11 @@ def remove(
     name: Annotated[str, typer.Argument(help="The name that clients use.")],
     data_dir: DataDir = None,
 ) -> None:
-    """Remove a base model's name; its files stay. Runs and engines that use it go on until their
-    session ends or the gateway restarts."""
+    """Remove a base model's name.
+
+    Its files stay. Runs and engines that use it continue until their session ends or the gateway
+    restarts.
+    """
     call(data_dir, "DELETE", f"models/{quote(name)}")
     say(f"{name} is no longer registered.")
 

@@ -61,11 +61,11 @@ _TABLES: dict[str, tuple[Column, ...]] = {
         Column("age_seconds", right=True),
     ),
 }
-"""The columns, by their fields in the status."""
+"""Columns by field of the status."""
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Show sessions, training runs, samplers, workers and their queues."""
+    """Show sessions, training runs, samplers and workers, with their queues."""
     answer = cast(dict[str, Rows], call(data_dir, "GET", "status"))
     if as_json:
         print_json(answer)
@@ -130,7 +130,7 @@ def _show_resources(model: Path, *, as_json: bool) -> None:
 
 
 def version(as_json: JsonFlag = False) -> None:
-    """Print the versions of Tandem and of the libraries below it."""
+    """Print the versions of Tandem and its libraries."""
     from tandem.demo.run import versions
 
     found = versions()

@@ -1,4 +1,4 @@
-"""`tandem runs`: list training runs, show the metrics of their optimizer steps."""
+"""`tandem runs`: list training runs, and show the metrics of their optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_runs(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List training runs, newest first, also those that have ended."""
+    """List training runs, newest first, including ended ones."""
     answer = cast(dict[str, object], call(data_dir, "GET", f"runs?limit={limit}"))
     runs = cast(list[Row], answer["runs"])
     if as_json:
@@ -72,7 +72,10 @@ def show(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a run: what it is, charts of its loss and gradient norm, and its newest steps."""
+    """Show a run with charts of its loss and gradient norm, and its newest steps.
+
+    Example: tandem runs show s-0123456789ab:train:0 --last 100
+    """
     path = f"runs/{quote(run, safe=':')}/steps?limit={last}"
     answer = cast(dict[str, object], call(data_dir, "GET", path))
     if as_json:
@@ -137,8 +140,8 @@ def show(
 
 
 def _layout(ranks: int, *, replicas: int, together: int) -> str:
-    """Literal example: "8 ranks: 2 copies of the model, each on 4 ranks, 2 of which compute the
-    same datums"."""
+    """Example: "8 ranks: 2 copies of the model, each on 4 ranks, 2 of which compute the same
+    datums"."""
     copies = f"{replicas} copies of the model, each" if replicas > 1 else "one copy of the model"
     of_copy = ranks // replicas
     same = f", {together} of which compute the same datums" if together > 1 else ""
@@ -146,8 +149,8 @@ def _layout(ranks: int, *, replicas: int, together: int) -> str:
 
 
 def _weights(weights: Row) -> str:
-    """Literal example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is
-    a delta of v000002-9f2c41d0"."""
+    """Example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is a delta
+    of v000002-9f2c41d0"."""
     deltas = f"deltas are {'on' if weights['deltas'] else 'off'}"
     if (last := cast(Row | None, weights["published"])) is None:
         return deltas
@@ -159,7 +162,7 @@ def _weights(weights: Row) -> str:
 
 
 def _memory(plan: Row) -> str:
-    """Return what a run's trainer needs of what there is, largest parts first."""
+    """Return the needed and available memory of a run's trainer, largest parts first."""
     blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
     lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
     for place in ("device", "host"):
@@ -178,8 +181,10 @@ def _mib(size: int) -> int:
 
 
 def chart(values: Sequence[float]) -> str:
-    """Return bars of the values, or of the means of neighbours where there are too many, between
-    lines that name the largest and the smallest."""
+    """Return a bar chart between labels of the largest and smallest value.
+
+    If there are too many values, each bar is a mean of neighbours.
+    """
     count = min(_WIDTH, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]

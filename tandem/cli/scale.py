@@ -1,4 +1,4 @@
-"""`tandem scale`: how many engines serve a run or a sampling session."""
+"""`tandem scale`: the number of engines of a run or sampling session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
 
 _ANSWER = 60.0
-"""Seconds beyond those that it may wait for places."""
+"""Seconds added to the wait for places."""
 
 
 def scale(
@@ -27,7 +27,12 @@ def scale(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Set how many engines serve a run or a sampling session, while it goes on."""
+    """Set the number of engines of a run or sampling session.
+
+    Sampling continues meanwhile.
+
+    Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60
+    """
     answer = call(
         data_dir,
         "PUT",

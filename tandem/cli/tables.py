@@ -1,7 +1,7 @@
-"""Tables whose cells are never cut: on a terminal they fit its width, in a pipe each row is a line.
+"""Tables without cut cells. In a pipe each row is one line.
 
-What does not fit a terminal is broken over lines where the column allows it; then columns are left
-out, the last ones first, and named below the table.
+On a terminal, cells are wrapped if their column allows it. If that is not enough, the last columns
+are left out and named below the table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """`wrap`: a terminal may break its text into lines of this many characters; 0: of none, as
-    for an id, which people copy."""
+    """`wrap` is the smallest line length, in characters, at which a terminal may break the cell.
+
+    0 forbids breaks, as for an id that people copy.
+    """
 
     heading: str
     wrap: int = 0
@@ -33,7 +35,7 @@ class Column:
 def show_table(
     columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = ""
 ) -> None:
-    """Print a table. The first columns are the last ones to be left out."""
+    """Print a table. If it is too wide, the last columns are left out first."""
     cells = [[_one_line(cell) for cell in row] for row in rows]
     widths = [
         max(cell_len(text) for text in (column.heading, *(row[index] for row in cells)))
@@ -70,7 +72,7 @@ def show_table(
 
 
 def moment(value: object) -> str:
-    """Return a time to the minute, in UTC. Literal example: `2026-07-13 09:30`."""
+    """Return a time to the minute, in UTC, such as `2026-07-13 09:30`."""
     if not value:
         return ""
     at = (
@@ -82,7 +84,7 @@ def moment(value: object) -> str:
 
 
 def byte_size(value: object) -> str:
-    """Return a number of bytes for people. Literal example: `1.5 MiB`."""
+    """Return a number of bytes for people, such as `1.5 MiB`."""
     assert isinstance(value, int | float)
     size, unit = float(value), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -93,7 +95,7 @@ def byte_size(value: object) -> str:
 
 
 def count(value: object) -> str:
-    """Return a large number for people. Literal examples: `98,765` and `1.23 G`."""
+    """Return a large number for people, such as `98,765` or `1.23 G`."""
     assert isinstance(value, int)
     if value < 100_000:
         return f"{value:,}"
@@ -106,6 +108,6 @@ def count(value: object) -> str:
 
 
 def _one_line(value: object) -> str:
-    """Return a cell's text without what would break a row or move the cursor."""
+    """Return a cell's text without characters that break a row or move the cursor."""
     text = "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
     return "".join(c if c.isprintable() else " " for c in text)

@@ -1,5 +1,4 @@
-"""`tandem tls`: the certificate authority by which gateway and agents of several hosts know each
-other."""
+"""`tandem tls`: the certificate authority for gateway and agents on several hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +18,12 @@ def create(
     folder: Annotated[Path, typer.Argument(help="Made; what TANDEM_TLS_DIR of the gateway names.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a certificate authority: tls.crt, and tls.key, which is a secret."""
+    """Make a certificate authority.
+
+    It writes tls.crt and tls.key. Keep tls.key secret.
+
+    Example: tandem tls create /etc/tandem/authority
+    """
     from tandem.protocol.authority import Authority
 
     Authority.create(folder)
@@ -36,7 +40,12 @@ def issue(
     folder: Annotated[Path, typer.Argument(help="Made; what an agent's --tls names.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a certificate for agents: tls.crt, tls.key, ca.crt. Several may use the same one."""
+    """Make a certificate for agents.
+
+    It writes tls.crt, tls.key and ca.crt. Several agents may share one certificate.
+
+    Example: tandem tls issue /etc/tandem/authority ./agent-tls
+    """
     from tandem.protocol.authority import Authority, write_certificate
 
     write_certificate(folder, Authority.read(authority).issue(AGENT_NAME))

@@ -1,5 +1,4 @@
-"""`tandem up`: run a gateway and its agent in the foreground until Ctrl-C. `tandem agent`: run an
-agent alone."""
+"""`tandem up` runs a gateway and its agent until Ctrl-C. `tandem agent` runs only an agent."""
 
 from __future__ import annotations
 
@@ -48,8 +47,13 @@ def up(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start the gateway and its agent; print a URL and a key. Ctrl-C saves what runs and stops
-    everything; a second one stops it at once."""
+    """Start the gateway and its agent.
+
+    Prints a URL and a key. Ctrl-C saves the runs and stops everything. A second Ctrl-C stops at
+    once.
+
+    Example: tandem up --port 8000 --model tiny=./models/tiny
+    """
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
@@ -86,9 +90,14 @@ def agent(
         typer.Option(help="For the logs of workers: that of the gateway's data directory."),
     ] = None,
 ) -> None:
-    """Run the agent that starts workers on this machine, for a gateway of the same data directory
-    that is started without `tandem up`, or, with --listen, for one of another host that names it in
-    TANDEM_AGENTS. Ctrl-C stops it and its workers."""
+    """Start an agent, which runs workers on this machine.
+
+    Without --listen, it serves a gateway of this data directory that was not started by `tandem
+    up`. With --listen, it serves the gateway of another host, which must name it in TANDEM_AGENTS.
+    Ctrl-C stops the agent and its workers.
+
+    Example: tandem agent --listen 0.0.0.0:7000 --tls ./agent-tls
+    """
     command = [sys.executable, "-m", "tandem.agent", "--data-dir", str(resolve_data_dir(data_dir))]
     if listen and tls is None:
         raise typer.BadParameter("--listen needs --tls: an agent starts programs")
@@ -106,7 +115,7 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_json: bool) -> None:
-    """Say where the stack is, with a key, and what is wrong with its host."""
+    """Print the stack's address, a key, and warnings about the host."""
     endpoint = stack.endpoint
     status = cast(dict[str, list[str]], call(directory, "GET", "status"))
     for sentence in status["warnings"]:
@@ -122,7 +131,7 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
         f"  export TINKER_BASE_URL={endpoint.url}",
         f"  export TINKER_API_KEY={endpoint.api_key}",
     ]
-    if follows_proxy(endpoint.url):  # the SDK asks the environment's proxy for every address
+    if follows_proxy(endpoint.url):  # the SDK would use the proxy
         host = httpx.URL(endpoint.url).host
         lines.append(f"  export NO_PROXY={host} no_proxy={host}")
     lines += [

@@ -1,4 +1,4 @@
-"""`tandem usage`: what each owner and each run used."""
+"""`tandem usage`: the use by each owner and run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ def usage(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what each owner and run used: tokens trained, sampled and of prompts, accelerator time,
-    and the bytes of the checkpoints that are kept now."""
+    """Show the use by each owner and run.
+
+    The table lists trained tokens, sampled tokens, prompt tokens, accelerator time, and the bytes
+    of kept checkpoints.
+
+    Example: tandem usage --since 30d
+    """
     start = time.time() - parse_duration(since) if since else 0
     answer = cast(
         dict[str, Rows], call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")
@@ -76,7 +81,7 @@ def _amounts(row: dict[str, object]) -> tuple[str, ...]:
 
 
 def _duration(seconds: float) -> str:
-    """Literal example: `2.5 h`."""
+    """Example: `2.5 h`."""
     if seconds < 600:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"

@@ -1,11 +1,14 @@
-"""The protocol between the processes of Tandem: gateway, agent, trainers and samplers.
+"""The protocol between Tandem's processes: gateway, agent, trainers and samplers.
 
-`worker` is the specification of a worker and its handshake with its launcher, over a
-`worker_link`. `worker_server` is the gRPC server of a worker, with its `metrics_server`. `channels`
-connect to workers and agents, with TLS by a `certificate` of the installation's `authority`. Each
-call carries an `epoch`, and a call to a worker with a lease also a token (`fencing`). `heartbeat`
-and `exit_watchers` report processes that hang or end. `devices` names devices, `sample_limits`
-checks sample requests, and `http_host` and `own_machine` are for HTTP on this machine.
+- `worker`: a worker's specification and its handshake with the launcher, over a `worker_link`.
+- `worker_server`: a worker's gRPC server. `metrics_server`: its metrics.
+- `channels`: connections to workers and agents, with a `certificate` of the installation's
+  `authority`.
+- `epoch`: refuses calls of earlier gateways. `fencing`: refuses calls without the current lease.
+- `heartbeat` and `exit_watchers`: report processes that hang or end.
+- `devices`: names of devices. `sample_limits`: checks sample requests.
+- `http_host` and `own_machine`: HTTP on this machine. `background`: work at a lower priority.
 
-It imports settings, errors, logs and the generated stubs (`tandem.v1`), and no other folder.
+The folder imports only settings, errors, logs and the generated stubs. To add a call, extend
+`protos/` and the servicer. Raise `worker.PROTOCOL` if an older peer would misunderstand it.
 """

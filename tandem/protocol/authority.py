@@ -1,8 +1,8 @@
-"""The certificate authority of an installation: a folder with its certificate `tls.crt` and its key
-`tls.key`, as cert-manager and a Secret of the type kubernetes.io/tls name them.
+"""The certificate authority of an installation: a folder with `tls.crt` and `tls.key`.
 
-The gateway signs with it a certificate for each worker beyond its own machine; `tandem tls` makes
-the folder, and certificates for agents.
+The names are those of cert-manager and of a Secret of type kubernetes.io/tls. The gateway signs a
+certificate for each worker on another machine. `tandem tls` makes the folder, and certificates for
+agents.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from tandem.protocol.certificate import GATEWAY_NAME, Certificate
 
 _CLOCKS_DIFFER = timedelta(days=1)
 _LIFETIME = timedelta(days=3650)
-"""A worker keeps its certificate for as long as it runs. One that is not to be trusted any more is
-shut out by another authority: nothing here revokes."""
+"""A worker keeps its certificate for life. There is no revocation: a new authority replaces it."""
 
 
 class Authority:
-    """Signs certificates. Literal use: `Authority.read(folder).issue("trainer-s-ab12-0")`."""
+    """Signs certificates. Example: `Authority.read(folder).issue("trainer-s-ab12-0")`."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
@@ -41,7 +40,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path) -> Authority:
-        """Make the folder's two files. Raises `InvalidRequest` if it has one, or cannot be
+        """Write the folder's two files. Raises `InvalidRequest` if they exist or cannot be
         written."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name("tandem authority")
@@ -75,7 +74,7 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> Authority:
-        """Raises `InvalidRequest` for a folder without one."""
+        """Raises `InvalidRequest` for a folder without an authority."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
             key = load_pem_private_key((folder / "tls.key").read_bytes(), password=None)
@@ -95,15 +94,14 @@ class Authority:
         return cls(certificate, key)
 
     def issue(self, name: str) -> Certificate:
-        """Return a new certificate with that name: of the gateway for clients, of all others for
-        servers."""
+        """Return a new certificate: for a client if `name` is the gateway's, else for a server."""
         key = ec.generate_private_key(ec.SECP256R1())
         oids = ExtendedKeyUsageOID
         usage = oids.CLIENT_AUTH if name == GATEWAY_NAME else oids.SERVER_AUTH
         now = datetime.now(UTC)
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_name(name[:64]))  # the longest that X.509 allows
+            .subject_name(_name(name[:64]))  # X.509's maximum
             .issuer_name(self._certificate.subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
@@ -119,7 +117,8 @@ class Authority:
 
 
 def write_certificate(folder: Path, made: Certificate) -> None:
-    """Write it as `read_certificate` reads it. Raises `InvalidRequest`, as `Authority.create`."""
+    """Write the files for `read_certificate`. Raises `InvalidRequest` if they exist or cannot be
+    written."""
     files = {"tls.crt": made.certificate, "tls.key": made.key, "ca.crt": made.authority}
     _write(folder, files)
 

@@ -1,4 +1,4 @@
-"""Work that leaves the processors to others."""
+"""Background work that leaves the processors to other processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MOST_TRIES = 200
 
 
 def in_background(work: Callable[[], None], *, nice: int) -> None:
-    """Do the work with so much more niceness, and return when it is done (Linux; elsewhere with the
-    usual one). It counts towards all other processes: of a core that somebody else wants, 15 leaves
-    the work a thirtieth.
+    """Run `work` with additional niceness, and return at its end. Niceness is changed only on
+    Linux.
 
-    Without privileges no thread can be less nice again, so the work has a thread of its own, which
-    ends with it. A thread that the work starts and leaves stays as nice.
+    A niceness of 15 leaves the work a thirtieth of a contested core. A thread cannot lower its
+    niceness without privileges, so the work gets its own thread. Threads that the work starts stay
+    nice.
     """
     if sys.platform != "linux" or not nice:
         work()
         return
-    # `os.nice` is for the thread that calls it.
+    # `os.nice` affects only the calling thread.
     with (
         _nice_session(nice),
         ThreadPoolExecutor(1, initializer=os.nice, initargs=(nice,)) as thread,
@@ -35,8 +35,8 @@ def in_background(work: Callable[[], None], *, nice: int) -> None:
 
 
 def make_nicer(pid: int, *, by: int) -> None:
-    """Make the leader of a new session, its future children and its session nicer than this
-    process. Raises `OSError`."""
+    """Make a new session's leader and its future children nicer than this process. Raises
+    `OSError`."""
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
     os.setpriority(os.PRIO_PROCESS, pid, nice)
     if (autogroup := Path(f"/proc/{pid}/autogroup")).exists():
@@ -45,10 +45,10 @@ def make_nicer(pid: int, *, by: int) -> None:
 
 @contextmanager
 def _nice_session(nice: int) -> Iterator[None]:
-    """Make this process's session nicer, if it leads one, for as long as this lasts.
+    """Make this process's session nicer during the block, if the process leads it.
 
-    A kernel with autogroups (sched(7)) divides the processors between sessions first, so that the
-    niceness of a thread counts only within its own.
+    A kernel with autogroups (sched(7)) divides processors between sessions first. A thread's
+    niceness then counts only within its session.
     """
     if not _AUTOGROUP.exists() or os.getsid(0) != os.getpid():
         yield
@@ -62,7 +62,8 @@ def _nice_session(nice: int) -> Iterator[None]:
 
 
 def _set_autogroup(nice: int) -> None:
-    """Try again while the kernel refuses: it takes ten changes a second from users, all together.
+    """Set the niceness of the session. The kernel accepts ten changes a second from all users, so
+    retry.
 
     Raises `OSError`.
     """

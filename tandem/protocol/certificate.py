@@ -1,9 +1,8 @@
-"""A certificate of a gateway, an agent or a worker, for TLS between them (`channels`).
+"""Certificates for TLS between gateway, agents and workers (`channels`).
 
-It names a worker by its id, or says `agent` or `gateway`; the addresses are no part of
-it, since a pod's is known only when it runs. One authority signs all (`authority`). What a
-certificate may be used for is written in it: those of workers and agents for servers only, so that
-none of them can call an agent as if it were the gateway.
+A certificate names a worker by its id, or says `agent` or `gateway`. It holds no address, because a
+pod's address is unknown before its start. One authority signs all (`authority`). Certificates of
+workers and agents are valid only for servers, so none of them can pose as the gateway.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ GATEWAY_NAME = "gateway"
 
 
 class Certificate(BaseModel):
-    """A certificate, its key, and the certificate of the authority that signed it and signs those
-    of its peers, all in PEM."""
+    """A certificate, its key, and the authority's certificate, in PEM."""
 
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
@@ -30,8 +28,8 @@ class Certificate(BaseModel):
 
 
 def read_certificate(folder: Path) -> Certificate:
-    """Return that of `tls.crt`, `tls.key` and `ca.crt`, as a Secret of the type kubernetes.io/tls
-    names them. Raises `InvalidRequest`."""
+    """Read `tls.crt`, `tls.key` and `ca.crt`, the names of a kubernetes.io/tls Secret. Raises
+    `InvalidRequest`."""
     try:
         return Certificate(
             certificate=(folder / "tls.crt").read_text(),

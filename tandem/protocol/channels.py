@@ -1,5 +1,5 @@
-"""Channels to workers and agents, none through the environment's proxy, and what their servers need
-for TLS."""
+"""gRPC channels to workers and agents, and the TLS credentials of servers. No channel uses a
+proxy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 def worker_channel(handle: WorkerHandle) -> grpc.aio.Channel:
-    """Return a new channel to a worker: with TLS, unless it listens on loopback alone."""
+    """Return a new channel to a worker, with TLS unless it listens only on loopback."""
     if not handle.authority:
         return plain_channel(handle.address, options=GRPC_OPTIONS)
     return secure_channel(
@@ -24,7 +24,7 @@ def worker_channel(handle: WorkerHandle) -> grpc.aio.Channel:
 
 
 def plain_channel(address: str, *, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-    """Return a channel without TLS, to a server on this machine."""
+    """Return a channel without TLS, for a server on this machine."""
     return grpc.aio.insecure_channel(address, options=[*options, _NO_PROXY])
 
 
@@ -36,8 +36,10 @@ def secure_channel(
     options: Sequence[tuple[str, int]],
     own: Certificate | None = None,
 ) -> grpc.aio.Channel:
-    """Return a channel to the server with the certificate of this name, wherever it listens; `own`
-    is shown to a server that asks for the caller's."""
+    """Return a channel to the server with a certificate of this name, at any address.
+
+    `own` is the client's certificate, for servers that request one.
+    """
     credentials = grpc.ssl_channel_credentials(
         root_certificates=authority.encode(),
         private_key=own.key.encode() if own else None,
@@ -48,7 +50,7 @@ def secure_channel(
 
 
 def server_credentials(own: Certificate, *, clients: bool) -> grpc.ServerCredentials:
-    """Return those of a server; `clients`: only the gateway may call it, by its certificate."""
+    """Return a server's credentials. With `clients`, callers need the gateway's certificate."""
     return grpc.ssl_server_credentials(
         [(own.key.encode(), own.certificate.encode())],
         root_certificates=own.authority.encode() if clients else None,

@@ -1,7 +1,7 @@
-"""Devices by name: `cpu:0-3`, a set of cores, and `cuda:0` or `cuda:GPU-…`, an NVIDIA device.
+"""Device names: `cpu:0-3` is a set of cores, `cuda:0` or `cuda:GPU-…` an NVIDIA device.
 
-A group names its devices so, and a `WorkerSpec` those of its worker's ranks. `confine` makes a
-process see no other device.
+A group lists its devices by these names, and a `WorkerSpec` those of its ranks. `confine` hides all
+other devices from a process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_MIG = (
     "Tandem runs on whole NVIDIA devices; turn MIG off (`nvidia-smi -mig 0`, as root) or name "
     "another device"
 )
-"""Ends the sentence that refuses a MIG instance, or a device that is divided into them."""
+"""Ends the refusal of a MIG instance or of a device divided into them."""
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _CUDA = re.compile(r"\d{1,3}|GPU-[A-Za-z0-9-]+")
@@ -28,11 +28,10 @@ _CUDA = re.compile(r"\d{1,3}|GPU-[A-Za-z0-9-]+")
 
 @dataclass(frozen=True)
 class Device:
-    """A set of `cores`, or the NVIDIA device `cuda`: its index in the list of `nvidia-smi`, or the
-    beginning of its UUID.
+    """A set of `cores`, or an NVIDIA device: its index in `nvidia-smi`'s list or a UUID prefix.
 
-    Literal examples: `Device("cpu", cores=frozenset({0, 1, 4}))` is printed as `cpu:0-1,4`, and
-    `Device("cuda", cuda="GPU-8f6a")` as `cuda:GPU-8f6a`.
+    Examples: `Device("cpu", cores=frozenset({0, 1, 4}))` prints as `cpu:0-1,4`, and `Device("cuda",
+    cuda="GPU-8f6a")` as `cuda:GPU-8f6a`.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -59,7 +58,7 @@ def parse_device(text: str) -> Device:
 
 
 def together(devices: Sequence[Device]) -> Device:
-    """Return devices of one kind as one, for a process that uses all of them."""
+    """Join devices of one kind into one, for a process that uses all of them."""
     return Device(
         devices[0].kind,
         cores=frozenset().union(*(device.cores for device in devices)),
@@ -68,7 +67,7 @@ def together(devices: Sequence[Device]) -> Device:
 
 
 def _cores(text: str) -> frozenset[int]:
-    """Return the cores of `0-3,6`; none if it cannot be read."""
+    """Return the cores of `0-3,6`, or none if it is invalid."""
     cores: set[int] = set()
     for part in text.split(","):
         found = _RANGE.fullmatch(part.strip())
@@ -82,7 +81,7 @@ def _cores(text: str) -> frozenset[int]:
 
 
 def _ranges(cores: frozenset[int]) -> str:
-    """Return `0-3,6` of cores."""
+    """Return a text like `0-3,6`."""
     ordered = sorted(cores)
     starts = [a for before, a in pairwise([-2, *ordered]) if a != before + 1]
     ends = [a for a, after in pairwise([*ordered, ordered[-1] + 2]) if after != a + 1]
@@ -91,12 +90,14 @@ def _ranges(cores: frozenset[int]) -> str:
 
 
 def confine(device: Device) -> None:
-    """Let this process, and those that it starts, see no other device, whatever threads it has.
-    Call before torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for cores
-    that the machine does not have."""
+    """Hide all other devices from this process, its threads and its future children.
+
+    Call it before torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for
+    missing cores.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda
     if device.kind == "cuda":
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi's list
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi's list
         return
     before = frozenset(os.sched_getaffinity(0))
     missing = f"{device} cannot be used: this process may run on the cores {_ranges(before)}"
@@ -104,9 +105,9 @@ def confine(device: Device) -> None:
         try:
             os.sched_setaffinity(int(thread.name), device.cores)
         except ProcessLookupError:
-            continue  # a thread that has ended
+            continue  # the thread has ended
         except OSError as error:
             raise WorkerStartFailed(missing) from error
-    if os.sched_getaffinity(0) != device.cores:  # the kernel leaves out those that there are not
+    if os.sched_getaffinity(0) != device.cores:  # the kernel ignores missing cores
         os.sched_setaffinity(0, before)
         raise WorkerStartFailed(missing)

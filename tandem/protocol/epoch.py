@@ -1,10 +1,9 @@
-"""The epoch of a gateway: how a worker and an agent tell it from an earlier one.
+"""The epoch of a gateway, by which workers and agents recognize earlier gateways.
 
-Each gateway has a higher epoch than those before it, and sends it with every call. A worker, or an
-agent, refuses the calls of all earlier gateways from the first call of a later one on: a gateway
-that was frozen, and goes on when another has taken over, reaches nobody any more, not even by a
-stream that it opened before. A call without an epoch is no gateway's: that of the agent which waits
-for a worker to serve.
+Each gateway has a higher epoch than earlier ones, and sends it with every call. After the first
+call of a later gateway, a worker or agent refuses all earlier ones, even on streams that they
+opened before. So a frozen gateway that wakes after its replacement reaches nobody. A call without
+an epoch comes from the agent, which waits for a worker to serve.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import grpc
 import grpc.aio
 
 EPOCH_METADATA_KEY = "x-tandem-epoch"
-"""The gRPC metadata key under which a gateway's calls carry its epoch."""
+"""The gRPC metadata key of the caller's epoch."""
 NEWEST_EPOCH_METADATA_KEY = "tandem-newest-epoch"
-"""The trailing metadata of FAILED_PRECONDITION: the epoch of the gateway that has taken over."""
+"""The trailing metadata key of FAILED_PRECONDITION: the newest gateway's epoch."""
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Answer: TypeAlias = Callable[
     [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[None]
 ]
-"""Answers a stream by what it writes to its context."""
+"""Answers a stream by writing to its context."""
 
 
 class EpochInterceptor(grpc.aio.ServerInterceptor):
-    """Ends the calls of earlier gateways with FAILED_PRECONDITION, before their requests are read.
+    """Ends calls of earlier gateways with FAILED_PRECONDITION before it reads their requests.
 
-    Belongs behind the check of the secret: whoever is heard here can shut others out.
+    Place it behind the check of the secret: a caller with a high epoch shuts others out.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
         if given is not None:
             epoch = int(given)
             if epoch < self._newest:
-                return cast(  # of streams: it reads no request
+                return cast(  # a stream handler reads no request
                     "grpc.RpcMethodHandler[Request, Reply]",
                     grpc.stream_unary_rpc_method_handler(self._refusal(epoch)),
                 )
@@ -57,14 +56,15 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
         if given is None or handler is None or not handler.request_streaming:
             return handler
         return grpc.stream_stream_rpc_method_handler(
-            # The types are those of gRPC's other server, which has threads.
+            # The types are those of gRPC's threaded server.
             self._while_newest(handler.stream_stream, epoch),  # type: ignore[arg-type]
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
     def _while_newest(self, answer: Answer[Request, Reply], epoch: int) -> Answer[Request, Reply]:
-        """Return what answers a stream until a request comes after a later gateway's call."""
+        """Wrap a stream's handler, so that it ends at the first request after a later gateway's
+        call."""
 
         async def answer_while_newest(
             requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]

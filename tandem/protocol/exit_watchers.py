@@ -1,4 +1,4 @@
-"""Those who watch a launcher for the unrequested ends of its workers."""
+"""Watchers of a launcher, which get its workers' unrequested ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.protocol.worker import WorkerExit
 
 
 class ExitWatchers:
-    """Each is told every exit after it was added. Its length is how many there are."""
+    """Tells every watcher each exit after its `add`. Its length is the number of watchers."""
 
     def __init__(self) -> None:
         self._queues: list[asyncio.Queue[WorkerExit | None]] = []
@@ -19,7 +19,7 @@ class ExitWatchers:
         return len(self._queues)
 
     def add(self, before: Iterable[WorkerExit] = ()) -> AsyncIterator[WorkerExit]:
-        """Yield the exits `before`, and those that are told from this call on, until `close`."""
+        """Yield the exits in `before` and all later ones, until `close`."""
         queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
         for exit_ in (*before, *([None] if self._closed else [])):
             queue.put_nowait(exit_)
@@ -31,7 +31,7 @@ class ExitWatchers:
             queue.put_nowait(exit_)
 
     def close(self) -> None:
-        """Let nobody wait for more."""
+        """End all watchers."""
         self._closed = True
         for queue in self._queues:
             queue.put_nowait(None)

@@ -1,9 +1,9 @@
-"""The lease that a worker has on its devices, and the calls that it refuses without one.
+"""A worker's lease on its devices, and its refusal of calls without that lease.
 
-A worker of a leased group starts awake, with a fencing token. Every call that needs its devices
-carries the token of its lease as metadata, and so do Sleep and Wake, each with a newer one. The
-worker refuses what is older than the newest token that it has seen, such as a Wake that was under
-way while its sender died, and refuses to compute while it is asleep. See docs/sharing.md.
+A worker of a leased group starts awake, with a fencing token. Every call that needs the devices
+carries the current token as metadata. Sleep and Wake carry a newer one. The worker refuses older
+tokens, such as that of a Wake which outlived its sender. It also refuses to compute while asleep.
+See docs/sharing.md.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import grpc.aio
 LEASE_METADATA_KEY = "x-tandem-lease"
 """The gRPC metadata key of the fencing token."""
 FENCED_METADATA_KEY = "tandem-newest-lease"
-"""The trailing metadata of FAILED_PRECONDITION: the newest token that the worker has seen."""
+"""The trailing metadata key of FAILED_PRECONDITION: the worker's newest token."""
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 
 class Fence:
-    """Refuses calls to one worker under a lease that is not the newest. For its event loop alone.
-    `token` 0: it is not leased, and always awake."""
+    """Refuses calls to one worker without its newest lease. Use it only in the event loop.
+
+    `token` 0 means that the worker is not leased and always awake.
+    """
 
     def __init__(self, token: int) -> None:
         self._newest = token
@@ -32,7 +34,7 @@ class Fence:
         self.asleep = False
 
     async def check(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        """Abort a call that needs the devices unless it has the lease and the worker is awake."""
+        """Abort a call that needs the devices, unless it has the lease and the worker is awake."""
         if not self.leased:
             return
         token = self._token_of(context)
@@ -41,7 +43,8 @@ class Fence:
             await self._refuse(context, token, f"it is {state}")
 
     async def admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        """Note the token of a Sleep or a Wake; abort it if it is older than another one."""
+        """Note the token of a Sleep or Wake, or abort the call if the token is older than the
+        newest."""
         token = self._token_of(context)
         if not self.leased or token < self._newest:
             await self._refuse(context, token, "a newer call came before")

@@ -1,6 +1,6 @@
-"""The heartbeats of gateway and agent: a byte a second, on a pipe that their supervisor reads.
+"""Heartbeats of gateway and agent: one byte a second on a pipe to their supervisor.
 
-One whose event loop does not run any more is alive for the kernel, and for nobody else.
+They detect a process whose event loop hangs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 HEARTBEAT_FD = "SUPERVISOR_HEARTBEAT_FD"
-"""The variable that names the pipe; absent without a supervisor that listens."""
+"""The environment variable with the pipe's descriptor. It is unset without a supervisor."""
 
 _INTERVAL = 1.0
 _STANDSTILL = 1.0
@@ -20,18 +20,18 @@ _READ_BYTES = 4096
 
 
 async def send_heartbeats() -> None:
-    """Send them as long as the event loop runs."""
-    if not (name := os.environ.pop(HEARTBEAT_FD, "")):  # its children send none
+    """Send heartbeats while the event loop runs."""
+    if not (name := os.environ.pop(HEARTBEAT_FD, "")):  # children send none
         return
     os.set_blocking(int(name), False)
     while True:
-        with suppress(OSError):  # nobody has read for a day, or nobody is left to
+        with suppress(OSError):  # the pipe is full or closed
             os.write(int(name), b".")
         await asyncio.sleep(_INTERVAL)
 
 
 class ProcessHeartbeat:
-    """What is heard of one process, which is given `fd`."""
+    """Reads the heartbeats of one process, which inherits `fd`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,8 +42,11 @@ class ProcessHeartbeat:
         self._listened_at = clock()
 
     def silence(self) -> float:
-        """Return the seconds since the last one; 0 before the first. Call it several times a
-        second: while nobody listened, nothing could be heard, which is not the sender's silence."""
+        """Return the seconds since the last heartbeat, or 0 before the first. Call it several times
+        a second.
+
+        A pause of the caller is not counted as the sender's silence.
+        """
         now = self._clock()
         passed, self._listened_at = now - self._listened_at, now
         self._silent += min(passed, _STANDSTILL)

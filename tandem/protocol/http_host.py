@@ -1,8 +1,8 @@
-"""The Host of a request: the name by which its client reached the server.
+"""The Host header of a request: the server's name as its client knows it.
 
-A page of another site can let its name lead to this machine after it was loaded (DNS rebinding).
-The browser then lets the page read what a server here answers, and sends the site's name as Host.
-So a server that is for this machine alone refuses requests whose Host may be a site.
+A web page can point its site's name to this machine after it was loaded (DNS rebinding). The
+browser then lets the page read answers from a local server, and sends the site's name as Host. So a
+server for this machine refuses requests with the Host of a possible site.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _NO_SITES = (".localhost", ".svc", ".svc.cluster.local")
 
 
 def hosts_of(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Return what the Host headers of a request name, in small letters, without ports and final
-    dots; "" for a header that names nothing. A request of HTTP/1.0 may have none."""
+    """Return the hosts of the Host headers, in lower case, without ports and final dots.
+
+    An invalid header gives "". An HTTP/1.0 request may have no header.
+    """
     found = (value.decode("latin-1").strip() for name, value in headers if name.lower() == b"host")
     return [_name(each) for each in found]
 
@@ -28,15 +30,17 @@ def _name(host: str) -> str:
 
 
 def may_be_site(name: str) -> bool:
-    """Whether a host may be a site of the internet. An address is none, nor is a name without a
-    dot, of this machine (`x.localhost`), or of a cluster's service."""
+    """Return whether a host may be a site of the internet.
+
+    Addresses, names without a dot, `x.localhost` and cluster services are none.
+    """
     if not name:
         return True
     return "." in name and not name.endswith(_NO_SITES) and _address(name) is None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine alone."""
+    """Return whether a name or address means only this machine."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 

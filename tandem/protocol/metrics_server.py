@@ -1,7 +1,7 @@
-"""The HTTP server of a worker's metrics: `GET /metrics`, in a thread with one event loop.
+"""The HTTP server of a worker's metrics: `GET /metrics`, in a thread with its own event loop.
 
-Everybody who reaches its port may connect. So a connection has one request and a deadline, and of
-too many connections the oldest is ended. On loopback, its Host must be no site's.
+Anyone can connect to its port. So a connection has one request and a deadline, and the oldest of
+too many connections is closed. On loopback, the Host must not be a site's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 _MOST_CONNECTIONS = 64
 _MOST_HEADER_BYTES = 16 * 2**10
 _SECONDS = 10.0
-"""For a whole request and its answer."""
+"""The limit for a request with its answer."""
 _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """`deadline`, in seconds, is for a whole connection. Literal use: `port =
-    MetricsServer(registry, host="127.0.0.1").start(port=0)`."""
+    """Example: `port = MetricsServer(registry, host="127.0.0.1").start(port=0)`.
+
+    `deadline` limits a whole connection, in seconds.
+    """
 
     def __init__(
         self, registry: CollectorRegistry, *, host: str, deadline: float = _SECONDS
@@ -35,11 +37,10 @@ class MetricsServer:
         self._registry = registry
         self._host = host
         self._deadline = deadline
-        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
     def start(self, *, port: int) -> int:
-        """Serve from a thread; return the port, of port 0 the one that was free. Raises
-        `OSError`."""
+        """Serve from a thread. Returns the port, a free one for port 0. Raises `OSError`."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.create_server((self._host, port), family=family, backlog=128)
         thread = threading.Thread(
@@ -60,7 +61,7 @@ class MetricsServer:
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
-        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all of it
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for everything
         try:
             async with asyncio.timeout(self._deadline):
                 with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
@@ -70,13 +71,13 @@ class MetricsServer:
                     writer.close()
                     await writer.wait_closed()
         except TimeoutError:
-            pass  # a client that is too slow is told nothing
+            pass  # a slow client gets no answer
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
-        """Return the response to the head of a request."""
+        """Return the response to a request's head."""
         first, *lines = head.decode("latin-1").split("\r\n")
         method, _, target = first.partition(" ")
         headers = [

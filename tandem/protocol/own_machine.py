@@ -1,9 +1,8 @@
-"""HTTP clients, which reach a gateway on this machine directly.
+"""HTTP clients that never use a proxy for this machine.
 
-The environment may name a proxy for the rest of the world (`http_proxy`, `all_proxy`, …). A proxy
-cannot reach this machine's loopback, and NO_PROXY is easily forgotten. So requests to this machine
-never follow the environment's proxy. Requests to other machines do. All HTTP clients of Tandem are
-made here, and all gRPC channels in `tandem.protocol.channels`.
+A proxy of the environment (`http_proxy`, `all_proxy`, …) cannot reach this machine's loopback, and
+NO_PROXY is easily forgotten. Requests to other machines use the proxy. All HTTP clients of Tandem
+are made here, and all gRPC channels in `tandem.protocol.channels`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ import psutil
 def http_client(
     base_url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 60.0
 ) -> httpx.Client:
-    """Return a client of the server at this address."""
     if not is_own_machine(base_url):
         return httpx.Client(base_url=base_url, headers=headers, timeout=timeout)
-    # With a transport of its own, a client asks the environment for certificates, not for a proxy.
-    # Plain HTTP needs no certificates, and reading those of the system takes 25 ms.
+    # With its own transport, a client asks the environment for certificates but not for a proxy.
+    # Plain HTTP skips the certificates, whose reading takes 25 ms.
     transport = httpx.HTTPTransport(verify=base_url.startswith("https:"))
     return httpx.Client(base_url=base_url, headers=headers, timeout=timeout, transport=transport)
 
 
 def is_own_machine(url: str) -> bool:
-    """Return whether the host of a URL is this machine: by loopback, name, or address."""
+    """Return whether a URL's host is this machine: loopback, its name, or one of its addresses."""
     host = httpx.URL(url).host.rstrip(".").lower()
     if host in ("localhost", socket.gethostname().lower()) or host.endswith(".localhost"):
         return True
@@ -44,8 +42,7 @@ def is_own_machine(url: str) -> bool:
 
 
 def follows_proxy(url: str) -> bool:
-    """Return whether another program, such as the SDK, would ask a proxy of this environment for
-    the URL."""
+    """Return whether other programs, such as the SDK, would use a proxy for this URL."""
     parsed = httpx.URL(url)
     proxies = getproxies_environment()
     there = parsed.scheme in proxies or "all" in proxies
@@ -54,7 +51,7 @@ def follows_proxy(url: str) -> bool:
 
 @contextmanager
 def without_proxies() -> Iterator[None]:
-    """Hide the environment's proxies, for clients of others that ask for them within the block."""
+    """Hide the environment's proxies during the block, for other libraries' clients."""
     hidden = {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy")}
     for name in hidden:
         del os.environ[name]

@@ -1,7 +1,7 @@
-"""What a model allows of a sample request: token ids, the length of a sequence, an answer's size.
+"""A model's limits for sample requests: token ids, sequence length, size of the answer.
 
-The sampler checks every request. The gateway checks it before, as far as it knows the model, so
-that a request that cannot succeed is refused at once.
+The sampler checks every request. The gateway checks it first, if it knows the model, to refuse it
+at once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from tandem.v1 import sampler_pb2
 
 MAX_SAMPLES = 16384
 MAX_ANSWER_TOKENS = 2**24
-"""Tokens of all samples of a request: an answer of at most 128 MiB."""
+"""Tokens of all samples of a request, or 128 MiB of answer."""
 MAX_TOPK = 1000
 MAX_CELLS = 2**22
-"""Tokens times alternatives per token: 32 MiB of ids and logprobs in an answer."""
+"""Tokens times alternatives per token, or 32 MiB of ids and logprobs."""
 
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """`vocabulary` in tokens, None if unknown. `max_length` counts the tokens of a prompt and a
-    sample together, None if unknown. It is less than `model_length` where a sampler's KV cache or a
-    setting bounds it."""
+    """Limits in tokens. None means unknown.
+
+    `max_length` counts a prompt and a sample together. It is below `model_length` if a sampler's KV
+    cache or a setting limits it.
+    """
 
     vocabulary: int | None
     max_length: int | None
     model_length: int | None = None
 
     def check(self, message: sampler_pb2.SampleRequest) -> int | None:
-        """Return how many tokens each sample may have, None if the length is unknown. Raises a
-        `UserError` that says what to change."""
+        """Return the maximum tokens per sample, or None if the length is unknown. Raises a
+        `UserError`."""
         prompt = len(message.prompt_tokens) // 4
         self._check_tokens(message)
         if not 1 <= message.num_samples <= MAX_SAMPLES:
@@ -90,8 +92,11 @@ class SampleLimits:
                 )
 
     def _max_tokens(self, message: sampler_pb2.SampleRequest, *, prompt: int) -> int | None:
-        """Return as `check`. A prompt that fills the context can be scored: the SDK then asks for
-        one token, because its protocol asks for one, and drops it."""
+        """Return the maximum tokens per sample. See `check`.
+
+        A prompt that fills the context can be scored. The SDK asks for one token then, as its
+        protocol requires, and drops it.
+        """
         params = message.params
         asked = params.max_tokens if params.HasField("max_tokens") else None
         if asked is not None and asked < 0:

@@ -1,18 +1,18 @@
-"""The handshake of a launcher and a worker: what each tells the other before gRPC takes over.
+"""The handshake of a launcher and a worker, before gRPC.
 
-1. Launcher to worker: one `WorkerSpec`, a JSON document. It is all that the worker is told, the
-   secret of its gRPC calls included, so that no argument and no environment variable holds one.
-2. Worker to launcher: `WorkerReport`s, one JSON object a line. The first says where the worker
-   listens, as soon as it has bound its ports. One with an error follows when it cannot start, or
-   cannot go on; then the worker exits with status 1.
-3. Readiness is what the worker's gRPC health service says: NOT_SERVING from the first report on,
-   SERVING once it takes calls. Every call, health included, carries the secret in its metadata.
-4. The lifeline is a connection that the launcher keeps open while the worker should run. When it
-   closes, for whatever reason, the worker kills its whole process group. A worker without such a
-   connection has a `lifeline` of seconds, within which some gateway must have called it.
-5. To end a worker, the launcher sends SIGTERM; what has not ended after the stop timeout is killed.
+1. Launcher to worker: one `WorkerSpec`, a JSON document. It holds everything, including the secret
+   of gRPC calls. So no argument or environment variable holds a secret.
+2. Worker to launcher: `WorkerReport`s, one JSON object a line. The first gives the worker's
+   address, once its ports are bound. If the worker cannot start or continue, a report with the
+   error follows, and it exits with status 1.
+3. The gRPC health service reports readiness: NOT_SERVING from the first report on, SERVING when the
+   worker takes calls. Every call carries the secret in its metadata, also to the health service.
+4. The lifeline is a connection that the launcher holds open. When it closes, the worker kills its
+   whole process group. A worker without it has a `lifeline` in seconds, the longest time without a
+   gateway's call.
+5. To end a worker, the launcher sends SIGTERM, and SIGKILL after the stop timeout.
 
-`WorkerSpec` and `WorkerReport` are what is said; how it travels is in `worker_link`.
+`worker_link` transports these messages.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from tandem.settings.workers import SamplerSettings, TrainerSettings
 WorkerKind = Literal["trainer", "sampler"]
 
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
-"""The gRPC metadata key under which every call carries the worker's secret."""
+"""The gRPC metadata key of the worker's secret."""
 
 PROTOCOL = 1
-"""Of what gateway and workers say to each other: raised by a change of calls or of the
-specification that the other side of before would misunderstand. They refuse one with another."""
+"""The version of calls and specification. Raise it after a change that an older peer would
+misunderstand. Gateways and workers refuse another version."""
 
 PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY = "tandem-protocol", "tandem-version"
-"""The trailing metadata of a worker's health: its protocol, and its `own_version`."""
+"""The trailing metadata keys of a worker's health: its protocol and its `own_version`."""
 
 OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
-"""The trailing metadata of RESOURCE_EXHAUSTED: how many tokens of a micro-batch were too many for
-a trainer, which ends because of it."""
+"""The trailing metadata key of RESOURCE_EXHAUSTED: the tokens of the micro-batch that exceeded a
+trainer's memory. The trainer ends."""
 
 DEFECT_METADATA_KEY = "tandem-defect"
-"""The trailing metadata of ABORTED where an error in its program ended a trainer, which would end
-the next one, too."""
+"""The trailing metadata key of ABORTED: a program error ended the trainer and would end the next
+one too."""
 
 MAX_SPEC_BYTES = 16 * select.PIPE_BUF
-"""Of the line of a specification: the capacity of a pipe that nobody reads yet."""
+"""The limit of a specification's line: the capacity of a pipe that has no reader yet."""
 SUPERVISOR_PID = "SUPERVISOR_PID"
-"""The variable that names the supervisor of a gateway or an agent; absent without one."""
+"""The environment variable with the supervisor's pid. It is unset without a supervisor."""
 COMPILED = "compiled"
-"""The folder of the data directory for code that workers have compiled."""
+"""The data directory's folder for code that workers have compiled."""
 LOOPBACK = "127.0.0.1"
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
@@ -70,32 +70,31 @@ MOST_REQUEST_BYTES: dict[WorkerKind, int] = {
     "trainer": MOST_PAYLOAD_BYTES + 64 * 2**20,
     "sampler": 64 * 2**20,
 }
-"""The largest request of each kind of worker: a payload with its loss, or the tokens of one prompt
-with its targets, which came in a body of 16 MiB."""
+"""The largest request by kind of worker: a payload with its loss, or a prompt with its targets."""
 SERVER_OPTIONS: list[tuple[str, int]] = [
-    # Callers without the secret may connect, too: these bound the memory that they fill. A window
-    # that grows with the bandwidth would hold megabytes for each of their connections. A request
-    # that a handler reads is given a window of its own size.
+    # Callers without the secret can connect too. These options limit their memory: a window that
+    # grows with the bandwidth would take megabytes per connection. A request gets a window of its
+    # size when a handler reads it.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_allowed_incoming_connections", 256),
-    # gRPC would let other programs listen on its port, too.
+    # By default gRPC lets other programs listen on its port too.
     ("grpc.so_reuseport", 0),
 ]
-"""Of the gRPC server of a worker or an agent."""
+"""Options of a worker's or an agent's gRPC server."""
 
 
-# --- What is said -----------------------------------------------------------------------------
+# --- Messages -----------------------------------------------------------------------------------
 
 
 LORA_FLAGS = {"attention": "train_attn", "mlp": "train_mlp", "unembedding": "train_unembed"}
-"""By kind of layers, the argument of `create_lora_training_client` that chooses them."""
+"""The argument of `create_lora_training_client` for each kind of layers."""
 
 
 class LoraSpec(BaseModel):
     """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers.
 
-    The update of a matrix is alpha / rank times B·A, with A drawn from the seed and B zero at
-    the start.
+    The update of a matrix is alpha / rank times B·A. A is drawn from the seed, and B starts at
+    zero.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -110,8 +109,7 @@ class LoraSpec(BaseModel):
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The bytes of each parameter that is trained: the weight itself, its gradient, and all
-    moments."""
+    """Bytes per trained parameter: weight, gradient, and all moments."""
 
     weight: int
     gradient: int
@@ -119,12 +117,13 @@ class StateBytes:
 
 
 class Layout(BaseModel):
-    """How the ranks of a trainer divide a model: there are so many `replicas` of it, each divided
-    among ranks that follow each other. Of these, `tensor_parallel` that follow each other divide
-    the matrices, and compute the same datums together; over the others, what they have is sharded.
+    """The division of a model among a trainer's ranks.
 
-    Literal example: of 8 ranks, `Layout(replicas=2, tensor_parallel=2)` lets ranks 0 to 3 hold a
-    quarter each, and ranks 4 to 7 the same quarters; ranks 0 and 1 compute the same datums.
+    There are `replicas` of the model, each on consecutive ranks. Within a replica, groups of
+    `tensor_parallel` consecutive ranks divide the matrices and compute the same datums together.
+    FSDP shards over the other ranks of the replica. Example: of 8 ranks, `Layout(replicas=2,
+    tensor_parallel=2)` gives ranks 0 to 3 a quarter each, and ranks 4 to 7 those quarters again.
+    Ranks 0 and 1 compute the same datums.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -133,7 +132,7 @@ class Layout(BaseModel):
     tensor_parallel: int = Field(1, ge=1)
 
     def shards(self, ranks: int) -> int:
-        """Among how many of the trainer's `ranks` FSDP shards a replica. Raises `ValueError`."""
+        """Return the number of FSDP shards of a replica on `ranks` ranks. Raises `ValueError`."""
         if ranks % (self.replicas * self.tensor_parallel):
             raise ValueError(
                 f"{ranks} ranks cannot be divided into {self.replicas} replicas, and those among "
@@ -142,18 +141,17 @@ class Layout(BaseModel):
         return ranks // (self.replicas * self.tensor_parallel)
 
     def shares(self, ranks: int) -> int:
-        """How many shares of a batch there are: one for all ranks that compute together."""
+        """Return the number of parts of a batch: one per group of ranks that compute together."""
         return ranks // self.tensor_parallel
 
 
 class TrainingSpec(BaseModel):
-    """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None).
+    """The trained parameters of a run, fixed at its creation. `lora` None means all parameters.
 
-    `states` is the type of weights, gradients and moments; adapters and dimuon have them in
-    float32. `offload` says what is in the host's memory while the run computes on a GPU: its
-    moments; or its weights, with their gradients and moments, of which a few blocks at a time are
-    on the device. Of a run with adapters these are the frozen weights. `layout` says which ranks
-    hold what.
+    `states` is the dtype of weights, gradients and moments. Adapters and dimuon always use float32.
+    `offload` moves state to host memory while the run computes on a GPU: the moments, or the
+    weights with gradients and moments, of which a few blocks at a time are on the device. With
+    adapters, it moves the frozen weights.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -166,7 +164,7 @@ class TrainingSpec(BaseModel):
 
     @property
     def rank(self) -> int:
-        """The rank of its adapters; 0 when it trains all parameters."""
+        """The rank of its adapters, or 0 without adapters."""
         return self.lora.rank if self.lora is not None else 0
 
     @property
@@ -188,33 +186,33 @@ WORKER_STOP_TIMEOUT = 10.0
 
 
 class WorkerSpec(BaseModel):
-    """What a launcher is to start.
+    """The specification of a worker.
 
-    Literal example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…",
-    "model_name": "tiny", "model_path": "models/tiny", "run_id": "s-ab12:train:0", "session_id":
-    "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW. The timeouts, in
-    seconds, are its launcher's: until it serves, and from SIGTERM to SIGKILL.
+    Example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…", "model_name":
+    "tiny", "model_path": "models/tiny", "run_id": "s-ab12:train:0", "session_id": "s-ab12"}`.
 
-    `run_id` is the run that a trainer was made for, and `first_run` the one that it begins with; ""
-    is the same one. `replica` says which of its sampler's engines it is, from 0. `devices` has
-    one device for each rank, such as "cpu:0-3" (cores) or "cuda:0";
-    the worker sees no others. Empty: the whole machine, as the settings choose. `lease` is the
-    fencing token with which it starts, awake; 0: its group is not leased, and it is always awake.
-    `no_suspender` says why the host cannot suspend a leased worker that does not know how to sleep:
-    its launcher does.
-
-    `nodes` is for trainers: on how many hosts its ranks are, equally many on each, in the order of
-    `devices`. All nodes are started with this specification. `rendezvous` is the HOST:PORT at which
-    the other nodes reach node 0; "" where there are none.
-
-    `group` is the name of the device group that its place is on, and `host_memory` what its session
-    said that it needs of each host, 0: nothing. It listens at `host`, on `port`
-    and, for its metrics, on `metrics_port` (0: any free one), with the certificate of `tls`, or on
-    loopback alone. `lifeline`: it ends when no gateway has called it for so many seconds; 0: its
-    launcher holds another one.
+    - `run_id`: the run of a trainer's creation. `first_run`: its first run, if another.
+    - `replica`: the number of an engine in its sampler, from 0.
+    - `training`: for trainers. None means all parameters by AdamW.
+    - `devices`: one per rank, such as "cpu:0-3" (cores) or "cuda:0". The worker sees no others.
+      Empty means the whole machine.
+    - `lease`: the fencing token at the start. 0 means that the worker is not leased and always
+      awake.
+    - `no_suspender`: the reason why the host cannot suspend a leased worker. A worker that cannot
+      sleep needs it.
+    - `nodes`: the number of hosts of a trainer. Each has equally many ranks, in the order of
+      `devices`, and gets this specification. `rendezvous` is node 0's HOST:PORT for the other
+      nodes.
+    - `group`: the device group of its place. `host_memory`: its session's need on each host, in
+      bytes, 0 if unknown.
+    - `host`, `port`, `metrics_port`: its address. Port 0 means any free one. `tls` is its
+      certificate. Without one it listens only on loopback.
+    - `lifeline`: the longest time without a gateway's call, in seconds. 0 means that the launcher
+      holds a connection.
+    - `start_timeout`: seconds until it serves. `stop_timeout`: seconds from SIGTERM to SIGKILL.
     """
 
-    # An error must not quote its input: the secret would be in the log.
+    # An error must not quote its input, because the secret would reach the log.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     protocol: int = PROTOCOL
@@ -254,7 +252,7 @@ class WorkerSpec(BaseModel):
 
 
 class WorkerReport(BaseModel):
-    """Where a worker listens, or why it does not or no longer serves."""
+    """A worker's address, or the reason why it does not serve."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -265,17 +263,16 @@ class WorkerReport(BaseModel):
     error: str = ""
 
 
-# --- What a launcher says of a worker ---------------------------------------------------------
+# --- A launcher's view of a worker --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorkerHandle:
     """A worker that has bound its ports.
 
-    Literal example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer",
-    session_id="s-ab12", run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny",
-    max_lora_rank=0, address="127.0.0.1:40123", metrics_port=40124, secret="s3")`. The secret is
-    never printed.
+    Example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer", session_id="s-ab12",
+    run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny", max_lora_rank=0,
+    address="127.0.0.1:40123", metrics_port=40124, secret="s3")`. The secret is never printed.
     """
 
     worker_id: str
@@ -290,11 +287,11 @@ class WorkerHandle:
     secret: str = field(repr=False)
     replica: int = 0
     authority: str = field(default="", repr=False)
-    """In PEM, of the certificate that it has; "": it is called without TLS."""
+    """The authority's certificate in PEM, or "" for calls without TLS."""
 
     @classmethod
     def of(cls, spec: WorkerSpec, *, address: str, metrics_port: int = 0) -> WorkerHandle:
-        """Return that of the worker with this specification."""
+        """Return the handle of a worker with this specification."""
         return cls(
             worker_id=spec.worker_id,
             kind=spec.kind,
@@ -313,8 +310,8 @@ class WorkerHandle:
 
 @dataclass(frozen=True)
 class WorkerDetails:
-    """What a person may want to know of a running worker and not every launcher has: the process
-    id on its host (0: none) and the file that its output goes to."""
+    """Details of a running worker, for people, if its launcher has them: host pid (or 0) and log
+    file."""
 
     pid: int = 0
     log_path: Path | None = None
@@ -328,22 +325,25 @@ class WorkerExit:
     reason: str
 
 
-# --- What the processes have in common ---------------------------------------------------------
+# --- Shared by all processes --------------------------------------------------------------------
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def own_version() -> str:
-    """Return the version of Tandem in this process, and the tag that its image was built with where
-    that is another. Literal example: "0.2.0 (image 2026-11-23)"."""
+    """Return this process's version, with the image's tag if it differs: "0.2.0 (image
+    2026-11-23)"."""
     image = os.environ.get("TANDEM_IMAGE_VERSION", "")
     return __version__ if image in ("", __version__) else f"{__version__} (image {image})"
 
 
 def set_process_limits() -> None:
-    """Make new files readable only by their owner, and write no core dumps, which would contain
-    the secrets in memory. Allow many connections: each is an open file, and the usual soft limit
-    is 1024. Child processes inherit all three."""
+    """Set the process limits that child processes inherit.
+
+    New files are readable only by their owner. There are no core dumps, because they would contain
+    secrets. The limit of open files is raised from the usual 1024, because each connection is an
+    open file.
+    """
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -351,18 +351,17 @@ def set_process_limits() -> None:
 
 
 def compile_caches(data_dir: Path) -> dict[str, str]:
-    """Return the variables that let torch and vLLM keep compiled code in the data directory."""
+    """Return the variables that keep torch's and vLLM's compiled code in the data directory."""
     folder = data_dir / COMPILED
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "VLLM_CACHE_ROOT": str(folder / "vllm")}
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux).
+    """Let the kernel kill this process when the thread that started it ends (Linux).
 
-    For processes that a worker starts, such as ranks, as their first act. `parent_pid` is that
-    of the worker: one that ended before this call sends no signal any more, so the process ends
-    itself. Not for the worker's own first process: killed before its lifeline could act, it would
-    leave its children behind.
+    Child processes of a worker, such as ranks, call it first. `parent_pid` is the worker's: if the
+    worker has ended already, this process kills itself. A worker's own first process must not use
+    it, because it would die before its lifeline could end its children.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -373,7 +372,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def end_with_supervisor() -> None:
-    """End this process, a gateway or an agent, when its supervisor does, also if that was before.
-    To be called first."""
-    if pid := os.environ.pop(SUPERVISOR_PID, ""):  # not that of its children
+    """End this gateway or agent with its supervisor, even if that has already ended. Call it
+    first."""
+    if pid := os.environ.pop(SUPERVISOR_PID, ""):  # children do not inherit it
         die_with_parent(int(pid))

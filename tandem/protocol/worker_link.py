@@ -1,12 +1,11 @@
-"""How it travels what launcher and worker tell each other: by a `LauncherLink`, which the worker
-gets from `launcher_link`, and which is all that it knows of its launcher.
+"""The transport of the handshake: a worker's `LauncherLink`, its only knowledge of its launcher.
 
-`PipeLink` is for a worker that is a child process: the specification is the first line of standard
-input, which then stays open as the lifeline, and reports go to the descriptor `--report-fd`.
-`PooledLink` is for a child process that was started before there was a worker for it to be
-(`tandem/agent/pool.py`). `FileLink` is for a worker that is a container, whose launcher is not
-there: the specification is the file `--spec-file`, of a mounted Secret, and the reason of its end
-is left in `--report-file`, which Kubernetes calls the termination message.
+- `PipeLink`: for a child process. The first line of standard input is the specification. Then
+  standard input stays open as the lifeline. Reports go to the descriptor `--report-fd`.
+- `PooledLink`: for a child process that was started before its worker existed
+  (`tandem/agent/pool.py`).
+- `FileLink`: for a container. The specification is `--spec-file`, from a mounted Secret. The reason
+  of its end goes to `--report-file`, Kubernetes' termination message.
 """
 
 from __future__ import annotations
@@ -37,35 +36,37 @@ from tandem.protocol.worker import (
 from tandem.settings.variables import check_environment
 
 _LONGEST_REPORT = 3000
-"""Characters of an error in a file: Kubernetes keeps 4096 bytes."""
+"""The limit of an error in a file, in characters. Kubernetes keeps 4096 bytes."""
 
 
 class LauncherLink(Protocol):
     """A worker's connection to its launcher."""
 
     def preload(self, imports: Callable[[], None]) -> None:
-        """Do what every worker of this kind does first, if there is no specification yet. Call
-        first."""
+        """Do the imports now, if there is no specification yet. Call it first."""
         ...
 
     def read_spec(self) -> WorkerSpec:
-        """Return the specification. Call once, after `preload`."""
+        """Return the specification. Call it once, after `preload`."""
         ...
 
     def hold_lifeline(self) -> None:
-        """Kill the worker's process group once the launcher is gone. Call before slow imports."""
+        """Kill the worker's process group when the launcher is gone. Call it before slow
+        imports."""
         ...
 
     def report(self, report: WorkerReport) -> None:
-        """Send a report. Raises `OSError` when the launcher no longer reads."""
+        """Send a report. Raises `OSError` if the launcher no longer reads."""
         ...
 
 
 def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
-    """Return the link that the command line chooses. `--report-fd N` is a `PipeLink`, with
-    `--spec-fd M` a `PooledLink`, which imports with the niceness of `--nice`. `--spec-file PATH`
-    and `--report-file PATH` are a `FileLink`. An unknown setting ends the process with status 2,
-    and its launcher gets the reason."""
+    """Return the link for the command line.
+
+    `--report-fd N` gives a `PipeLink`, with `--spec-fd M` a `PooledLink`, which imports with
+    niceness `--nice`. `--spec-file PATH` and `--report-file PATH` give a `FileLink`. An unknown
+    setting is reported and ends the process with status 2.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, help="where reports are written")
     parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
@@ -93,14 +94,14 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
 
 
 class PipeLink:
-    """Implements `LauncherLink` for a child process; `stdin` is the standard input by default."""
+    """Implements `LauncherLink` for a child process. `stdin` defaults to standard input."""
 
     def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
         self._report_fd = report_fd
         self._stdin = stdin if stdin is not None else sys.stdin.buffer
 
     def preload(self, imports: Callable[[], None]) -> None:
-        """Its specification is there: what is to be imported is so when it is known where."""
+        """Do nothing: the specification is there, and the imports follow it."""
 
     def read_spec(self) -> WorkerSpec:
         return _parse(self._stdin.readline(), self)
@@ -110,16 +111,16 @@ class PipeLink:
 
     def report(self, report: WorkerReport) -> None:
         line = report.model_dump_json().encode() + b"\n"
-        while line:  # a signal can cut a write to a pipe short
+        while line:  # a signal can shorten a write to a pipe
             line = line[os.write(self._report_fd, line) :]
 
 
 class PooledLink(PipeLink):
-    """Implements `LauncherLink` for a process that waits for a worker to be.
+    """Implements `LauncherLink` for a process that waits for its worker.
 
-    Nothing but the end of the lifeline comes by standard input. The specification comes later, by a
-    socket, together with the file that the worker's output goes to. A byte the other way says
-    that the process is idle, and another one that it has become the worker.
+    Standard input carries only the end of the lifeline. The specification arrives later over a
+    socket, with the file for the worker's output. The process sends one byte when it is idle, and
+    one when it has become the worker.
     """
 
     def __init__(self, *, report_fd: int, spec: socket.socket, nice: int = 0) -> None:
@@ -129,8 +130,8 @@ class PooledLink(PipeLink):
 
     def preload(self, imports: Callable[[], None]) -> None:
         super().hold_lifeline()
-        # A library asks at its import whether there is a GPU. Asked in the usual way, CUDA would
-        # begin, and would not see later which devices are the worker's.
+        # Libraries check for a GPU at their import. The usual check would start CUDA, which then
+        # ignores a later choice of devices.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         in_background(imports, nice=self._nice)
         self._spec.send(b".")
@@ -150,43 +151,43 @@ class PooledLink(PipeLink):
         return _parse(line, self)
 
     def hold_lifeline(self) -> None:
-        """It is held since `preload`."""
+        """Do nothing: `preload` holds it."""
 
 
 class FileLink:
-    """Implements `LauncherLink` for a container. `report` None: why it ends is in its log alone."""
+    """Implements `LauncherLink` for a container. Without `report`, an error is only in the log."""
 
     def __init__(self, *, spec: Path, report: Path | None = None) -> None:
         self._spec = spec
         self._report = report
 
     def preload(self, imports: Callable[[], None]) -> None:
-        """Its specification is there, as for a `PipeLink`. No agent has set its limits."""
+        """Set the process limits, because no agent has done so. The imports follow the
+        specification."""
         set_process_limits()
 
     def read_spec(self) -> WorkerSpec:
         return _parse(self._spec.read_bytes(), self)
 
     def hold_lifeline(self) -> None:
-        """It is the calls of gateways: `WorkerServer` holds it."""
+        """Do nothing: the lifeline is the gateway's calls, and `WorkerServer` holds it."""
 
     def report(self, report: WorkerReport) -> None:
-        """Where it listens, its launcher knows."""
+        """Write an error. The launcher knows the address already."""
         if self._report is not None and report.error:
             short = report.model_copy(update={"error": report.error[:_LONGEST_REPORT]})
             self._report.write_text(short.model_dump_json())
 
 
 class _Protocol(BaseModel):
-    """What of a specification is understood first."""
+    """The part of a specification that is read first."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
     protocol: int = PROTOCOL
 
 
 def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
-    """Return the specification. Of a gateway with another protocol nothing else is read: then the
-    process ends, with the reason."""
+    """Return the specification. Another protocol ends the process with a report."""
     protocol = _Protocol.model_validate_json(line).protocol
     if protocol == PROTOCOL:
         return WorkerSpec.model_validate_json(line)
@@ -199,11 +200,10 @@ def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
 
 
 def hold_lifeline(fd: int = 0) -> None:
-    """Kill the whole process group once the other end of the pipe `fd` has closed.
+    """Kill the process group when the other end of the pipe `fd` closes.
 
-    Covers the children that libraries start, too (vLLM's engine processes), which a parent-death
-    signal on one process would leave behind. A process that does not lead its group, such as one
-    started by hand in a script, ends alone.
+    That includes children which libraries start, such as vLLM's. A process that does not lead its
+    group ends alone.
     """
     leads = os.getpgrp() == os.getpid()
     if leads:
@@ -211,9 +211,9 @@ def hold_lifeline(fd: int = 0) -> None:
 
     def wait() -> None:
         try:
-            while os.read(fd, 4096):  # not sys.stdin: its lock gets in the way of a normal exit
+            while os.read(fd, 4096):  # not sys.stdin, whose lock would block a normal exit
                 pass
-        except OSError:  # a reset socket, a hung-up terminal: the launcher is gone all the same
+        except OSError:  # a reset socket or a closed terminal: the launcher is gone
             pass
         if leads:
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -224,11 +224,10 @@ def hold_lifeline(fd: int = 0) -> None:
 
 
 def _arm_kernel(fd: int) -> None:
-    """Let the kernel itself kill the group when the pipe closes (Linux, see fcntl(2)).
+    """Let the kernel kill the group when the pipe closes (Linux, fcntl(2)).
 
-    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for
-    long or, in a deadlock, for ever. The thread covers other systems, and a pipe that closed
-    before this call, which causes no event.
+    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for long
+    or for ever. The thread serves other systems, and a pipe that closed before this call.
     """
     if sys.platform != "linux":
         return
@@ -237,5 +236,5 @@ def _arm_kernel(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, f_setsig, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    except OSError:  # standard input is of a kind without such events: the thread is enough
+    except OSError:  # this kind of input has no such events: the thread suffices
         return

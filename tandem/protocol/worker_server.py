@@ -1,5 +1,4 @@
-"""The gRPC server of a worker: its services, its health and its metrics, behind its secret
-and closed to earlier gateways."""
+"""A worker's gRPC server: services, health and metrics. It checks the secret and the epoch."""
 
 from __future__ import annotations
 
@@ -39,16 +38,15 @@ Reply = TypeVar("Reply")
 
 
 def server_options(kind: WorkerKind) -> list[tuple[str, int]]:
-    """Return the options of the gRPC server of a worker: its requests have real bounds."""
+    """Return the gRPC options for a kind of worker, with its limit of request bytes."""
     largest = ("grpc.max_receive_message_length", MOST_REQUEST_BYTES[kind])
     return [*(each for each in GRPC_OPTIONS if each[0] != largest[0]), largest, *SERVER_OPTIONS]
 
 
 class WorkerServer:
-    """Use: `server = WorkerServer(spec)`; `add_TrainerServicer_to_server(servicer,
-    server.grpc)`; `link.report(await server.listen(registry))`; `await server.set_serving(True)`
-    once the model is loaded; `await server.stop(grace)`.
-    """
+    """Use: `server = WorkerServer(spec)`, `add_TrainerServicer_to_server(servicer, server.grpc)`,
+    `link.report(await server.listen(registry))`. Once the model is loaded, `await
+    server.set_serving(True)`. At the end, `await server.stop(grace)`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -60,10 +58,8 @@ class WorkerServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def listen(self, registry: CollectorRegistry) -> WorkerReport:
-        """Serve, with a health of NOT_SERVING, and the metrics on a port of their own.
-
-        Returns the report that says where.
-        """
+        """Serve, with the health NOT_SERVING, and serve metrics on another port. Returns the
+        report."""
         spec = self._spec
         await self.set_serving(False)
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
@@ -82,28 +78,28 @@ class WorkerServer:
         )
 
     def _hold_lifeline(self) -> None:
-        """End the worker once no gateway has called it for too long: each calls every few seconds,
-        and one that starts adopts what the last one left."""
+        """End the worker when no gateway has called it for too long. Each gateway calls every few
+        seconds."""
         while (left := self._secret.called_at + self._spec.lifeline - time.monotonic()) > 0:
             time.sleep(left)
         get_log().error("no_gateway", worker_id=self._spec.worker_id, seconds=self._spec.lifeline)
         if os.getpgrp() == os.getpid() != 1:
             os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(1)  # with the first process of a container, all of it ends
+        os._exit(1)  # The end of a container's first process ends the container.
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell whoever watches the worker's health that it takes calls, or does not."""
+        """Set the health that watchers of this worker see."""
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Take no more calls; cancel those that have not ended after `grace` seconds."""
+        """Refuse new calls, and cancel unfinished ones after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace)
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health has no types
-    """Says with each answer of which version the worker is."""
+    """Adds the worker's protocol and version to each answer."""
 
     _about = ((PROTOCOL_METADATA_KEY, str(PROTOCOL)), (VERSION_METADATA_KEY, own_version()))
 
@@ -119,11 +115,10 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health 
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call with no or a wrong secret with UNAUTHENTICATED before its request is read.
+    """Ends a call without the secret with UNAUTHENTICATED, before its request is read.
 
-    It guards the whole server, so that services added later, or a library's own (gRPC's health),
-    are behind the same check. `called_at` is when the last call had the secret, on the monotonic
-    clock.
+    It guards the whole server, also gRPC's own health service. `called_at` is the time of the last
+    valid call, on the monotonic clock.
     """
 
     def __init__(self, secret: str) -> None:
@@ -141,8 +136,8 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata).get(SECRET_METADATA_KEY, "")
         raw = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(raw, self._secret):
-            # Before a handler of single requests is called, gRPC has read the request, however
-            # large: a handler of streams reads none that it does not ask for.
+            # gRPC reads a single request, however large, before it calls the handler. A stream
+            # handler reads only on demand.
             return cast(
                 "grpc.RpcMethodHandler[Request, Reply]",
                 grpc.stream_unary_rpc_method_handler(_refuse),

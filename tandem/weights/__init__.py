@@ -1,12 +1,15 @@
 """Weight versions: immutable, checksummed directories of safetensors that a run publishes.
 
-All ranks write into a partial directory at once; the manifest is written last, and one rename
-gives the version its name. A reader verifies a version before use (`open_version`); the gateway
-removes those that nothing references. The module is torch-free: only the services handle tensors.
+All ranks write into a partial directory. The manifest comes last, and one rename gives the version
+its name (`store`, `manifest`). A reader verifies a version before use (`open_version`). The gateway
+removes unreferenced versions. A version may be a delta: patches of the files of a whole version
+(`delta`). `sums` lets an engine prove its weights.
 
-A version of a run may be a delta: patches of files of another one, which is whole (`delta`).
-`model_files` checks the files of a base model before anything loads them. `model_config` reads a
-model's configuration, and `model_store` is the folder of the downloaded base models.
+For base models, `model_files` checks the files, `model_config` reads the configuration, `tensors`
+reads safetensors headers, and `model_store` is the folder of downloads.
+
+The folder imports no torch at import time. To add a field to a version, add it to `Manifest` with a
+default, so that older versions stay readable.
 """
 
 from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, checksum_file

@@ -1,21 +1,20 @@
-"""Changes between two files of the same size: how a version is written as what changed.
+"""Patches between two files of equal size, for a version stored as changes.
 
-A delta version (`Manifest.delta_of`) has, for some of its files, a patch in their place,
-`NAME.patch`: what makes the file out of the one of the same name of the version that it is a delta
-of. A file is compared in words of two bytes, which is what a bfloat16 is, and in pieces of at most
-`PIECE_BYTES`, none of which crosses from one tensor into the next. A patch is a sequence of
-changes:
+A delta version (`Manifest.delta_of`) holds a patch `NAME.patch` in place of a changed file. The
+patch turns the base version's file of that name into the new one. Files are compared in words of
+two bytes (a bfloat16) and in pieces of at most `PIECE_BYTES`. No piece spans two tensors. A patch
+is a sequence of changes:
 
-    start: u64      where in the file the piece begins
-    gaps: u32       bytes of the gaps that follow; 0: the values are the whole piece
-    values: u32     bytes of the values that follow
+    start: u64      the piece's offset in the file
+    gaps: u32       bytes of gaps, or 0 if the values are the whole piece
+    values: u32     bytes of values
     …               the gaps, then the values
 
-A gap is the number of words that stay between a changed one and the one before, as one byte. 255
-means 255 words and that the gap goes on: so the bytes of the gaps, added up, are positions, and
-where hardly anything changes they are a 255th of the words. Numbers are little-endian.
+A gap is the number of unchanged words before a changed one, as one byte. 255 means 255 words and a
+continued gap. So the sums of the gaps are positions, and an almost unchanged piece needs one byte
+per 255 words. Numbers are little-endian.
 
-Needs numpy and nothing else; whoever writes or reads weights imports it, and the gateway does not.
+Needs only numpy. The gateway does not import it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 2**20
-"""A piece that is being compared, and all that comes of it, stays in a core's cache."""
+"""Small enough that a compared piece and its results stay in a core's cache."""
 _HEADER = struct.Struct("<QII")
 _WORD = np.dtype("<u2")
 _GOES_ON = 255
 
 
 def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
-    """Return the change that makes `new` out of `old`, two pieces that begin at `start`, as parts
-    to be written one after the other; nothing if they are equal. It has never more bytes than `new`
-    and a header."""
+    """Return the change from `old` to `new`, as parts to write in order. Empty if they are equal.
+
+    Both are pieces that begin at `start`. The change has at most the bytes of `new` and a header.
+    """
     assert old.size == new.size <= PIECE_BYTES
     if new.size % _WORD.itemsize == 0:
         words = new.view(_WORD)
@@ -61,8 +61,10 @@ def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
 
 
 def _positions(different: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
-    """As `np.flatnonzero`, in half of the time where few are: of eight at a time first. Above a
-    tenth, numpy takes another way, which is faster."""
+    """Return `np.flatnonzero(different)`, in half the time if few are set: eight at a time first.
+
+    Above a tenth, numpy is faster.
+    """
     if different.size % 8 or count * 10 > different.size:
         return np.flatnonzero(different)
     eights = different.view(np.uint64)
@@ -73,7 +75,7 @@ def _positions(different: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.i
 
 
 def _gaps(positions: npt.NDArray[np.int64]) -> Bytes:
-    """Literal example: positions 0, 1 and 257 are the gaps 0, 0, 255, 0."""
+    """Example: positions 0, 1 and 257 give the gaps 0, 0, 255, 0."""
     gaps = np.diff(positions, prepend=-1) - 1
     longer = np.flatnonzero(gaps >= _GOES_ON)
     times = gaps[longer] // _GOES_ON
@@ -83,16 +85,16 @@ def _gaps(positions: npt.NDArray[np.int64]) -> Bytes:
 
 @dataclass(frozen=True)
 class Change:
-    """What changed in one piece, which begins at `start`; without `gaps`, the `values` are all of
-    it."""
+    """The changes of one piece that begins at `start`. Without `gaps`, the `values` are the whole
+    piece."""
 
     start: int
     gaps: Bytes
     values: Bytes
 
     def apply(self, whole: Bytes, *, start: int) -> None:
-        """Change the part of a file that begins at `start`. Raises `ValueError` if this change goes
-        beyond it."""
+        """Apply it to the part of a file that begins at `start`. Raises `ValueError` if it exceeds
+        that part."""
         target = whole[self.start - start :]
         if not self.gaps.size:
             if self.values.size > target.size:
@@ -111,7 +113,7 @@ class Change:
 
 
 class Patch:
-    """The changes of a file, in its order. They are read from the disk as they are used."""
+    """The changes of a file, in order, read from disk on use."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
@@ -119,13 +121,14 @@ class Patch:
 
     @classmethod
     def open(cls, file: Path) -> Patch:
-        """Raises `OSError`, or `ValueError` for what is no patch."""
-        if not file.stat().st_size:  # nothing has changed, and nothing can be mapped
+        """Raises `OSError`, or `ValueError` for an invalid patch."""
+        if not file.stat().st_size:  # no changes, and an empty file cannot be mapped
             return cls([])
         return cls(list(_changes(np.asarray(np.memmap(file, np.uint8, mode="r")))))
 
     def within(self, start: int, size: int) -> Sequence[Change]:
-        """Return the changes of a part of the file that is made of whole pieces: a tensor."""
+        """Return the changes of a part of the file that consists of whole pieces, such as a
+        tensor."""
         first = bisect_left(self._starts, start)
         return self._changes[first : bisect_left(self._starts, start + size, lo=first)]
 

@@ -14,10 +14,8 @@ _BLOCK_BYTES = 8 * 2**20
 
 
 class FileEntry(BaseModel):
-    """One file of a version.
-
-    `checksum` is XXH3-128 in hexadecimal: fast, against damage and not against forgery.
-    """
+    """One file of a version. `checksum` is XXH3-128 in hexadecimal, against damage but not
+    forgery."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -27,10 +25,10 @@ class FileEntry(BaseModel):
 
 
 class Canary(BaseModel):
-    """Logprobs that the trainer computed with these weights, for an engine to reproduce.
+    """The trainer's logprobs with these weights, which an engine must reproduce.
 
-    `tokens` [T] and `logprobs` [T-1], where `logprobs[i]` belongs to `tokens[i + 1]`; at
-    temperature 1, in float32 from the trainer's compute type.
+    `logprobs` [T-1] belong to `tokens[1:]` of `tokens` [T]. They are at temperature 1, in float32,
+    from the trainer's compute dtype.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,16 +38,14 @@ class Canary(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Literal example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
+    """Example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
     "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
     "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
-    `parent` is the version before it; `operation` is the request_id of the operation that published
-    it.
 
-    A delta names in `delta_of` the whole version of its run that it was compared with, and in
-    `patches` files such as "model.safetensors.patch". `files` and their checksums are those of the
-    whole version all the same: a file that has a patch is not in the folder, and is what the patch
-    makes of the file of that name of the other version.
+    `parent` is the previous version. `operation` is the request_id of the publishing operation. A
+    delta names its whole base version in `delta_of`, and its patches in `patches`, such as
+    "model.safetensors.patch". Its `files` and checksums are those of the patched result. A patched
+    file is not in the folder.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -71,12 +67,12 @@ class Manifest(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """Of all files as a reader has them, patched."""
+        """The size of all files after patching."""
         return sum(entry.bytes for entry in self.files)
 
     @property
     def written(self) -> list[FileEntry]:
-        """What is in the folder."""
+        """The files in the folder."""
         patched = {entry.name.removesuffix(PATCH_SUFFIX) for entry in self.patches}
         return [*(entry for entry in self.files if entry.name not in patched), *self.patches]
 
@@ -86,14 +82,14 @@ class Manifest(BaseModel):
 
 
 class Checksum:
-    """Size and checksum of a file, from its content piece by piece: as it is read, or written."""
+    """Computes a file's size and checksum from its pieces."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self._bytes = 0
 
     def update(self, content: bytes | memoryview) -> None:
-        """Take the next piece, a `memoryview` of bytes."""
+        """Take the next piece. A `memoryview` must be of bytes."""
         self._digest.update(content)
         self._bytes += len(content)
 
@@ -102,7 +98,7 @@ class Checksum:
 
 
 def checksum_file(path: Path, go_on: Callable[[], None] = lambda: None) -> FileEntry:
-    """Read the file once; return its size and checksum. `go_on` is called before each block."""
+    """Read a file once. Returns its size and checksum. `go_on` is called before each block."""
     checksum = Checksum()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

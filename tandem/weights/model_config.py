@@ -1,7 +1,7 @@
-"""Reads from a model directory, without loading it, its length, its end tokens, and whether it can
-be trained, its matrices divided, and a copy of it sharded.
+"""Facts about a model from its configuration files, without loading it.
 
-The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
+They are its length, its end tokens, and whether it can be trained, divided and sharded. The sources
+are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
 """
 
@@ -19,9 +19,10 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length",
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 INDEX_NAME = "model.safetensors.index.json"
-"""The file that says which file holds which tensor, of a model that has several."""
+"""Maps tensors to files, in a model of several files."""
 _BY_LENGTH = {"dynamic", "longrope", "su"}
-"""Rotary frequencies that depend on a batch's longest sequence; `su` is longrope's former name."""
+"""Rotary frequencies that depend on a batch's longest sequence. `su` is another name of
+longrope."""
 _HEADS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "heads of keys and values",
@@ -30,19 +31,19 @@ _WITHOUT_PLAN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "m
 _WITHOUT_PLAN |= {"stablelm"}
 _HEAD_ALONE = {"bloom", "falcon", "gpt2", "gptj"}
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads, in numbers, that vLLM's build for CPUs computes."""
+"""Attention head sizes that vLLM's CPU build computes."""
 _HEADS_BY_WIDTH = {"cohere", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3"}
 _HEADS_BY_WIDTH |= {"qwen2", "smollm3", "stablelm"}
-"""Types of models whose heads divide the hidden size, where the configuration says no other."""
+"""Model types whose default head size is the hidden size divided by the heads."""
 _SINKS = {"gpt_oss", "granite_swa"}
 _DIVIDED = {"cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral"}
 _DIVIDED |= {"qwen2", "qwen3"}
-"""Types of models by what is known of dividing their matrices: transformers has no plan for it, or
-attention has sinks; or all of it is divided. Of others, the trainer finds out."""
+"""Model types by known division of their matrices: no plan in transformers, attention sinks, or a
+complete plan. The trainer tries other types."""
 
 
 def read_json(path: Path) -> Json:
-    """Read a JSON object; return an empty one if there is no such file. Raises `ValueError`."""
+    """Read a JSON object, empty if there is no file. Raises `ValueError`."""
     try:
         return cast(Json, json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -52,9 +53,11 @@ def read_json(path: Path) -> Json:
 
 
 def model_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that make up a model, as transformers and vLLM choose them:
-    those that its index names, if it has one. Beside them may lie a second copy in another layout.
-    Raises `ValueError` if the index is not JSON."""
+    """Return a model's safetensors files, chosen as transformers and vLLM do.
+
+    If there is an index, only its files count, because a second copy in another layout may lie
+    beside them. Raises `ValueError` if the index is not JSON.
+    """
     places = read_json(directory / INDEX_NAME).get("weight_map")
     if isinstance(places, dict):
         return [directory / name for name in sorted(set(places.values()))]
@@ -62,7 +65,7 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def text_config(directory: Path) -> Json:
-    """Return `config.json` with the part that describes the language model on the top level."""
+    """Return `config.json` with the language model's part at the top level."""
     return _text(read_json(directory / "config.json"))
 
 
@@ -72,21 +75,19 @@ def _text(config: Mapping[str, object]) -> Json:
 
 
 def model_length(directory: Path) -> int | None:
-    """Return the longest sequence that the model was made for, in tokens."""
+    """Return the longest sequence of the model, in tokens."""
     config = text_config(directory)
     values = [config.get(key) for key in _LENGTH_KEYS]
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def has_experts(directory: Path) -> bool:
-    """Return whether the model is a mixture of experts."""
     config = text_config(directory)
     return any(config.get(key) for key in _EXPERT_KEYS)
 
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return how many experts a layer has, and how many of them compute a token; zeros without
-    experts."""
+    """Return the number of experts per layer and of chosen experts per token, or zeros."""
     sizes = (config.get(key) for key in _EXPERT_KEYS)
     experts = next((size for size in sizes if isinstance(size, int)), 0)
     chosen = config.get("num_experts_per_tok")
@@ -94,9 +95,11 @@ def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens that the generation config, the config and the tokenizer
-    name, as vLLM does: each file may name an end token that the others lack. Ids outside the
-    vocabulary, which a default of a config may be, are left out."""
+    """Return the end-of-sequence tokens of generation config, config and tokenizer, as vLLM does.
+
+    Each file may name a token that the others lack. Ids outside the vocabulary, which some defaults
+    are, are left out.
+    """
     config = text_config(directory)
     named: list[object] = []
     for ids in (
@@ -111,7 +114,7 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
 
 
 def _tokenizer_end_token(directory: Path) -> int | None:
-    """Return the tokenizer's end token, read from its files without loading it."""
+    """Return the tokenizer's end token, read from its files."""
     config = read_json(directory / "tokenizer_config.json")
     name = config.get("eos_token") or read_json(directory / "special_tokens_map.json").get(
         "eos_token"
@@ -119,7 +122,7 @@ def _tokenizer_end_token(directory: Path) -> int | None:
     content = name.get("content") if isinstance(name, dict) else name
     for id_, token in cast(dict[str, Json], config.get("added_tokens_decoder", {})).items():
         if token.get("content") == content:
-            return int(id_)  # spares a start the larger file
+            return int(id_)  # avoids reading the larger file
     tokenizer = read_json(directory / "tokenizer.json")
     for added in cast(list[Json], tokenizer.get("added_tokens", [])):
         if added.get("content") == content:
@@ -132,13 +135,11 @@ def _tokenizer_end_token(directory: Path) -> int | None:
 
 
 def why_untrained(config: Mapping[str, object]) -> str:
-    """Return why a model with this `config.json` cannot be trained, as the end of a sentence that
-    begins with the model's name, or "" if nothing in it speaks against it.
+    """Return why a model with this `config.json` cannot be trained, or "".
 
-    Log probabilities of a sequence must be those that it has alone, whatever is computed beside it.
-
-    Literal example: `why_untrained({"is_encoder_decoder": True})` is
-    `"cannot be trained: it has an encoder, and only decoders of text are trained"`.
+    The text continues a sentence that begins with the model's name. A sequence's logprobs must not
+    depend on other sequences of the batch. Example: `why_untrained({"is_encoder_decoder": True})`
+    is `"cannot be trained: it has an encoder, and only decoders of text are trained"`.
     """
     if config.get("is_encoder_decoder"):
         return "cannot be trained: it has an encoder, and only decoders of text are trained"
@@ -164,17 +165,18 @@ def why_untrained(config: Mapping[str, object]) -> str:
 
 
 def head_alone(config: Mapping[str, object]) -> bool:
-    """Return whether engines serve adapters of the output head of a model with this `config.json`,
-    and of no other layer: vLLM stores their other layers in an order of its own, or the layers are
-    no linear ones."""
+    """Return whether engines serve adapters only on the model's output head.
+
+    In such models, vLLM reorders the other layers, or they are not linear layers.
+    """
     return _text(config).get("model_type") in _HEAD_ALONE
 
 
 def head_size(config: Mapping[str, object]) -> int | None:
-    """Return how many numbers an attention head has of a model with this `config.json`, None if it
-    does not say it plainly, or if its attention is latent (MLA).
+    """Return the size of a model's attention heads. None if unclear, or with latent attention
+    (MLA).
 
-    Literal example: `head_size({"head_dim": 64})` is 64.
+    Example: `head_size({"head_dim": 64})` is 64.
     """
     text = _text(config)
     if text.get("kv_lora_rank") is not None:
@@ -191,8 +193,8 @@ def head_size(config: Mapping[str, object]) -> int | None:
 
 
 def why_unserved_by_cpu(size: int) -> str:
-    """Return why engines on a CPU do not compute attention heads of this size, as sentences without
-    the last one's end, or "" if they do."""
+    """Return why CPU engines cannot compute heads of this size, without a final full stop, or
+    ""."""
     if size in CPU_HEADS:
         return ""
     return (
@@ -203,10 +205,9 @@ def why_unserved_by_cpu(size: int) -> str:
 
 
 def why_undivided(config: Mapping[str, object], count: int) -> str:
-    """Return why the matrices of a model with this `config.json` cannot be divided among so many
-    ranks, as a sentence without its end, or "" if nothing in it speaks against it.
+    """Return why a model's matrices cannot be divided among `count` ranks, or "".
 
-    Literal example: `why_undivided({"num_attention_heads": 9}, 2)` is
+    The text has no final full stop. Example: `why_undivided({"num_attention_heads": 9}, 2)` is
     `"its 9 attention heads are not a multiple of it"`.
     """
     text = _text(config)
@@ -230,12 +231,11 @@ def why_undivided(config: Mapping[str, object], count: int) -> str:
 
 
 def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> str:
-    """Return why a copy of a model with this `config.json` cannot be on so many ranks, of which
-    those that compute together are `divided`, as a sentence without its end, or "" if nothing in it
-    speaks against it: each rank needs at least one expert of a layer.
+    """Return why a copy of the model cannot be sharded over `ranks` ranks, or "".
 
-    Literal example: `why_unsharded({"num_local_experts": 8}, ranks=16, divided=1)` is
-    `"it has 8 experts, and a rank without any could not load it"`.
+    Each rank needs at least one expert of a layer. `divided` is the number of ranks that compute
+    together. The text has no final full stop. Example: `why_unsharded({"num_local_experts": 8},
+    ranks=16, divided=1)` is `"it has 8 experts, and a rank without any could not load it"`.
     """
     text, shards = _text(config), ranks // divided
     for key in _EXPERT_KEYS:
@@ -249,7 +249,8 @@ def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> 
 
 
 def undivided_heads(config: Mapping[str, object], count: int) -> str:
-    """Return as `why_undivided`, of heads alone, which are whole on a rank."""
+    """Return why the model's heads cannot be divided among `count` ranks, or "". A head stays
+    whole."""
     for key, what in _HEADS.items():
         size = config.get(key)
         if isinstance(size, int) and size % count:
@@ -258,7 +259,7 @@ def undivided_heads(config: Mapping[str, object], count: int) -> str:
 
 
 def _rope_types(config: Mapping[str, object]) -> Iterator[str]:
-    """The types of rotary positions, which can be given by type of layer."""
+    """Yield the types of rotary positions, which may differ by type of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         whole = config.get(key)
         if isinstance(whole, dict):

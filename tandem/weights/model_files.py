@@ -1,4 +1,4 @@
-"""Whether the weights of a model directory are whole, by the headers of its files."""
+"""Checks that a model directory's weights are complete, by the headers of the files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tandem.weights.model_config import INDEX_NAME, model_files, read_json, text
 from tandem.weights.tensors import check_content, read_header
 
 SINGLE_NAME = "model.safetensors"
-"""The only file of weights of a model that has no index."""
+"""The weights file of a model without an index."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Ends of the names of files that can run code when they are read, and are not read."""
+"""Endings of files that can run code when read. They are never read."""
 _OTHERS = (".gguf", ".h5", ".msgpack", ".onnx")
 _TEXTS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -20,8 +20,11 @@ _SAMPLE = 3
 
 
 def check_weights(directory: Path) -> None:
-    """Raise `InvalidRequest`, which names the file, unless every file of weights is there and
-    whole, and has the tensors that the index says it has."""
+    """Raise `InvalidRequest`, with the file's name, unless all weights files are there and
+    complete.
+
+    Each file must have the tensors that the index lists.
+    """
     places = tensors_by_file(directory)
     for name, wanted in places.items():
         found = read_header(directory / name)
@@ -32,20 +35,22 @@ def check_weights(directory: Path) -> None:
             )
         if not found:
             raise InvalidRequest(f"{name} holds no tensor")
-    for name in _TEXTS:  # large ones are kept by Git LFS as well
+    for name in _TEXTS:  # Git LFS also stores large text files
         if (directory / name).is_file():
             check_content(directory / name)
 
 
 def tensors_by_file(directory: Path) -> dict[str, set[str]]:
-    """Return the files of a model's weights, with the tensors that its index says they have: none
-    of a model in one file. Raises `InvalidRequest`."""
+    """Return a model's weights files, each with its tensors in the index, or none without an index.
+
+    Raises `InvalidRequest`.
+    """
     try:
         index = read_json(directory / INDEX_NAME)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{INDEX_NAME} cannot be read: {describe(error)}") from error
     if not index and not (directory / INDEX_NAME).exists():
-        if not os.path.lexists(directory / SINGLE_NAME):  # a link to nothing is named below
+        if not os.path.lexists(directory / SINGLE_NAME):  # a dangling link is reported below
             raise InvalidRequest(_why_none(directory))
         return {SINGLE_NAME: set()}
     places = index.get("weight_map") if isinstance(index, dict) else None
@@ -65,8 +70,7 @@ def tensors_by_file(directory: Path) -> dict[str, set[str]]:
 
 
 def ties_head(directory: Path) -> bool:
-    """Return whether a model's output head and its embeddings share one weight. Raises
-    `InvalidRequest`."""
+    """Return whether output head and embeddings share one weight. Raises `InvalidRequest`."""
     tied = text_config(directory).get("tie_word_embeddings")
     if isinstance(tied, bool):
         return tied
@@ -75,7 +79,7 @@ def ties_head(directory: Path) -> bool:
 
 
 def _why_none(directory: Path) -> str:
-    """Say why a directory without an index and without the single file has no weights."""
+    """Return why a directory without an index and a single file has no weights."""
     names = sorted(path.name for path in directory.iterdir())
     start = f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
     if parts := [name for name in names if name.endswith(".safetensors")]:
@@ -89,6 +93,6 @@ def _why_none(directory: Path) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """Literal example: `"a, b, c and 7 more"`."""
+    """Example: `"a, b, c and 7 more"`."""
     more = len(names) - _SAMPLE
     return ", ".join(names[:_SAMPLE]) + (f" and {more} more" if more > 0 else "")

@@ -1,9 +1,8 @@
-"""The models directory: base models that `tandem models add` downloaded, for every gateway that
-sees the directory.
+"""The models directory: base models from `tandem models add`, for all gateways that see it.
 
-The model `ORG/NAME` is the folder `ORG/NAME` of it, in the Hugging Face layout, with a record that
-is written last. A folder without one is none of a gateway's models: its download has not ended, or
-the model was removed. The files of a model with a record never change, for runs depend on them.
+The model `ORG/NAME` is in the folder `ORG/NAME`, in the Hugging Face layout, with a record that is
+written last. A folder without a record is an unfinished download or a removed model. The files of a
+model with a record never change, because runs depend on them.
 """
 
 from __future__ import annotations
@@ -15,12 +14,15 @@ from pydantic import BaseModel
 from tandem.settings.chosen_names import is_model_name
 
 RECORD_NAME = ".tandem-model.json"
-"""Hidden, so that nothing takes it for a file of the model."""
+"""Hidden, so that it does not count as a file of the model."""
 
 
 class ModelRecord(BaseModel):
-    """Where a model comes from: `revision` as it was asked for, a branch, a tag or a commit;
-    `bytes` of all its files; `added_at` in seconds since 1970."""
+    """The origin of a model.
+
+    `revision` is the requested branch, tag or commit. `bytes` is the size of all files. `added_at`
+    is in seconds since 1970.
+    """
 
     repository: str
     revision: str
@@ -30,7 +32,7 @@ class ModelRecord(BaseModel):
 
 
 def read_record(folder: Path) -> ModelRecord | None:
-    """Return a model's record, None where there is none. Raises `OSError`, `ValueError`."""
+    """Return a model's record, or None. Raises `OSError` and `ValueError`."""
     try:
         return ModelRecord.model_validate_json((folder / RECORD_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -38,7 +40,7 @@ def read_record(folder: Path) -> ModelRecord | None:
 
 
 def models_in(directory: Path) -> dict[str, Path]:
-    """Return the folders of the models that a models directory has, by their names."""
+    """Return the folders of a models directory's models, by name."""
     found = (
         record.parent
         for depth in ("*", "*/*", "*/*/*")

@@ -1,14 +1,13 @@
-"""The directory of weight versions: publish, verify and remove them.
+"""The directory of weight versions: publish, verify, remove.
 
-Layout under a data directory: `weights/RUN/vNNNNNN-RANDOM/` for a version, where RUN is the
-run id with `:` replaced by `_`, and `weights/RUN/.partial-vNNNNNN-RANDOM/` while it is being
-written. A version's name is `RUN_ID/vNNNNNN-RANDOM`. Names are never reused, since an NFS client
-may show a replaced file 30 s late; nothing here polls or lists for the newest.
+A version is `weights/RUN/vNNNNNN-RANDOM/` in the data directory, where RUN is the run id with `_`
+for `:`. While it is written, it is `weights/RUN/.partial-vNNNNNN-RANDOM/`. Its name is
+`RUN_ID/vNNNNNN-RANDOM`. Names are never reused, because an NFS client may show a replaced file 30 s
+late. Nothing here polls or searches for the newest version.
 
-Checkpoints and snapshots are written and named in the same way, with the functions here. What a
-disk did not take (`OSError` from a write, a sync or a close) is never tried again on the same file,
-since the disk may have dropped it and say at the next sync that all is well: the folder is removed,
-and whoever tries again writes another.
+Checkpoints and snapshots are written with these functions too. After an `OSError` from a write,
+sync or close, the file is never written again, because the next sync may wrongly succeed. The
+folder is removed, and a retry writes another.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum
 _PARTIAL_PREFIX = ".partial-"
 _SYNCS_AT_ONCE = 16
 MOST_RECORD_BYTES = 16 * 2**20
-"""Of a manifest, or of another record beside weights: enough for 100,000 tensors."""
+"""The limit of a manifest or another record, enough for 100,000 tensors."""
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 Item = TypeVar("Item")
@@ -43,8 +42,8 @@ Result = TypeVar("Result")
 
 
 def new_version_name(*, run_id: str, number: int, suffix: str = "") -> str:
-    """Return a new name, such as `s-ab12:train:0/v000003-9f2c41d0`: with a random end, or with the
-    `suffix` that tells it from others with its number."""
+    """Return a new name, such as `s-ab12:train:0/v000003-9f2c41d0`. Without `suffix` its end is
+    random."""
     return f"{run_id}/v{number:06d}-{suffix or secrets.token_hex(4)}"
 
 
@@ -69,9 +68,10 @@ def fsync_path(path: Path) -> None:
 
 
 def sync_at_once(syncs: Iterable[Callable[[], None]]) -> None:
-    """Call each of these, which sync one file or folder, and return when all have ended: a disk
-    makes durable at once what waits for it at the same time. Raises what the first that failed
-    does."""
+    """Call all `syncs`, which sync one file or folder each, at once. Raises the first error.
+
+    A disk handles simultaneous syncs together.
+    """
     with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
         for _ in pool.map(lambda sync: sync(), syncs):
             pass
@@ -82,8 +82,7 @@ def fsync_paths(paths: Iterable[Path]) -> None:
 
 
 def write_synced(file: Path, content: bytes) -> None:
-    """Write a new file whose content survives a power failure; its name does once its folder is
-    synced."""
+    """Write a new file durably. Its name is durable once its folder is synced."""
     with file.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -91,8 +90,7 @@ def write_synced(file: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder and those above it, and make their names survive a power failure. Raises
-    `OSError`, and has then made none."""
+    """Make a folder and its parents durably. Raises `OSError`, and then has made none."""
     missing = [path, *(parent for parent in path.parents if not parent.exists())]
     try:
         path.mkdir(mode=mode, parents=True)
@@ -102,14 +100,16 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
         raise
     except OSError:
         for folder in missing:
-            with suppress(OSError):  # not made, or used by somebody else already
+            with suppress(OSError):  # not made, or in use already
                 folder.rmdir()
         raise
 
 
 def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> None:
-    """Rename a folder, whose files are synced but for these, so that it has its final name for
-    good. Raises `OSError`, and then nothing has that name."""
+    """Rename a folder durably. Its files must be synced, except those in `unsynced`.
+
+    Raises `OSError`, and then the final name does not exist.
+    """
     fsync_paths([*unsynced, folder])
     folder.rename(final)
     try:
@@ -121,16 +121,18 @@ def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> No
 
 
 def sync_name(path: Path) -> None:
-    """Make the name of `DATA/KIND/RUN/NAME` survive a power failure, if another process was killed
-    before it did: the names of the folders above as well, which it may have made."""
+    """Make the name of `DATA/KIND/RUN/NAME` durable, after another process may have failed to.
+
+    The parents' names are synced too, because that process may have made them.
+    """
     fsync_paths(path.parents[:3])
 
 
 def read_again(read: Callable[[Path], Result], file: Path) -> Result:
-    """Return the result of `read` for a file. A file that is not found is looked for once more.
+    """Return `read(file)`. A missing or stale file is tried once more.
 
-    An NFS client believes for 30 s that a name does not exist. An open file is stale once the
-    server has restarted. Opening the folders on the way makes the client ask the server again.
+    An NFS client caches for 30 s that a name does not exist. An open file is stale after a restart
+    of the server. Opening the parent folders makes the client ask the server again.
     """
     try:
         return read(file)
@@ -144,10 +146,10 @@ def read_again(read: Callable[[Path], Result], file: Path) -> Result:
 
 
 class PartialVersion:
-    """A version being written. Every rank may write files into `path`; one rank commits.
+    """A version being written. All ranks may write files into `path`, and one rank commits.
 
-    Use: `version = PartialVersion(final); version.create(); …write into
-    version.path…; version.commit(manifest)`. On any failure call `discard()`.
+    Use: `version = PartialVersion(final)`, `version.create()`, write into `version.path`,
+    `version.commit(manifest)`. After any failure call `discard()`.
     """
 
     def __init__(self, final: Path) -> None:
@@ -155,16 +157,16 @@ class PartialVersion:
         self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
 
     def create(self) -> None:
-        """Nothing in it has to survive a power failure before it has its name."""
+        """Make the partial directory. It need not survive a power failure."""
         if not self.path.parent.is_dir():
             make_folder(self.path.parent)
         self.path.mkdir()
 
     def commit(self, manifest: Manifest, *, unsynced: Sequence[Path] = ()) -> None:
-        """Write the manifest, make everything durable and give the version its name.
+        """Write the manifest, sync everything, and give the version its name.
 
-        Writers fsync their own files but for these; they, the manifest, the directory and the
-        rename are synced here. Raises `OSError`, and then the version does not have its name.
+        Writers must have synced their files, except those in `unsynced`. Raises `OSError`, and then
+        the version does not have its name.
         """
         file = self.path / MANIFEST_NAME
         with file.open("xb") as stream:
@@ -176,16 +178,17 @@ class PartialVersion:
 
 
 def read_record(file: Path) -> bytes:
-    """Return the content of a small file beside weights, such as a manifest, as `read_again`.
+    """Return the content of a small file beside weights, such as a manifest. Retries like
+    `read_again`.
 
-    Raises `OSError` if it has more than `MOST_RECORD_BYTES`, or is a link or no regular file.
-    Anybody may have written it.
+    Raises `OSError` if it exceeds `MOST_RECORD_BYTES`, or is a link or not a regular file, because
+    anybody may have written it.
     """
     return read_again(_read_record, file)
 
 
 def _read_record(file: Path) -> bytes:
-    # Without O_NONBLOCK, the writer of a pipe would be waited for.
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as stream:
         found = os.fstat(descriptor)
@@ -199,8 +202,8 @@ def _read_record(file: Path) -> bytes:
 def check_own_file(folder: Path, name: str) -> Path:
     """Return the path of a file that we wrote into a folder.
 
-    Raises `OSError` if the name leads out of the folder, if the folder or the file is a link, or
-    if the file is not a regular file: we never write such, so somebody else did.
+    Raises `OSError` if the name leads out of the folder, if folder or file is a link, or if it is
+    not a regular file. Only others write such files.
     """
     file = folder / name
     if not name or name != Path(name).name or name == ".." or "\0" in name:
@@ -218,12 +221,11 @@ def open_version(
     go_on: Callable[[], None] = lambda: None,
     threads: int = 1,
 ) -> Manifest:
-    """Read and verify what is in the folder of a version before anything is loaded from it: of a
-    delta, not what it is a delta of (`open_base`). `go_on` is called before each block of a file,
-    in as many `threads` as read, and ends the reading by raising.
+    """Read and verify a version's folder before a load. A delta's base needs `open_base` too.
 
-    Raises `LoadFailed` when the manifest is missing or of another version than `name`, or when a
-    file is missing, of another size or (unless `checksums` is off) damaged.
+    `go_on` is called before each block, in each of `threads` threads, and stops the reading by
+    raising. Raises `LoadFailed` if the manifest is missing or names another version than `name`.
+    Raises it also if a file is missing, has another size, or (with `checksums`) is damaged.
     """
     try:
         content = read_record(path / MANIFEST_NAME)
@@ -250,10 +252,10 @@ def open_version(
 def in_threads(
     function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
 ) -> list[Result]:
-    """Return what a function makes of each item, in their order, in up to so many threads; of one,
-    in this. Raises what it raises, and begins no other item then.
+    """Return the function's result for each item, in order, from up to `threads` threads.
 
-    A thread that hangs on a volume cannot be ended: these do not keep the process from ending.
+    One item is computed in this thread. After an error, no other item begins. The threads are
+    daemons, because a thread that hangs on a volume cannot be ended.
     """
     threads = min(threads, len(items))
     if threads < 2:
@@ -281,8 +283,10 @@ def in_threads(
 def open_base(
     path: Path, delta_of: str, *, checksums: bool, go_on: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of the version that the one at `path` is a delta of, both of the same run,
-    and verify it as `open_version` does. Raises `LoadFailed`."""
+    """Verify the base version of the delta at `path`. Returns its folder.
+
+    Both belong to one run. Raises `LoadFailed`. See `open_version`.
+    """
     base = path.parent / delta_of.rpartition("/")[2]
     manifest = open_version(base, name=delta_of, checksums=checksums, go_on=go_on)
     if manifest.delta_of:

@@ -1,15 +1,13 @@
 """Sums by which an engine proves that it holds a version's weights, to the last bit.
 
-An engine keeps the tensors of a file in other tensors: q, k and v are one, experts lie in a stack,
-vocabularies are padded, embeddings are the output head as well. What stays is which numbers there
-are. So each is hashed, and the hashes are added up, by the blocks of the model: a sum that does not
-depend on where a number lies, and to which padding with zeros adds nothing.
+An engine arranges the numbers of a file differently: q, k and v in one tensor, stacked experts,
+padded vocabularies, tied embeddings. So each number is hashed, and the hashes are added per block
+of the model. Such a sum does not depend on places, and padding with zeros adds nothing.
 
-What is hashed are the eight bytes of 4 (bfloat16) or 2 (float32) numbers beside each other in a
-row; in a vector, in rows that are no multiple of that, and in experts, which a CPU's kernels keep
-in another order, each number. Beforehand, all are brought into the engine's type, as the engine
-does with what it loads. Zeros have the hash 0. That other numbers have the same sum has a
-probability of some 2^-32: this is against mistakes, not against forgery.
+A hash covers eight bytes of a row: 4 bfloat16 or 2 float32 numbers. In vectors, in rows of another
+multiple, and in experts (which CPU kernels reorder), each number is hashed alone. All numbers are
+first converted to the engine's dtype. Zeros have the hash 0. Two different sets of numbers have one
+sum with a probability of about 2^-32. This detects mistakes, not forgery.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ if TYPE_CHECKING:
     import torch
 
 WeightSums = dict[str, int]
-"""By block: the first number in the names of its parameters, "" for those without."""
+"""Sums by block: the first number in a parameter's name, or "" without one."""
 
 _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio as an odd 64-bit number (Knuth's multiplicative hashing), signed."""
+"""The golden ratio as a signed, odd 64-bit number (Knuth's multiplicative hashing)."""
 _VALUES_ON_CPU = 2**15
-"""How many are hashed at once there: as many as torch computes in one thread. Several would wait
-for each other at every step, and on busy cores spend most of their time with it."""
+"""Numbers hashed at once on a CPU: as many as torch computes in one thread. Several threads would
+mostly wait for each other."""
 _WORDS_ON_GPU = 2**21
-"""How many are hashed at once: 48 MiB of a GPU's memory."""
+"""Words hashed at once on a GPU: 48 MiB of its memory."""
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 def block_of(name: str) -> str:
-    """Literal examples: "model.layers.3.mlp.experts.0.up_proj.weight" and
-    "model.layers.3.mlp.experts.w13_weight" are of block "3", "lm_head.weight" is of ""."""
+    """Return a parameter's block: "3" for "model.layers.3.mlp.experts.0.up_proj.weight" and
+    "model.layers.3.mlp.experts.w13_weight", and "" for "lm_head.weight"."""
     match = _BLOCK.search(name)
     return match[1] if match else ""
 
@@ -49,15 +47,18 @@ def sum_of(
     *,
     name: str = "",
 ) -> int:
-    """Return the sum of the hashes of a tensor's numbers in this type; of experts, by their `name`,
-    each number alone. `go_on` is called before each piece."""
+    """Return the sum of the hashes of a tensor's numbers in this dtype.
+
+    `name` tells whether it belongs to experts. `go_on` is called before each piece.
+    """
     import torch
 
     width = 8 // dtype.itemsize
     words = tensor.dim() >= 2 and tensor.shape[-1] % width == 0 and ".experts." not in name
     values = tensor.detach().reshape(-1)
     piece = _VALUES_ON_CPU if values.device.type == "cpu" else _WORDS_ON_GPU * width
-    total = torch.zeros((), dtype=torch.int64, device=values.device)  # which a GPU need not tell
+    # On a GPU, it is read only at the end.
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     bits = torch.int64 if words else {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for start in range(0, values.numel(), piece):
         go_on()
@@ -70,7 +71,7 @@ def sum_of(
 
 
 def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
-    """Add up what `sum_of` has returned for each parameter's name."""
+    """Add up the results of `sum_of` by block. The names are those of parameters."""
     sums: WeightSums = {}
     for name, value in tensors:
         block = block_of(name)
@@ -79,8 +80,10 @@ def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
 
 
 def sums_of_workers(workers: Sequence[Mapping[str, int]]) -> WeightSums:
-    """Add up the parameters of all workers of an engine. Those that have different numbers have
-    different parts; those that have the same have one part, which is counted once."""
+    """Add up the sums of all workers of an engine.
+
+    Workers use different names for different parts. A part that they share is counted once.
+    """
     names = sorted({name for worker in workers for name in worker})
     return sums_of(
         (name, sum({worker[name] for worker in workers if name in worker})) for name in names
@@ -93,7 +96,8 @@ def file_sums(
     dtype: str,
     go_on: Callable[[], None],
 ) -> WeightSums:
-    """Return the sums of the tensors with these names, in a type such as "bfloat16"; take all."""
+    """Return the sums of the tensors in `names`, in a dtype such as "bfloat16". All tensors are
+    read."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -105,7 +109,7 @@ def file_sums(
 
 
 def added_up(parts: Iterable[WeightSums]) -> WeightSums:
-    """Return the sums of a version from those of its files."""
+    """Return a version's sums from those of its files."""
     sums: WeightSums = {}
     for block, value in ((block, value) for part in parts for block, value in part.items()):
         sums[block] = (sums.get(block, 0) + value) & _MASK
@@ -113,7 +117,7 @@ def added_up(parts: Iterable[WeightSums]) -> WeightSums:
 
 
 def differing(one: WeightSums, other: WeightSums) -> list[str]:
-    """Return where two differ, such as `["block 3", "the rest"]`."""
+    """Return the places where two sums differ, such as `["block 3", "the rest"]`."""
     blocks = [b for b in sorted({*one, *other}, key=_number) if one.get(b, 0) != other.get(b, 0)]
     return [f"block {block}" if block else "the rest" for block in blocks]
 

@@ -1,7 +1,7 @@
 """The tensors of a safetensors file, by its header.
 
-Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors. The
-header alone is read, so that a file of any size takes milliseconds.
+The format is an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
+Only the header is read, so the size of the file does not matter.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ STORED_TYPES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""What the format calls the types of tensors that a version may have, by torch's names."""
+"""The format's names of dtypes, by torch's names, for tensors of a version."""
 _WIDTHS = {
     name: 1 if name == "BOOL" else int(name.strip("BFIU")) // 8 for name in STORED_TYPES.values()
 }
-"""Bytes of an element. Base models have other types, too."""
+"""Bytes of an element. Base models have other dtypes too."""
 MOST_HEADER_BYTES = 32 * 2**20
 _MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's position in a file: `bytes` bytes from `start`; `dtype` as the format has it."""
+    """A tensor's place in a file: `bytes` bytes from `start`. `dtype` is the format's name."""
 
     file: Path
     name: str
@@ -66,11 +66,11 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """List the tensors of a file in file order. A file that a network volume shows too late, or
-    whose handle is stale, is opened again. Raises `InvalidRequest`.
+    """Return a file's tensors in file order. Retries a missing or stale file. Raises
+    `InvalidRequest`.
 
-    The file may come from anybody. Its tensors fill it without gaps and overlaps, and none has more
-    bytes than the file: nothing that a header says makes its reader allocate more.
+    The file may come from anybody. The header's tensors must fill the file without gaps and
+    overlaps, so a false header cannot make a reader allocate more than the file's size.
     """
     try:
         return read_again(_read_header, file)
@@ -79,8 +79,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_content(file: Path) -> None:
-    """Raise `InvalidRequest` for a file that cannot be read, is empty, or is a pointer that Git LFS
-    has left in its place."""
+    """Raise `InvalidRequest` if a file is unreadable, empty, or a pointer of Git LFS."""
     try:
         read_again(_check_content, file)
     except OSError as error:
@@ -124,7 +123,7 @@ def _without_repetitions(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _place(file: Path, name: str, entry: object, start: int) -> StoredTensor:
-    """Read what a header says of one tensor; those of the file begin at byte `start`."""
+    """Read one tensor's entry of a header. The file's tensors begin at byte `start`."""
     match entry:
         case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [begin, end]}:
             numbers = [begin, end, *shape]
