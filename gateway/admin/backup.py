@@ -1,17 +1,15 @@
-"""Backs up and restores the database of a data directory: `python -m gateway.admin.backup`.
+"""Backs up and restores a data directory's database: `python -m gateway.admin.backup`.
 
-`tandem backup` and `tandem restore` start it. It reads one request as JSON from standard input and
-writes one answer, or `{"error"}` with exit status 1.
+`tandem backup` and `tandem restore` start it. It reads a JSON request from standard input and
+writes a JSON answer, or `{"error"}` with exit status 1.
 
-A backup is a folder with a consistent copy of the database, which is made while the gateway serves.
-It also has the lists of files of all checkpoints and weight versions, and `backup.json`, which is
-written last. The weights are not in it.
+A backup is a folder with a consistent copy of the database, made while the gateway serves. It also
+has the file lists of all checkpoints and weight versions. `backup.json` is written last. It
+contains no weights.
 
-A restored database is older than the directory. Checkpoints and weight versions that were saved
-since are unknown to it, so they stay, and the answer names their folders. A version that had no
-name when the backup was made may have one since: the database forgets it, so that it stays, too.
-Runs and sessions that were active then have ended. What the restored database replaces is kept in
-`DATA/replaced`.
+A restored database does not know later checkpoints and versions. They stay, and the answer names
+their folders. It also forgets unnamed versions, so that these stay too, since one may have a name
+by now. Active runs and sessions end. Replaced data moves to `DATA/replaced`.
 """
 
 from __future__ import annotations
@@ -66,19 +64,20 @@ _DATABASE = "tandem.db"
 _MANIFESTS = "manifests"
 _REASON = "the database was restored from a backup; create the run again, from a checkpoint"
 _REPLACED = ("snapshots", "operations", "results")
-"""What belongs to the rows of a database that is replaced, beside the database itself."""
+"""Data that belongs to a replaced database."""
 
 
 class BackupRequest(BaseModel):
-    """`folder` is where the backup is to be made, or lies; restoring PostgreSQL needs none."""
+    """`folder` is the backup. Restoring PostgreSQL needs none."""
 
     action: Literal["backup", "restore"]
     folder: Path | None = None
 
 
 class About(BaseModel):
-    """`at` is in seconds since 1970; `revision` is empty for PostgreSQL, which is not copied.
-    `folders` is how many checkpoints and weight versions the backup has the lists of files of."""
+    """`at` is in seconds since 1970. `revision` is empty for PostgreSQL, which is not copied.
+    `folders` is the number of checkpoints and weight versions in the file lists.
+    """
 
     version: str
     revision: str
@@ -87,8 +86,9 @@ class About(BaseModel):
 
 
 class Restored(BaseModel):
-    """The folders that the restored database does not know; the checkpoints, by path, whose files
-    are not in the directory; and where the replaced database lies, if there was one."""
+    """The folders unknown to the restored database, the checkpoints without files, and the place of
+    the replaced database, if any.
+    """
 
     unknown: list[str]
     missing: list[str]
@@ -120,9 +120,9 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
 
 
 async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
-    """Put the database of a backup into the place of the directory's, and end what was active in
-    it. With PostgreSQL, whose database its own tools have restored, only the latter. Nothing is
-    removed from the data directory."""
+    """Replace the database by a backup's and end everything active in it. PostgreSQL is restored by
+    its own tools before. Nothing is deleted from the data directory.
+    """
     data_dir, url = settings.data_dir, settings.database_url
     if is_postgresql(url) != (folder is None):
         raise InvalidRequest(
@@ -170,7 +170,7 @@ def _sqlite_file(url: str, data_dir: Path) -> Path:
 
 
 def _copy_sqlite(source: Path, target: Path) -> str:
-    """Copy the database as of one moment, in one file; return its revision."""
+    """Copy the database into one file and return its revision."""
     if not source.is_file():
         raise InvalidRequest(f"there is no database {source}")
     uri = f"{source.resolve().as_uri()}?mode=ro"
@@ -183,8 +183,9 @@ def _copy_sqlite(source: Path, target: Path) -> str:
 
 
 def _check(database: sqlite3.Connection, file: Path) -> str:
-    """Return the revision of a database. Raises `InvalidRequest` for a damaged database, and
-    `UnknownSchema`."""
+    """Return a database's revision. Raises `InvalidRequest` for a damaged one, and
+    `UnknownSchema`.
+    """
     try:
         (said,) = database.execute("PRAGMA quick_check(1)").fetchone()
         (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -197,14 +198,14 @@ def _check(database: sqlite3.Connection, file: Path) -> str:
 
 
 def _manifests(folder: Path) -> Iterator[Path]:
-    """Yield the lists of files below a data directory, or a copy of it."""
+    """Yield the file lists below a data directory or its copy."""
     for root in ("weights", "checkpoints"):
         for name in FILE_LISTS:
             yield from folder.glob(f"{root}/[!.]*/[!.]*/{name}")
 
 
 def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
-    """Return where the old database lies now, if there was one."""
+    """Replace the database. Return the place of the old one, or ""."""
     data_dir = settings.data_dir
     try:
         About.model_validate_json((folder / _ABOUT).read_bytes())
@@ -235,7 +236,9 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
 
 
 async def _forget_what_went_on(database: Database) -> None:
-    """End what was active when the database was copied, and forget what may have changed since."""
+    """End everything active at the time of the copy, and forget data that may have changed
+    since.
+    """
     now = time.time()
     why = {"error_type": GatewayRestarted.type}
     named = select(checkpoints.c.version)
@@ -277,7 +280,7 @@ def _collector(database: Database, settings: GatewaySettings) -> GarbageCollecto
 
 
 async def _missing(database: Database, data_dir: Path) -> list[str]:
-    """Return the checkpoints whose files are not all there."""
+    """Return the checkpoints with missing files."""
     missing = []
     async for rows in database.read_in_batches(select(checkpoints), checkpoints.c.path):
         for checkpoint in map(checkpoint_of, rows):

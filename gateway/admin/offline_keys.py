@@ -1,10 +1,9 @@
-"""Manages the keys of a data directory that no gateway uses.
+"""Manages the keys of a data directory without a running gateway.
 
-The `tandem keys` command starts it, as `python -m gateway.admin.offline_keys`, when no gateway
-runs. It reads one request as JSON from standard input, so that no argument shows any of it, and
-writes as JSON to standard output what the routes of `api/tandem/keys.py` answer, or `{"error"}`
-with exit status 1. A change is recorded in the audit log as one by this machine's admin, without an
-address.
+`tandem keys` starts it as `python -m gateway.admin.offline_keys`. It reads a JSON request from
+standard input, so that no argument shows a secret. It writes the answer of the routes in
+`api/tandem/keys.py`, or `{"error"}` with exit status 1. The audit log records changes as the local
+admin's, without an address.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class KeysRequest(BaseModel):
 
 
 async def answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, object]:
-    """Raise a `TandemError`, also if a gateway uses the directory or the database after all."""
+    """Raise a `TandemError`, for example if a gateway uses the directory or the database."""
     url = settings.database_url
     async with AsyncExitStack() as stack:
         stack.enter_context(locked_data_directory(settings.data_dir))
@@ -81,7 +80,7 @@ async def answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, o
 
 def main() -> int:
     configure_logging(service="gateway", level="warning")
-    os.umask(0o077)  # as in the gateway: this may be the first process to make these files
+    os.umask(0o077)  # as in the gateway: this may be the first process to create these files
     settings = GatewaySettings()
     settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
     try:

@@ -1,7 +1,7 @@
-"""The workers of this gateway: the trainer and sampler processes, and the calls to them.
+"""Trainer and sampler processes, and the calls to them.
 
 `launchers` start and stop workers. `fleet` gives each `worker` an id, a secret, a row and a
-channel, and reports those that end; `heartbeats` finds those that do not answer, and `backoff` says
-when one that failed is started again. `clients` are the gRPC calls to a trainer, with
-their deadlines and errors, `sampler_client` those to a sampler, and `epoch` is what all carry.
+channel. `heartbeats` finds silent workers, and `backoff` delays restarts. `clients` makes the gRPC
+calls to trainers, `sampler_client` those to samplers. All calls carry the gateway's `epoch`. To add
+a call, add the RPC to `protos/` and a method to the client.
 """

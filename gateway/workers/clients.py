@@ -1,5 +1,6 @@
-"""The gRPC calls to trainers, and what all calls have: secret and epoch, a bound on their time and
-typed errors."""
+"""gRPC calls to trainers, and the common parts of all calls: secret, epoch, deadline and typed
+errors.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _PROGRESS_TIMEOUT = 5.0
 _RELEASE_TIMEOUT = 5.0
 _IDLE_INTERVAL = 0.1
 EXIT_REPORT_PATIENCE = 5.0
-"""Seconds within which the launcher reports the end of a worker whose connection broke."""
+"""Seconds for the launcher to report a worker's end after its connection broke."""
 
 Request = TypeVar("Request", contravariant=True)
 Operation = TypeVar("Operation", bound="HasHeader")
@@ -39,8 +40,6 @@ Answer = TypeVar("Answer")
 
 
 class Method(Protocol[Request, Reply]):
-    """A method of a stub."""
-
     def __call__(
         self,
         request: Request,
@@ -51,22 +50,19 @@ class Method(Protocol[Request, Reply]):
 
 
 class WorkerUnavailable(Exception):
-    """The connection broke or was closed: the worker has died, and its exit will be reported."""
+    """The connection broke or was closed. The worker's exit will be reported."""
 
 
 class HasHeader(Protocol):
-    """The request of an operation."""
-
     @property
     def header(self) -> common_pb2.OperationHeader: ...
 
 
 class CallOrder:
-    """The operations that were sent to one trainer process and are not answered, in order: it
-    applies one at a time, so that the first is the one that it is at, or was at when it died.
+    """The unanswered operations of one trainer process, in order. The trainer works on the first.
 
-    `since` is when it came to that, in the time of the event loop, as far as can be known; what an
-    earlier gateway has sent it is unknown.
+    `since` is its start in event loop time, as far as is known. Operations sent by an earlier
+    gateway are unknown.
     """
 
     def __init__(self) -> None:
@@ -75,7 +71,7 @@ class CallOrder:
 
     @property
     def first(self) -> str:
-        """The run of the first; "" if there is none."""
+        """The run of the first operation, or ""."""
         return next(iter(self._calls), ("", 0))[0]
 
     @contextmanager
@@ -85,30 +81,29 @@ class CallOrder:
         self._calls.setdefault((run_id, seq_id))
         yield
         self.note_progress()
-        # Not after an error: the process may be at it all the same.
+        # Not after an error: the process may still work on it.
         self._calls.pop((run_id, seq_id), None)
 
     def note_progress(self) -> None:
-        """Note that the process comes to something else now."""
+        """Note that the process starts its next operation."""
         self.since = asyncio.get_running_loop().time()
 
     def forget(self, run_id: str) -> None:
         self._calls = {call: None for call in self._calls if call[0] != run_id}
 
     def clear(self) -> None:
-        """Begin anew, with a process that has been sent nothing."""
+        """Start again with a new process."""
         self._calls.clear()
         self.since = -math.inf
 
 
 class TrainerClient:
-    """A run's calls to its trainer. Use:
-    `await client.call(client.stub.Publish, request, begun=call.begun)`.
+    """A run's calls to its trainer. Use: `await client.call(client.stub.Publish, request,
+    begun=call.begun)`.
 
-    Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
-    operation may take `timeout` seconds; at most `window` are sent ahead. `calls` are those of all
-    runs that share the trainer: what comes after those of others waits as long as the trainer ends
-    one of them in time.
+    Calls raise `WorkerUnavailable` or the failure's `TandemError`. An operation may take `timeout`
+    seconds, and at most `window` are sent ahead. `calls` is shared by all runs of the trainer. A
+    call waits for other runs' calls while the trainer finishes each in time.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class TrainerClient:
         await self._in_turn(self.stub.RemoveRun, request, timeout=_REMOVAL_TIMEOUT)
 
     async def when_idle(self) -> trainer_pb2.DescribeTrainerReply:
-        """Say where the run's trainer is once it has ended what it was sent."""
+        """Return the run's description when its trainer has finished all operations."""
         last = -1
         while True:
             if not (await self.progress()).seq_id:
@@ -152,9 +147,9 @@ class TrainerClient:
     async def call(
         self, method: Method[Operation, Reply], request: Operation, *, begun: asyncio.Future[None]
     ) -> Reply:
-        """The time that it may take counts from `begun`: operations are sent ahead, and those
-        before it may take their time. The call's own deadline, which its worker is told, allows
-        for all of them."""
+        """Call the trainer. The operation's time counts from `begun`, because earlier operations
+        take their own time. The gRPC deadline allows for all of them.
+        """
         answer = call_worker(self.worker, method, request, timeout=self._call_timeout)
         with self._calls.sent(request.header.run_id, request.header.seq_id):
             if begun.done():
@@ -168,7 +163,7 @@ class TrainerClient:
                 task.cancel()
 
     async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
-        """Return what it returns within the time of an operation. Raises `OperationTimedOut`."""
+        """Await the answer. Raises `OperationTimedOut` after an operation's time."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await answer
@@ -178,7 +173,7 @@ class TrainerClient:
             ) from None
 
     async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:
-        """Call it as `call` does, where nothing is sent ahead."""
+        """Call the trainer as `call` does, with nothing sent ahead."""
         with self._calls.sent(request.header.run_id, request.header.seq_id):
             return await self._in_turn(method, request)
 
@@ -190,9 +185,10 @@ class TrainerClient:
     async def _in_turn(
         self, method: Method[Request, Reply], request: Request, *, timeout: float = 0.0
     ) -> Reply:
-        """Call what may take `timeout` seconds, if not as long as an operation, once the trainer is
-        through with what it was sent before. Raises `OperationTimedOut` if it ends none of that in
-        the time of an operation."""
+        """Make a call that waits for earlier ones and then takes at most `timeout` seconds, or an
+        operation's time. Raises `OperationTimedOut` if the trainer finishes none of them in that
+        time.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         task = asyncio.create_task(call_worker(self.worker, method, request))
@@ -211,8 +207,7 @@ class TrainerClient:
             task.cancel()
 
     async def release(self, name: str) -> None:
-        """Let it free what it keeps of a version for a sampler; whatever it is at, it does so at
-        once."""
+        """Let the trainer free the weights for a sampler, which it does at once."""
         request = trainer_pb2.ReleaseRequest(run_id=self._run_id, name=name)
         await call_worker(self.worker, self.stub.Release, request, timeout=_RELEASE_TIMEOUT)
 
@@ -243,8 +238,9 @@ class TrainerClient:
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:
-        """Return the method that sends a request with this payload. The request itself stays
-        without it, because the replay log keeps requests."""
+        """Return a method that adds this payload to a request. The request stays without it,
+        because the replay log stores requests.
+        """
 
         def send(
             request: trainer_pb2.ForwardBackwardRequest,
@@ -271,18 +267,18 @@ async def call_worker(
 
 
 def this_task_is_cancelled() -> bool:
-    """Whether a `CancelledError` is for the current task, and not only for what it waits for."""
+    """Return whether a `CancelledError` is meant for the current task itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 @asynccontextmanager
 async def errors_translated(worker: Worker) -> AsyncIterator[None]:
-    """Raise gRPC's errors as those that the clients promise."""
+    """Translate gRPC's errors into the clients' errors."""
     kind = worker.handle.kind
     try:
         yield
-    except grpc.aio.UsageError as error:  # of a channel that was closed
+    except grpc.aio.UsageError as error:  # a closed channel
         raise WorkerUnavailable(describe(error)) from error
     except grpc.aio.AioRpcError as error:
         worker.epoch.check(error)
@@ -294,11 +290,11 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
         metadata = dict(error.trailing_metadata() or ())
         if tokens := metadata.get(OUT_OF_MEMORY_METADATA_KEY):
             raise OutOfMemory(details, tokens=int(tokens)) from error
-        if code is grpc.StatusCode.ABORTED:  # the worker says that it is of no use any more
+        if code is grpc.StatusCode.ABORTED:  # the worker reports that it is useless
             defect = DEFECT_METADATA_KEY in metadata
             raise WorkerDied(details or f"the {kind} is broken", defect=defect) from error
         raise InternalError(f"the {kind} answered {code.name}: {details}") from error
     except asyncio.CancelledError:
-        if this_task_is_cancelled():  # and not by closing the channel, which cancels its calls
+        if this_task_is_cancelled():  # not a closed channel, which also cancels calls
             raise
         raise WorkerUnavailable("the connection to the worker was closed") from None

@@ -1,4 +1,4 @@
-"""The epoch of this gateway, which its calls to the agent and the workers carry."""
+"""The gateway's epoch, which its calls to agents and workers carry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.telemetry import get_log
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """`superseded` is called when a call is refused because another gateway has taken over."""
+    """`superseded` is called when a call is refused because another gateway took over."""
 
     number: int
     superseded: Callable[[], object]
@@ -25,7 +25,7 @@ class Epoch:
         return ((EPOCH_METADATA_KEY, str(self.number)),)
 
     def check(self, error: grpc.aio.AioRpcError) -> None:
-        """Raise `GatewaySuperseded` if that is why a call failed."""
+        """Raise `GatewaySuperseded` if that is the cause of the error."""
         if NEWEST_EPOCH_METADATA_KEY in dict(error.trailing_metadata() or ()):
             reason = error.details() or ""
             get_log().error("superseded", epoch=self.number, reason=reason)
@@ -34,8 +34,8 @@ class Epoch:
 
 
 def epoch_without_lease(*, of_cluster: bool = False) -> int:
-    """Return the epoch of a gateway with SQLite, which the lock of the data directory keeps alone:
-    the milliseconds since this machine started, which its agent and its workers do not outlive. No
-    clock that is set back makes it lower than the one before, which nothing has noted. Pods `of` a
-    `cluster` outlive it: for them it is the milliseconds since 1970."""
+    """Return the epoch of a gateway with SQLite, which has no lease. It is the milliseconds since
+    the machine started: agents and workers do not outlive that, and a clock set back does not lower
+    it. Pods do outlive it, so a cluster uses the milliseconds since 1970.
+    """
     return (time.time_ns() if of_cluster else time.monotonic_ns()) // 10**6

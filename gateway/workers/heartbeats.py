@@ -1,4 +1,4 @@
-"""The heartbeats of the workers: whether each still answers, and which version it has."""
+"""Heartbeats: they find workers that are silent or have another version."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ from tandem.telemetry import get_log
 
 MOST_SECONDS = 5.0
 _ASKED_BEFORE = 5
-"""Times that a worker is asked before it is given up."""
+"""Heartbeats before a silent worker is given up."""
 
 
 def heartbeat_seconds(settings: GatewaySettings) -> float:
-    """Return how often workers are asked. One that has not answered for twice as long is shown as
-    unresponsive."""
+    """Return the seconds between heartbeats. After twice that, a silent worker is shown as
+    unresponsive.
+    """
     return min(MOST_SECONDS, settings.worker_unresponsive_timeout / _ASKED_BEFORE)
 
 
 @dataclass(kw_only=True)
 class Heartbeats:
-    """Asks each worker of `records`, by their ids, of which some come and go, whether it still
-    answers. `give_up` is called with a worker that is of no use any more, and why."""
+    """Asks all workers in `records`, a live mapping by id. `give_up` gets a useless worker and the
+    reason.
+    """
 
     settings: GatewaySettings
     records: Mapping[str, WorkerRecord]
     give_up: Callable[[Worker, str], None]
 
     async def ask_all(self) -> None:
-        """Ask the workers again and again, all at once. A worker that does not answer is shown, and
-        given up after a time."""
+        """Ask all workers at once, again and again. A silent worker is shown, and later
+        given up.
+        """
         while True:
             await asyncio.sleep(heartbeat_seconds(self.settings))
             ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]
             asked = (self._ask(record, worker) for record, worker in ready)
             for fault in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(fault, Exception):  # its channel was closed: a cancellation
+                if isinstance(fault, Exception):  # its channel was closed
                     get_log().error("heartbeat_failed", exc_info=fault)
 
     async def _ask(self, record: WorkerRecord, worker: Worker) -> None:
@@ -55,7 +58,7 @@ class Heartbeats:
         try:
             about = await worker.check_health(timeout=2 * heartbeat_seconds(self.settings))
             self._note_version(record, worker, about)
-        except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
+        except grpc.aio.AioRpcError as error:  # any other error is an answer or the worker's end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         if not answers and worker.silent_since is not None:
             most = self.settings.worker_unresponsive_timeout
@@ -76,8 +79,9 @@ class Heartbeats:
         )
 
     def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
-        """Tell once of a worker of another version, such as that of the gateway before, and give up
-        one that speaks another protocol: it is replaced by one of today's image."""
+        """Log a worker of another version once, and give up one with another protocol. Its
+        replacement runs today's image.
+        """
         if record.version or VERSION_METADATA_KEY not in about:
             return
         record.version = about[VERSION_METADATA_KEY]

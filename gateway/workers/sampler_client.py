@@ -1,4 +1,4 @@
-"""The gRPC calls to a sampler. Its samples are all on one stream, and its answers, too."""
+"""gRPC calls to a sampler. All samples share one stream."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from tandem.errors import InternalError, OperationTimedOut, WorkerDied
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _SILENCE = 2
-"""How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
+"""Timeouts of silence before a sampler is given up: one for a load, one for the next sample."""
 
 Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
 
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
-"""Receives the new tokens of a sample."""
+"""Receives a sample's new tokens."""
 
 
 class SamplerClient:
-    """Raises as `TrainerClient`. A sampler whose engine has failed says so in its answers and ends:
-    these count as broken connections.
+    """Raises as `TrainerClient`. A failed engine is reported in the answers and counts as a broken
+    connection.
 
-    How long a sample may take, from when the engine begins it, is the sampler's to decide:
-    `timeout` seconds, before which it may wait for many others; no deadline of a call could allow
-    for them. A sampler that answers nobody for `_SILENCE` times as long has failed: `give_up` is
-    called with a sentence.
+    The sampler itself bounds a sample by `timeout` seconds from its start in the engine. A call has
+    no deadline, because a sample may wait for many others. `give_up` gets a sentence after
+    `_SILENCE` timeouts without any answer.
     """
 
     def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
@@ -46,7 +45,7 @@ class SamplerClient:
         self._heard_at = 0.0
         self._telling = 0
         self._awaited: dict[asyncio.Timeout, float] = {}
-        """The calls that are not answered, and when each was sent, the oldest first."""
+        """Unanswered calls and their times, oldest first."""
         self._next_look: asyncio.TimerHandle | None = None
 
     async def describe(self) -> sampler_pb2.DescribeSamplerReply:
@@ -71,13 +70,12 @@ class SamplerClient:
     async def sample(
         self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
     ) -> sampler_pb2.SampleReply:
-        """Return all samples; pass their tokens to `tell`, if given, as they are drawn. Nothing
-        more is read while `tell` waits."""
+        """Return the samples. `tell` receives tokens as they are drawn, and slows the reading."""
         answer = self._open_samples().send(request) if tell is None else self._told(request, tell)
         return await self._unless_silent(answer)
 
     def _open_samples(self) -> SampleStream:
-        """Return the stream of samples: a new one after one that broke, and for another lease."""
+        """Return the stream of samples, a new one after a break or for another lease."""
         before = self._samples
         if before is None or before.ended or before.lease != self.worker.lease:
             if before is not None:
@@ -102,13 +100,14 @@ class SamplerClient:
                         self._telling -= 1
                         self._note_heard()
             finally:
-                stream.cancel()  # does nothing to a call that has ended
+                stream.cancel()  # does nothing after its end
             raise InternalError("the sampler ended a stream without an answer")
 
     async def _unless_silent(self, answer: Awaitable[Answer]) -> Answer:
-        """Return the answer, unless the sampler is silent for too long: to this call and all
-        others. Raises `OperationTimedOut` then."""
-        awaited = asyncio.timeout(None)  # `_look` ends it
+        """Return the answer. Raises `OperationTimedOut` if the sampler answers no call for too
+        long.
+        """
+        awaited = asyncio.timeout(None)  # ended by `_look`
         try:
             async with awaited:
                 self._awaited[awaited] = asyncio.get_running_loop().time()
@@ -127,7 +126,7 @@ class SamplerClient:
         return found
 
     def _watch(self) -> None:
-        """Have one look for all calls, which are many, once the first of them may be due."""
+        """Schedule one check for all calls."""
         loop = asyncio.get_running_loop()
         if self._awaited and self._next_look is None:
             due = max(next(iter(self._awaited.values())), self._heard_at) + self._patience
@@ -137,10 +136,10 @@ class SamplerClient:
             self._next_look = None
 
     def _look(self) -> None:
-        """End the calls that the sampler has been silent for too long to."""
+        """End calls that waited too long for a silent sampler."""
         self._next_look = None
         now = asyncio.get_running_loop().time()
-        if self._telling:  # it is not the sampler that is waited for
+        if self._telling:  # the delay is not the sampler's
             self._note_heard()
         latest = now - self._patience
         due = [awaited for awaited, sent_at in self._awaited.items() if sent_at <= latest]
@@ -163,11 +162,11 @@ class SamplerClient:
 
 
 class SampleStream:
-    """One stream of requests and replies, under the lease that the worker had when it was opened.
+    """One stream of requests and replies under one lease.
 
-    What is sent in one turn of the event loop goes as one message: a call for each request would
-    cost the gateway and the sampler more than all else that they do for it. Cancelling an answer
-    cancels its request. When the stream breaks, all answers raise why.
+    Requests of one event loop turn form one message, because a message per request would cost more
+    than all the rest. Cancelling an answer cancels its request. A break raises its error in all
+    answers.
     """
 
     def __init__(self, worker: Worker, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:
@@ -181,7 +180,7 @@ class SampleStream:
         self._reading = asyncio.create_task(self._read(stub), name="samples")
 
     def send(self, request: sampler_pb2.SampleRequest) -> asyncio.Future[sampler_pb2.SampleReply]:
-        """Send a copy of a request; return the reply to come."""
+        """Send a copy of a request and return its future reply."""
         number = next(self._numbers)
         sent = self._unsent.requests.add()
         sent.CopyFrom(request)
@@ -192,7 +191,7 @@ class SampleStream:
         return answer
 
     def end(self) -> None:
-        """Send nothing more; what was sent is still answered."""
+        """Send no more requests. Earlier ones are still answered."""
         self.ended = True
         self._changed.set()
 
@@ -202,7 +201,7 @@ class SampleStream:
             self._changed.set()
 
     async def _batches(self) -> AsyncIterator[sampler_pb2.SampleRequests]:
-        """Yield what there is to send. gRPC asks for more once it has taken that."""
+        """Yield batches to send. gRPC asks for the next when it has taken one."""
         while not self.ended or self._unsent.ByteSize():
             await self._changed.wait()
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""A worker as the gateway knows it: how it is called, and what is said of it."""
+"""A worker as the gateway knows it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that serves. `identity` goes with every call, and so does the fencing token of its
-    lease, if it has one; `silent_since` is when it was asked for the heartbeat that it has not
-    answered, on the monotonic clock."""
+    """A serving worker. `identity`, and its lease's fencing token, go with every call.
+    `silent_since` is the monotonic time of the first unanswered heartbeat.
+    """
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -50,19 +50,20 @@ class Worker:
 
     @property
     def silent_for(self) -> float:
-        """Seconds for which it has not answered its heartbeat; 0 if it does."""
+        """Seconds since the first unanswered heartbeat, 0 if it answers."""
         return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
     @property
     def silence(self) -> str:
-        """Say that it does not answer its heartbeat; "" if it does."""
+        """A sentence about unanswered heartbeats, or ""."""
         if self.silent_since is None:
             return ""
         return f"the {self.handle.kind} has not answered its heartbeat for {self.silent_for:.0f} s"
 
     async def check_health(self, *, timeout: float) -> dict[str, str]:
-        """Return what a worker that answers says of itself. Raises `grpc.aio.AioRpcError`, and
-        `GatewaySuperseded`."""
+        """Return the worker's description of itself. Raises `grpc.aio.AioRpcError` and
+        `GatewaySuperseded`.
+        """
         call = health_pb2_grpc.HealthStub(self.channel).Check(
             health_pb2.HealthCheckRequest(), metadata=self.metadata, timeout=timeout
         )
@@ -76,11 +77,10 @@ class Worker:
 
 @dataclass
 class WorkerRecord:
-    """What the gateway knows of a worker that starts or serves.
+    """The gateway's record of a starting or serving worker.
 
-    `state` is "starting", "ready" or, while it does not answer its heartbeat, "unresponsive";
-    `worker` and `details` are set when it is ready, and `version` when it has answered its first
-    heartbeat. `reason` says why it ended before that.
+    `state` is "starting", "ready" or, while silent, "unresponsive". `worker` and `details` are set
+    when it is ready, `version` after the first heartbeat. `reason` explains an earlier end.
     """
 
     worker_id: str

@@ -10,8 +10,9 @@ Level = Literal["ok", "absent", "problem"]
 
 @dataclass(frozen=True)
 class Check:
-    """`about` says what the value means, or what to do. The level `problem` marks a failure of
-    something that Tandem needs, and `absent` a part that Tandem can do without."""
+    """`about` explains the value or gives advice. The level `problem` marks a failure of a necessary
+    part, `absent` a part that Tandem can do without.
+    """
 
     name: str
     value: str

@@ -1,5 +1,4 @@
-"""Checks of a Kubernetes cluster, for an administrator, whose kubeconfig may read more than the
-gateway.
+"""Checks of a Kubernetes cluster, with an administrator's kubeconfig.
 
 The settings come from a file, such as an overlay's settings.env, else from the gateway's
 Deployment, else from the environment.

@@ -1,9 +1,9 @@
-"""Launchers start workers, learn that they are ready or gone, and stop them.
+"""Launchers start and stop workers and report their readiness and exits.
 
-`base` is the seam that the rest of the gateway codes against; `agent` implements it with an agent
-(`tandem.agent`), of this host or of another one, and `by_kind` with two of them; `kubernetes` with
-the API server of a cluster. To add a launcher, implement `base.Launcher` in a module of its own and
-give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
+`base` defines the interface. `agent` implements it with an agent (`tandem.agent`) on this or
+another host, `by_kind` with two agents, and `kubernetes` with a cluster's API server. To add a
+launcher, implement `base.Launcher` in its own module and name it in `make_launcher` for
+`TANDEM_LAUNCHER`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from tandem.settings.gateway import GatewaySettings
 __all__ = ["Launcher", "load_launcher", "make_launcher"]
 
 _CALL_SECONDS = 60.0
-"""Of a call to the agent, beyond what a worker may take to start or to stop."""
+"""Seconds for a call to the agent, beyond a worker's start or stop time."""
 
 
 def load_launcher(settings: GatewaySettings) -> None:
-    """Import what the launcher is made of, which takes seconds for a cluster's: to be done before
-    the gateway has its lease, whose beat would stand still meanwhile. Raises `InvalidRequest` where
-    it cannot be imported, and for templates with which no pod could be made."""
+    """Import the launcher's packages, which takes seconds for a cluster. Call it before taking the
+    lease, because imports would delay its beats. Raises `InvalidRequest` for a missing package or
+    bad templates.
+    """
     if settings.launcher == "kubernetes":
         _kubernetes()
         from gateway.workers.launchers.kubernetes.templates import read_templates
@@ -37,10 +38,7 @@ def load_launcher(settings: GatewaySettings) -> None:
 
 
 def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
-    """Return the launcher that `settings.launcher` names, for the gateway of that epoch.
-
-    Raises `InvalidRequest`, naming the known ones, for an unknown name.
-    """
+    """Return the launcher in `settings.launcher`. Raises `InvalidRequest` for an unknown name."""
     match settings.launcher:
         case "agent":
             return _agents(settings, epoch)
@@ -61,7 +59,7 @@ def _kubernetes() -> Callable[[GatewaySettings, Epoch], Launcher]:
 
 
 def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
-    """Return the launcher with the agent of the data directory, or with those of other hosts."""
+    """Return a launcher with the data directory's agent, or with agents on other hosts."""
 
     def launcher(address: str = "", authority: Authority | None = None) -> AgentLauncher:
         return AgentLauncher(

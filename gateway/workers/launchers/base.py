@@ -1,7 +1,4 @@
-"""The launcher seam: what the gateway asks of whatever runs its workers.
-
-Nothing here is particular to a child process; a launcher of containers implements the same.
-"""
+"""The launcher interface, through which the gateway runs its workers on processes or containers."""
 
 from __future__ import annotations
 
@@ -13,86 +10,85 @@ from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, Work
 
 
 class Launcher(Protocol):
-    """Starts and stops workers. All methods belong to one event loop.
+    """Starts and stops workers, in one event loop.
 
-    That a worker is gone is said only when it is known: nothing is left of its processes. What the
-    launcher cannot say, because whoever runs the workers does not answer, raises `WorkerMayRun`.
+    A worker counts as gone only when none of its processes is left. An unknown state raises
+    `WorkerMayRun`.
     """
 
     @property
     def reports(self) -> bool:
-        """Whether it would tell of an exit now: whoever runs the workers answers."""
+        """Whether exits would be reported now."""
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker; return once it has bound its port and reported its address.
+        """Start a worker and return when it has reported its address.
 
-        Raises `WorkerStartFailed` with the worker's own reason, or with the end of its log;
-        then nothing of the worker is left. Raises `WorkerMayRun`.
+        Raises `WorkerStartFailed` with the worker's reason or its last log lines, when nothing of
+        the worker is left. Raises `WorkerMayRun`.
         """
         ...
 
     async def wait_ready(self, worker_id: str) -> None:
-        """Return once the worker's gRPC health service says SERVING.
+        """Return when the worker's gRPC health service reports SERVING.
 
-        Raises `WorkerStartFailed` as soon as the worker ends, or when its start timeout
-        (counted from `start`) is over; then nothing of the worker is left. Raises
-        `WorkerMayRun`.
+        Raises `WorkerStartFailed` when the worker ends or its start timeout (from `start`) is over,
+        and nothing of it is left. Raises `WorkerMayRun`.
         """
         ...
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Ask the worker to end, and kill it when it has not within the stop timeout; `at_once`:
-        kill it without asking.
+        """Ask the worker to end, and kill it after the stop timeout, or without asking (`at_once`).
 
-        Returns when nothing of it is left, also for one that has ended or is not known. Raises
-        `WorkerMayRun` otherwise, after a time; it may be asked again, and what was asked for is
-        still done by whoever heard of it.
+        Returns when nothing of it is left, also for an unknown worker. Raises `WorkerMayRun` after
+        a while. The request stays in effect and may be repeated.
         """
         ...
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
-        """Move what a worker that cannot sleep by itself has on its devices to host memory; return
-        when nothing of it is there. `lease` is the token of its Sleep: an older one than the newest
-        of the worker changes nothing, and is an `IllegalTransition`.
+        """Move the device memory of a worker without a sleep of its own to the host. Return when
+        the device is free. `lease` is the token of its Sleep. An older token changes nothing and
+        raises `IllegalTransition`.
 
-        Raises `SuspendFailed`; then the worker is to be stopped.
+        Raises `SuspendFailed`; then the worker must be stopped.
         """
         ...
 
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
-        """The way back, with the token of its Wake. Raises as `suspend`."""
+        """Undo `suspend` with the token of its Wake. Raises as `suspend`."""
         ...
 
     async def list(self) -> list[WorkerHandle]:
-        """Return the running workers that have reported an address, also those that another
-        gateway started. Those that it was about to start or to stop are ended first: nothing is
-        left of a worker that is not returned. Raises `WorkerStartFailed` or `WorkerMayRun`."""
+        """Return the running workers with an address, including another gateway's. Starting and
+        stopping ones are ended first, so nothing is left of others. Raises `WorkerStartFailed` or
+        `WorkerMayRun`.
+        """
         ...
 
     async def describe_host(self) -> Host:
-        """Return what the host of the workers has. Raises `WorkerStartFailed` or `WorkerMayRun`
-        when it cannot be reached."""
+        """Describe the workers' host. Raises `WorkerStartFailed` or `WorkerMayRun` if it is
+        unreachable.
+        """
         ...
 
     def describe(self, worker_id: str) -> WorkerDetails:
-        """Return what this launcher can show of a worker; empty for one that it does not run."""
+        """Return the worker's details, empty for an unknown one."""
         ...
 
     def explain(self, worker_id: str) -> str:
-        """Say what a worker that starts waits for; "" for nothing, or for what is not known."""
+        """Return a starting worker's reason for waiting, or ""."""
         ...
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """Yield every exit that was not requested and that no `start` or `wait_ready` raised.
+        """Yield exits that were not requested or raised by `start` or `wait_ready`.
 
-        Each exit goes to every iterator that existed when it happened, once nothing is left of
-        the worker. Those that happened just before may come first, for a gateway that was not
-        there. The iterators finish when the launcher is closed.
+        Each exit goes to all present iterators, when nothing of the worker is left. Recent exits
+        may come first, for a new gateway. Iterators end when the launcher closes.
         """
         ...
 
     async def close(self, *, leaving: bool = False) -> None:
-        """Start no more workers, and stop every one, unless they are left to the next gateway; so
-        are those that do not end in time. Idempotent."""
+        """Start no more workers, and stop all unless they are left to the next gateway (`leaving`).
+        Late ones are left too. Idempotent.
+        """
         ...

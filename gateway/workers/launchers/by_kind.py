@@ -1,5 +1,4 @@
-"""`LauncherByKind` has agents of several containers, or hosts, start the workers: one the trainers,
-another one the samplers."""
+"""`LauncherByKind` starts trainers and samplers through different agents."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, Work
 
 @dataclass(eq=False)
 class LauncherByKind:
-    """Implements `Launcher`: each kind of worker is the business of one launcher."""
+    """Implements `Launcher` with one launcher per kind of worker."""
 
     by_kind: Mapping[WorkerKind, AgentLauncher]
 
@@ -43,7 +42,9 @@ class LauncherByKind:
         return [handle for handles in found for handle in handles]
 
     async def describe_host(self) -> Host:
-        """The containers are those of one machine: what trainers see of it is all of it."""
+        """Describe the trainers' host. All containers run on one machine, and trainers see all of
+        it.
+        """
         return await self.by_kind["trainer"].describe_host()
 
     def describe(self, worker_id: str) -> WorkerDetails:
@@ -53,19 +54,21 @@ class LauncherByKind:
         return self._of(worker_id).explain(worker_id)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """An exit is missed by nobody who has asked for them: each launcher notes that at once."""
+        """Merge the launchers' exits. Each launcher registers its watcher at once, so no exit is
+        lost.
+        """
         return _merged([each.watch() for each in self.by_kind.values()])
 
     async def close(self, *, leaving: bool = False) -> None:
         await asyncio.gather(*(each.close(leaving=leaving) for each in self.by_kind.values()))
 
     def _of(self, worker_id: str) -> AgentLauncher:
-        """A worker's id begins with its kind."""
+        """Return the launcher for a worker id, which begins with its kind."""
         return self.by_kind[cast(WorkerKind, worker_id.partition("-")[0])]
 
 
 async def _merged(watches: Sequence[AsyncIterator[WorkerExit]]) -> AsyncIterator[WorkerExit]:
-    """Yield what any of them does, until all have ended."""
+    """Yield all exits until all watches end."""
     exits: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
 
     async def pass_on(watch: AsyncIterator[WorkerExit]) -> None:

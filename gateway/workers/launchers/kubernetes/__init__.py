@@ -1,10 +1,10 @@
-"""Workers as pods of a Kubernetes cluster, whose devices are ResourceClaims; see `docs/cluster.md`.
+"""Workers as pods of a Kubernetes cluster, with devices from ResourceClaims. See `docs/cluster.md`.
 
-`objects` are what a worker and a device group are made of, from `templates` and with `resources`,
-which depend on the `model_size`. These only compute, and `maker` calls them with the gateway's
-settings. `launcher` implements the seam: `reconcile` compares the workers that should run
-(`worker`) with what a `view` of each kind of object shows, and takes `steps` by the calls of `api`:
-it makes what is missing, with the `claims` of device groups and in `turns`, and by `removal` has
-nothing be left of what nobody wants. `pods` says what the state of a pod means, `observed` what is
-read of an object at all, and `names` what is its worker's. `serving` labels the gateway's own pod.
+Pure functions compute the objects: `objects` from `templates`, `resources` and the `model_size`.
+`maker` calls them with the gateway's settings. `launcher` implements the interface. `reconcile`
+compares wanted workers (`worker`) with a `view` of each kind of object, and takes `steps` through
+`api`. It creates missing objects, with the group's `claims` and in `turns`, and `removal` deletes
+unwanted ones. `pods` interprets a pod's state, `observed` lists the fields read, `names` the naming
+rules, and `serving` labels the gateway's own pod. To add a kind of object, render it in `objects`
+and give `reconcile` a view of it.
 """

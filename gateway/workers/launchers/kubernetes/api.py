@@ -1,13 +1,11 @@
-"""Calls to the API server, on objects as they are on the wire.
+"""Calls to the API server, with objects as plain JSON.
 
-The generated classes of the client refuse fields that they do not know, which a newer server
-sends: so the client is used for its configuration, its credentials and its connections, and what is
-read of an answer is said in `observed`.
+The client's generated classes refuse unknown fields of newer servers. So only its configuration,
+credentials and connections are used, and `observed` parses the answers.
 
-A call that the server does not answer, or answers with 429 or 5xx, is made again with growing
-pauses, at least as long as the server asks for, until its time is over. While the server does not
-answer, one call at a time asks whether it does again, and so do watches that broke: fifty that wait
-are no storm.
+A call without an answer, or with 429 or 5xx, is repeated until its time is over. The pauses grow,
+and follow the server's wish. During an outage one call or watch at a time probes the server, so
+that fifty waiting calls cause no storm.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _LOG_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of object, and where the API server has it."""
+    """A kind of object and its path on the server."""
 
     kind: str
     api_version: str
@@ -60,14 +58,13 @@ class ApiFault(Exception):
     """A call failed.
 
     ApiFault
-    ├── Unanswered: the server did not answer, or could not, for as long as the call had
-    └── Refused: it answered that it will not, with a status below 500
+    ├── Unanswered: no answer, or a server fault, for the whole time of the call
+    └── Refused: an answer with a status below 500
     """
 
 
 class Unanswered(ApiFault):
-    """It is not known whether the call was carried out. `retry_after`: the seconds for which the
-    server wants to be left alone."""
+    """The call's effect is unknown. `retry_after` is the server's wanted pause in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -75,7 +72,7 @@ class Unanswered(ApiFault):
 
 
 class Refused(ApiFault):
-    """`reason` is the server's word for it, such as "AlreadyExists"."""
+    """`reason` is the server's word, such as "AlreadyExists"."""
 
     def __init__(self, *, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -85,7 +82,7 @@ class Refused(ApiFault):
 
 @dataclass(frozen=True)
 class Listed:
-    """The objects of a list, and the version of the whole, from which a watch goes on."""
+    """A list of objects, and its version for a watch."""
 
     items: list[Object]
     version: str
@@ -100,8 +97,9 @@ class WatchEvent:
 
 
 class Api:
-    """`connect` returns the client, when the first call is made. `timeout` is of one request,
-    `patience` of a call with all its repetitions; both in seconds."""
+    """`connect` returns the client at the first call. `timeout` bounds one request, `patience` a
+    call with repetitions, both in seconds.
+    """
 
     def __init__(
         self,
@@ -125,16 +123,16 @@ class Api:
 
     @property
     def trouble(self) -> str:
-        """Say that the last call was not answered; "" if it was."""
+        """The last call's failure, or ""."""
         return f"the API server does not answer ({self._said})" if self._failures else ""
 
     async def create(self, resource: Resource, body: Object) -> Object:
-        """Unknown fields are refused, which would be dropped silently otherwise."""
+        """Create an object. Unknown fields are refused, not silently dropped."""
         query = {"fieldValidation": "Strict"}
         return await self._call(_HttpRequest("POST", resource.path, query=query, body=body))
 
     async def read(self, resource: Resource, name: str) -> Object | None:
-        """Return the object as it is now; None if there is none."""
+        """Return the object, None if there is none."""
         try:
             return await self._call(_HttpRequest("GET", resource.path + "/{name}", name=name))
         except Refused as error:
@@ -143,17 +141,17 @@ class Api:
             raise
 
     async def find(self, resource: Resource, name: str) -> Object | None:
-        """As `read`, with the right to list, which is needed anyhow."""
+        """Do as `read`, with only the right to list."""
         listed = await self.list(resource, fields=f"metadata.name={name}")
         return listed.items[0] if listed.items else None
 
     async def delete(
         self, resource: Resource, name: str, *, uid: str, version: str, grace: int | None = None
     ) -> None:
-        """Delete an object as it was seen: with this uid, and this version, for pods and claims of
-        which others write the state; "": any. Raises `Refused` with status 404 when it is gone,
-        and 409 when there is another, or it has changed. `grace`: how many seconds a pod may take
-        to end; 0 forgets it though its node has not said that it has."""
+        """Delete an object with this uid and `version` ("": any). The version protects pods and
+        claims that changed meanwhile. Raises `Refused` with status 404 if it is gone, and 409 if it
+        changed. `grace` is a pod's time to end in seconds; 0 forgets it without its node's answer.
+        """
         seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
         if grace is not None:
@@ -161,7 +159,7 @@ class Api:
         await self._call(_HttpRequest("DELETE", resource.path + "/{name}", name=name, body=body))
 
     async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
-        """Give an object labels; those that are None are taken away."""
+        """Set labels; None removes one."""
         await self._patch(resource, name, {"labels": dict(labels)})
 
     async def annotate(self, resource: Resource, name: str, annotations: Mapping[str, str]) -> None:
@@ -183,7 +181,7 @@ class Api:
         return Listed(answer.get("items") or [], answer["metadata"].get("resourceVersion", ""))
 
     async def log(self, pod: str, *, container: str, lines: int) -> str:
-        """Return the last lines of what a container has written."""
+        """Return a container's last log lines."""
         query = {"container": container, "tailLines": str(lines), "limitBytes": str(_LOG_BYTES)}
         request = _HttpRequest("GET", PODS.path + "/{name}/log", name=pod, query=query)
         return (await self._send(request)).decode(errors="replace")
@@ -191,9 +189,10 @@ class Api:
     async def watch(
         self, resource: Resource, *, version: str, labels: str, seconds: float
     ) -> AsyncIterator[WatchEvent]:
-        """Yield what becomes of the objects after a version, until the server ends it, as it should
-        after so many seconds; first a BOOKMARK, as soon as the server has agreed. Raises
-        `Unanswered`, and `Refused` with status 410 when the version is too old."""
+        """Yield changes after a version, until the server ends the watch after about `seconds`. A
+        BOOKMARK comes first, when the server has accepted. Raises `Unanswered`, and `Refused` with
+        status 410 for a version that is too old.
+        """
         query = _selectors(labels=labels) | {
             "watch": "true",
             "resourceVersion": version,
@@ -231,7 +230,7 @@ class Api:
         content = await self._send(request)
         try:
             answer: Object = orjson.loads(content)
-        except orjson.JSONDecodeError as error:  # of a proxy, perhaps: what was done is not known
+        except orjson.JSONDecodeError as error:  # perhaps from a proxy, so the effect is unknown
             raise Unanswered(f"the API server's answer cannot be read: {error}") from error
         return answer
 
@@ -252,7 +251,7 @@ class Api:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait, while the server does not answer, until it may be asked whether it does again."""
+        """During an outage, wait for the turn to probe the server."""
         if not self._failures:
             yield
             return
@@ -262,7 +261,7 @@ class Api:
             yield
 
     async def _exchange(self, request: _HttpRequest) -> bytes:
-        """Send one request. Raises `Unanswered` when it is to be repeated."""
+        """Send one request. Raises `Unanswered` if it should be repeated."""
         bound = aiohttp.ClientTimeout(total=self._timeout)
         try:
             async with (
@@ -276,7 +275,7 @@ class Api:
         return content
 
     async def _judge(self, answer: RESTResponse, content: bytes) -> None:
-        """Raise `Unanswered` or `Refused`, unless the server has done what it was asked."""
+        """Raise `Unanswered` or `Refused` for an error status."""
         status, asked = answer.status, answer.headers.get("Retry-After", "")
         if status == 401:
             await self._renew_token()
@@ -288,7 +287,7 @@ class Api:
             raise _refused(status, content)
 
     async def _renew_token(self) -> None:
-        """Take a token as the first was got: that of a plugin expires."""
+        """Get a new token, because a plugin's token expires."""
         with suppress(ApiFault):
             fresh = await self._connect()
             assert self._client is not None
@@ -350,5 +349,5 @@ def _refused(status: int, content: bytes) -> Refused:
 
 
 def jittered(pause: float) -> float:
-    """Return a pause by which callers that wait at once do not ask at once."""
+    """Add a random part, so that waiting callers do not ask together."""
     return pause * (1 + _JITTER * random.random())

@@ -1,5 +1,6 @@
-"""The claims of device groups, which belong to no worker: each is made before the first pod that
-names it, and deleted when nobody has used it for long enough."""
+"""The claims of device groups. Each is created before the first pod that names it, and deleted
+after a time without use.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from gateway.workers.launchers.kubernetes.worker import PodWorker
 
 
 class Claims:
-    """`idle_seconds` says how long a group's claim is kept that nobody uses."""
+    """`idle_seconds` returns the lifetime of a group's unused claim."""
 
     def __init__(
         self,
@@ -31,11 +32,11 @@ class Claims:
         self._pods = pods
         self._idle_seconds = idle_seconds
         self._users: defaultdict[str, set[str]] = defaultdict(set)
-        """By claim, the workers that should run and name it."""
+        """By claim, the wanted workers that name it."""
         self._idle_since: dict[str, float] = {}
 
     def users(self, name: str) -> set[str]:
-        """Return the ids of the workers that should run and name a claim."""
+        """Return the ids of wanted workers that name a claim."""
         return self._users.get(name, set())
 
     def use(self, worker: PodWorker) -> None:
@@ -47,8 +48,9 @@ class Claims:
             self._users[claim].discard(worker.worker_id)
 
     def make(self, worker: PodWorker, body: Object) -> bool:
-        """Return whether a claim is there; begin to make it otherwise. One that was made for
-        another setting of the pool is replaced when nobody uses it."""
+        """Return whether a claim exists, and start to create it otherwise. An unused claim of
+        another pool setting is replaced.
+        """
         claim = self._view.objects.get(name_of(body))
         if claim is None or claim.deleted:
             return self._steps.make(worker, self._view, body)
@@ -62,7 +64,7 @@ class Claims:
         return False
 
     def delete_idle(self) -> None:
-        """Delete those that nobody has used for long enough."""
+        """Delete claims that were unused for long enough."""
         now = asyncio.get_running_loop().time()
         held = {claim for pod in self._pods.objects.values() for claim in pod.claims}
         for name, claim in self._view.objects.items():

@@ -1,6 +1,5 @@
-"""`KubernetesLauncher` starts workers as pods, by the API server of a cluster.
-
-`kubernetes_launcher` makes the one that the settings describe.
+"""`KubernetesLauncher` starts workers as pods. `kubernetes_launcher` builds it from the
+settings.
 """
 
 from __future__ import annotations
@@ -44,19 +43,20 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _BEYOND_STOP = 30.0
-"""Seconds that a node may need beyond a worker's own, to end its pod and to say so."""
+"""Seconds, beyond the worker's own, for a node to end a pod and report it."""
 _FIRST_LIST = 60.0
 _API_TIMEOUT = 30.0
-"""Seconds of one request to the API server, beyond which it is repeated."""
+"""Seconds before a request to the API server is repeated."""
 _PATIENCE = 2
-"""Times the timeout of a request, for a call with its repetitions."""
+"""A call's time with repetitions, in request timeouts."""
 _REMEMBERED = 256
-"""Exits that are told to a watcher that comes later."""
+"""Exits kept for later watchers."""
 
 
 class ServingCheck(Protocol):
-    """Returns "" once a worker's health is SERVING, else the last answer in words; gives up after
-    `timeout` seconds."""
+    """Returns "" when a worker's health is SERVING, else its last answer after `timeout`
+    seconds.
+    """
 
     def __call__(self, handle: WorkerHandle, *, timeout: float) -> Coroutine[Any, Any, str]: ...
 
@@ -64,10 +64,9 @@ class ServingCheck(Protocol):
 class KubernetesLauncher:
     """Implements `Launcher`.
 
-    `serving` asks a worker's health. Workers may take `stop_timeout` seconds to end. A worker whose
-    image is not there after `pull_timeout` seconds fails to start. The events of a pending pod are
-    read every `poll` seconds. All objects are listed every `resync` seconds, though no watch has
-    told of a change.
+    `serving` checks a worker's health. Workers may take `stop_timeout` seconds to end. A worker
+    without its image after `pull_timeout` seconds fails. Events of a pending pod are read every
+    `poll` seconds. All objects are listed every `resync` seconds, in case a watch missed a change.
     """
 
     def __init__(
@@ -156,8 +155,9 @@ class KubernetesLauncher:
             check.cancel()
 
     async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
-        """Return when the step is done. Raises `WorkerStartFailed` when the worker has failed and
-        nothing of it is left, and `WorkerMayRun` when that is not known in time."""
+        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, and
+        `WorkerMayRun` if that is not known in time.
+        """
         worker.awaited = True
         try:
             await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,13 +175,14 @@ class KubernetesLauncher:
         await self._await_end(worker_id)
 
     async def _await_end(self, worker_id: str, *, beyond: float = 0.0) -> None:
-        """Return when nothing of a worker that ends is left. Raises `WorkerMayRun`, so many seconds
-        later than is usual."""
+        """Wait until an ending worker is gone. Raises `WorkerMayRun`, `beyond` seconds later than
+        usual.
+        """
         gone = self._reconciler.gone(worker_id)
         if gone is None:
             return
         await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP + beyond)
-        if not gone.done() or gone.cancelled():  # as `close` does
+        if not gone.done() or gone.cancelled():  # cancelled by `close`
             raise WorkerMayRun(self._reconciler.why_left(worker_id))
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
@@ -194,8 +195,9 @@ class KubernetesLauncher:
         raise SuspendFailed("no pod is ever suspended")
 
     async def list(self) -> list[WorkerHandle]:
-        """Those whose pods have all begun to run go on; their specifications, with their secrets,
-        are in the cluster."""
+        """Return workers whose pods all run. Their specifications, with secrets, are in the
+        cluster.
+        """
         self._open()
         reconciler = self._reconciler
         try:
@@ -220,16 +222,16 @@ class KubernetesLauncher:
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
         for worker_id in others:
             reconciler.end(worker_id, grace=KILL_GRACE)
-        # What is on a lost node must not keep each gateway from its start: it is waited until it is
-        # forgotten, which takes so long anew in each process.
+        # A lost node must not block every gateway's start. Wait until its pods are forgotten, which
+        # each process times anew.
         ends = (self._await_end(each, beyond=self._node_lost) for each in others)
         await asyncio.gather(*ends)
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _supersede(self) -> None:
-        """Put the own epoch on each pod that was adopted, before others are deleted: an earlier
-        gateway that sees one knows that it was superseded, and what it was about to delete is no
-        more as it saw it. Raises `WorkerMayRun`."""
+        """Write this epoch on each adopted pod before deleting others. An earlier gateway then sees
+        that it was superseded, and its pending deletes fail. Raises `WorkerMayRun`.
+        """
         adopted = [pod for each in self._reconciler.workers.values() for pod in each.pods]
         try:
             await asyncio.gather(*(self._take_over(pod) for pod in adopted))
@@ -256,7 +258,7 @@ class KubernetesLauncher:
         return specs
 
     async def describe_host(self) -> Host:
-        """A cluster's memory and devices are its scheduler's to divide."""
+        """Return an empty host, because the cluster's scheduler manages memory and devices."""
         return Host("cluster", cores=(), memory_bytes=0)
 
     def describe(self, worker_id: str) -> WorkerDetails:
@@ -292,9 +294,9 @@ class KubernetesLauncher:
             self._reconciler.open()
 
     def _note_end(self, worker: PodWorker) -> None:
-        """Tell the watchers of a worker of which nothing is left, unless somebody awaits it."""
+        """Report a lost worker to the watchers, unless a caller awaits it."""
         assert worker.failure is not None
-        if worker.awaited or not worker.running.done():  # `start` or `wait_ready` tells it
+        if worker.awaited or not worker.running.done():  # `start` or `wait_ready` reports it
             return
         exit_ = WorkerExit(worker_id=worker.worker_id, reason=worker.failure.message)
         self._log.error("worker_ended", worker_id=worker.worker_id, reason=exit_.reason)
@@ -305,7 +307,7 @@ class KubernetesLauncher:
 
 
 def _all_run(pods: list[Pod], *, nodes: int) -> bool:
-    """Whether each of a worker's pods runs, as far as is known."""
+    """Return whether all pods of a worker run."""
     return len(pods) == nodes and all(
         pod.status.phase == "Running" and pod.status.pod_ip and not pod.deleted for pod in pods
     )
@@ -315,7 +317,7 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLauncher:
-    """Raises `InvalidRequest` for settings with which no pod could be made."""
+    """Build the launcher. Raises `InvalidRequest` for unusable settings."""
     cluster = settings.kubernetes
     if settings.tls_dir is None:
         raise InvalidRequest(
@@ -345,8 +347,9 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
 
 
 def _check_lifeline(settings: GatewaySettings) -> None:
-    """Raise `InvalidRequest` if workers would end themselves while a gateway takes over, which
-    calls none before `list` has returned."""
+    """Raise `InvalidRequest` if workers would end themselves during a takeover, when no gateway
+    calls them.
+    """
     cluster = settings.kubernetes
     ends = 2 * WORKER_STOP_TIMEOUT + _BEYOND_STOP + cluster.node_lost
     most = settings.lease_ttl + _FIRST_LIST + ends
@@ -368,7 +371,7 @@ def _own_namespace() -> str:
 
 
 async def _connect(kubeconfig: Path | None) -> ApiClient:
-    """Return a client with the pod's own credentials, or with those of a file."""
+    """Return a client with the pod's own credentials, or a file's."""
     configuration = Configuration()
     try:
         if kubeconfig is None:

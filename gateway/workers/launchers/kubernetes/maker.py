@@ -1,4 +1,4 @@
-"""What a worker's pods are told and what they are made of, out of the gateway's settings."""
+"""Makes a worker's pods and their specification from the gateway's settings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tandem.weights.store import make_folder
 
 @dataclass(eq=False)
 class WorkerMaker:
-    """`authority` signs the workers' certificates; `home` is where their objects are, and who owns
-    them once that is known. Raises `InvalidRequest` for templates of which no pod could be made,
-    and for a data directory in which nothing can be."""
+    """`authority` signs the workers' certificates. `home` is the objects' place and owner. Raises
+    `InvalidRequest` for unusable templates or an unusable data directory.
+    """
 
     settings: GatewaySettings
     authority: Authority
@@ -48,7 +48,7 @@ class WorkerMaker:
         self._log = get_log()
 
     async def find_owner(self, api: Api) -> None:
-        """Learn who owns the objects: the gateway's Deployment, if it runs as one."""
+        """Find the objects' owner: the gateway's Deployment, if it has one."""
         name = self.settings.kubernetes.instance
         deployment = await api.read(DEPLOYMENTS, name)
         if deployment is None:
@@ -57,8 +57,9 @@ class WorkerMaker:
         self.home = replace(self.home, owner=deployment["metadata"]["uid"])
 
     async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
-        """Return what a worker is told in its pods, and its objects. Raises `InvalidRequest` for a
-        model whose size cannot be read."""
+        """Return a worker's specification and objects. Raises `InvalidRequest` for a model of
+        unknown size.
+        """
         pool = self._pool_of(spec.group)
         size = None
         if not spec.host_memory:
@@ -73,30 +74,31 @@ class WorkerMaker:
         return spec, objects
 
     def handle_of(self, spec: WorkerSpec, address: str) -> WorkerHandle:
-        """Return that of a worker whose first pod has this address."""
+        """Return the handle of a worker, from the address of its first pod."""
         host = f"[{address}]" if ":" in address else address
         return WorkerHandle.of(spec, address=f"{host}:{PORT}", metrics_port=METRICS_PORT)
 
     def nodes_of(self, spec: WorkerSpec) -> int:
-        """Return how many pods a worker has; 0 for one whose pool there is no more."""
+        """Return the number of a worker's pods, 0 without its pool."""
         pool = self._pools.get(pool_name(spec.group))
         return nodes_of(spec, pool) if pool is not None else 0
 
     def idle_seconds(self, group: str) -> float:
-        """Return how long a group's claim is kept that nobody uses; one whose pool there is no
-        more is not."""
+        """Return the lifetime of a group's unused claim, 0 without its pool."""
         pool = self._pools.get(pool_name(group))
         return pool.idle if pool is not None else 0.0
 
     def _make_folders(self) -> None:
-        """Make what workers mount of the data directory: else the node would, for its own user."""
+        """Create the folders that workers mount. Otherwise the node creates them for its own
+        user.
+        """
         cluster = self.settings.kubernetes
         for name in {name for kind in FOLDERS for name in folders_of(kind, cluster)}:
             folder = self.settings.data_dir / name
             try:
                 if not folder.is_dir():
                     make_folder(folder, mode=0o700)
-            except FileExistsError:  # another gateway starts, too
+            except FileExistsError:  # another gateway also starts
                 continue
             except OSError as error:
                 raise unusable_directory(self.settings.data_dir, error) from error

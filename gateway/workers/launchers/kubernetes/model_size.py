@@ -1,4 +1,4 @@
-"""How large a model is, by the headers of its files, for the pods that will hold it."""
+"""A model's size, from the headers of its files, for its pods' memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LARGEST_HEADER = 100 * 2**20
 
 
 _read: dict[Path, ModelSize | str] = {}
-"""What was read of each model last: its size, or why that cannot be read."""
+"""The last read size of each model, or the error."""
 
 
 def known_size(path: Path) -> ModelSize:
-    """Return the size of a model as `read_ahead` has found it. Raises `InvalidRequest`."""
+    """Return a model's size after `read_ahead`. Raises `InvalidRequest`."""
     known = _read[path]
     if isinstance(known, str):
         raise InvalidRequest(known)
@@ -30,8 +30,9 @@ def known_size(path: Path) -> ModelSize:
 
 
 async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
-    """Read the size of a model whose workers will be pods, if it is not known, or `anew`: in a
-    thread, as the volume may hang. What cannot be read is said when it is needed."""
+    """Read a model's size if unknown, or `anew`, for workers in pods. It runs in a thread, as the
+    volume may hang. Errors appear when the size is needed.
+    """
     if settings.launcher != "kubernetes":
         return
     path = settings.data_dir / model_path
@@ -41,7 +42,7 @@ async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool =
 
 
 def read_size(path: Path) -> ModelSize:
-    """Read the size of a model from the headers of its files. Raises `InvalidRequest`."""
+    """Read a model's size from its files' headers. Raises `InvalidRequest`."""
     try:
         size = _read[path] = _size_of(path)
     except InvalidRequest as error:

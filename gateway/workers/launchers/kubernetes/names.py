@@ -1,7 +1,7 @@
-"""How the objects of workers and claims are named and labelled.
+"""Names and labels of workers' objects and claims.
 
-Their names follow from the worker's id, and from the group's; labels tell them from all others. A
-label holds less than an id may: what does not fit is shortened, and an annotation has the whole.
+Names derive from the id of the worker or group. A label may be shorter than an id, so a long id is
+shortened there and an annotation holds the whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from tandem.settings.cluster import ClaimPoolSettings
 
 CONTAINER = "worker"
-"""The name of the worker's container; others in its pod are an administrator's."""
+"""The worker's container. Others in its pod are an administrator's."""
 PART_OF, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
 INSTANCE, WORKER, SESSION, GROUP, NODE = (
     f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node")
@@ -22,18 +22,18 @@ WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"
 SPEC_KEY = "spec.json"
 
 PORT, METRICS_PORT, RENDEZVOUS_PORT = 7300, 7301, 7302
-"""Each pod has an address of its own, so that all may have the same ports."""
+"""Fixed ports, because each pod has its own address."""
 
 _LONGEST_NAME = 58
-"""Of a worker's objects: a label of DNS has 63 characters, and pods add the number of a node."""
+"""A DNS label has 63 characters, and pods append a node number."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def object_name(worker_id: str) -> str:
-    """Return the name of a worker's objects: its id, if that is one.
+    """Return the name of a worker's objects: its id, if that is a valid name.
 
-    Literal examples: `trainer-s-ab12-0` is its own; `sampler-Ann_1-0` is
+    Literal examples: `trainer-s-ab12-0` stays; `sampler-Ann_1-0` becomes
     `sampler-ann-1-0-3f2a9c51d0`.
     """
     if _NAME.fullmatch(worker_id) and len(worker_id) <= _LONGEST_NAME:
@@ -43,7 +43,7 @@ def object_name(worker_id: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return what stands for a text in a label: itself, if a label can hold it."""
+    """Return a text's label value: the text itself, if valid."""
     if _LABEL.fullmatch(text) and len(text) <= 63:
         return text
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")
@@ -60,11 +60,11 @@ def pod_name(worker_id: str, node: int) -> str:
 
 
 def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str) -> str:
-    """Literal examples: `tandem-train-0`; of a pool with several nodes `tandem-train-0-1`."""
+    """Literal examples: `tandem-train-0`; with several nodes per claim `tandem-train-0-1`."""
     name = f"{instance}-{group}"
     return name if pool.nodes == 1 else f"{name}-{node}"
 
 
 def pool_name(group: str) -> str:
-    """Return the name of the pool of a device group: `train` for `train-0`."""
+    """Return a device group's pool: `train` for `train-0`."""
     return group.rpartition("-")[0]

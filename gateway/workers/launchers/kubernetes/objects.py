@@ -1,9 +1,9 @@
-"""The objects of a worker, and of the claims of its device group, as Kubernetes is sent them.
+"""The Kubernetes objects of a worker, and of its device group's claims.
 
-Functions of what is known, which ask nobody: a Secret with the specification, a pod for each node,
-and the ResourceClaims of the group. A worker of several nodes also has a headless Service, by which
-the other nodes find node 0, and a NetworkPolicy, by which its pods reach each other. The pod comes
-from a template (`templates`), to which all is added that is the worker's.
+These pure functions return a Secret with the specification, a pod per node and the group's
+ResourceClaims. A worker of several nodes also has a headless Service, through which nodes find
+node 0, and a NetworkPolicy between its pods. A pod is its template (`templates`) with the worker's
+own fields.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
     },
     "sampler": {"models": "read", "weights": "read"},
 }
-"""Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
-the gateway's alone."""
+"""A worker's mounts in the data directory. The rest, such as keys, is the gateway's alone."""
 
 _USER_OF_IMAGES = 10001
 LIFELINE = 600.0
-"""Seconds without a call by a gateway, after which a worker ends itself."""
+"""Seconds without a gateway's call, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
 _TERMINATION_LOG = "/dev/termination-log"
@@ -75,9 +74,10 @@ _MODULES: Mapping[WorkerKind, str] = {"trainer": "trainer_service", "sampler": "
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where objects are made, and by whom: a gateway of this `epoch`. They are owned by its
-    Deployment, whose name is `settings.instance` and whose uid is `owner`; "": by nobody. `volume`
-    is the path of the shared volume."""
+    """The place and owner of objects from a gateway of this `epoch`. The owner is the Deployment
+    `settings.instance` with the uid `owner`, or nobody for "". `volume` is the shared volume's
+    path.
+    """
 
     settings: KubernetesSettings
     namespace: str
@@ -105,8 +105,7 @@ class Home:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerObjects:
-    """The objects of one worker, in the order in which they are made; `claims` are its group's, one
-    for each pod."""
+    """A worker's objects in order of creation. `claims` are its group's, one per pod."""
 
     secret: Object
     service: Object | None
@@ -115,13 +114,13 @@ class WorkerObjects:
     pods: tuple[Object, ...]
 
 
-# --- What a worker in a pod is told ---------------------------------------------------------------
+# --- The specification in a pod -------------------------------------------------------------------
 
 
 def spec_of_pod(
     spec: WorkerSpec, *, pool: ClaimPoolSettings, home: Home, tls: Certificate
 ) -> WorkerSpec:
-    """Return the specification of a worker with all that it has to know in its pods."""
+    """Return the worker's complete specification for its pods."""
     update: dict[str, object] = {
         "host": "0.0.0.0",
         "port": PORT,
@@ -139,7 +138,7 @@ def spec_of_pod(
 
 
 def nodes_of(spec: WorkerSpec, pool: ClaimPoolSettings) -> int:
-    """Return how many pods a worker of a pool has."""
+    """Return the number of a worker's pods in a pool."""
     return math.ceil(spec.trainer.ranks / pool.devices) if spec.trainer is not None else 1
 
 
@@ -154,8 +153,9 @@ def render_worker(
     resources: PodResources,
     home: Home,
 ) -> WorkerObjects:
-    """Return the objects of a worker with the specification of `spec_of_pod`. `resources` are those
-    of each of its pods. Raises `InvalidRequest` for a template that has what is the worker's."""
+    """Return a worker's objects, from the specification of `spec_of_pod`. `resources` are those of
+    each pod. Raises `InvalidRequest` for a template with one of the worker's own fields.
+    """
     worker = object_name(spec.worker_id)
     labels: Object = {
         COMPONENT: spec.kind,
@@ -211,8 +211,9 @@ def render_worker(
 
 
 def _policy(own_pods: Object, metadata: Object) -> Object:
-    """Let the pods of one worker reach each other at all ports, since torch's store, gloo and NCCL
-    let the kernel choose theirs. The policies of `k8s/base` keep all other pods from them."""
+    """Allow all ports between one worker's pods, because torch's store, gloo and NCCL use random
+    ones. The policies of `k8s/base` keep other pods out.
+    """
     peers: Object = {"podSelector": {"matchLabels": own_pods}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -230,8 +231,9 @@ def _policy(own_pods: Object, metadata: Object) -> Object:
 def check_templates(
     templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
 ) -> None:
-    """Raise `InvalidRequest` for a template that has what is the worker's, for two that would not
-    bring the workers of one claim to one node, and for workers that have no image."""
+    """Raise `InvalidRequest` for a template with a worker's field, for templates that place workers
+    of one claim on different nodes, and for a missing image.
+    """
     resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
     for pool in pools:
         for kind in pool.roles:
@@ -263,7 +265,7 @@ def check_templates(
 
 
 def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[Object, ...]:
-    """Return the claims of a group: one for each node; none if its pool makes none."""
+    """Return a group's claims, one per node; none if the pool has no claims."""
     if not pool.has_claims:
         return ()
     request: Object = {"name": _DEVICES}
@@ -309,7 +311,7 @@ def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
 def folders_of(
     kind: WorkerKind, settings: KubernetesSettings
 ) -> Mapping[str, Literal["read", "write"]]:
-    """Return `FOLDERS` of a worker, and the one where workers may keep compiled code."""
+    """Return `FOLDERS` of a worker, with the folder for compiled code if enabled."""
     return {**FOLDERS[kind], COMPILED: "write"} if settings.keep_compiled else FOLDERS[kind]
 
 
@@ -318,18 +320,19 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
 
 
 def _user() -> int:
-    """Return the user that workers run as. It is the gateway's own, since files in the data
-    directory are for their owner alone, unless that is root."""
+    """Return the workers' user: the gateway's own, because only it can read the data directory,
+    unless that is root.
+    """
     return os.getuid() or _USER_OF_IMAGES
 
 
 def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
-    """Return the account of a kind of workers. They do not get its token."""
+    """Return the account of a kind of workers, which do not get its token."""
     return f"{settings.instance}-{kind}"
 
 
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
-    """Return a template without the choice of a role's nodes, where all roles share theirs."""
+    """Return the template, without the role's node selector if all roles share their nodes."""
     spec = template.body["spec"]
     if settings.placement == "strict" or "nodeSelector" not in spec:
         return template
@@ -367,9 +370,9 @@ def _pod_spec(
         volumes.append({"name": "tandem-data", "persistentVolumeClaim": claim})
         mounts += _mounts_of_volume(spec.kind, home)
     module = _MODULES[spec.kind] + (".node" if node else "")
-    # The user has no name in the image, and torch asks for one.
+    # torch needs a user name, and the image has none.
     environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
-    environment["GRPC_VERBOSITY"] = "ERROR"  # as agents set it: strangers cause all lower lines
+    environment["GRPC_VERBOSITY"] = "ERROR"  # as agents do: strangers cause all lower messages
     if settings.keep_compiled:
         environment |= compile_caches(home.volume)
     if node:

@@ -1,4 +1,4 @@
-"""What is read of the cluster's objects: a few fields of each, whatever else a server may send."""
+"""The few fields that the gateway reads of the cluster's objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.workers.launchers.kubernetes.names import EPOCH, WORKER_ID
 
 
 class Seen(BaseModel):
-    """A part of an object. What is absent has its default, what is unknown is left out."""
+    """A part of an object. Absent fields get defaults, unknown ones are ignored."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True)
 
@@ -27,7 +27,7 @@ class Metadata(Seen):
 
 
 class Observed(Seen):
-    """An object of which it is enough to know whose it is."""
+    """Any object of a worker or a claim."""
 
     metadata: Metadata
 
@@ -37,18 +37,18 @@ class Observed(Seen):
 
     @property
     def worker_id(self) -> str:
-        """The worker whose object it is; "" for a claim, which several may use."""
+        """The object's worker, "" for a claim, which several may use."""
         return self.metadata.annotations.get(WORKER_ID, "")
 
     @property
     def epoch(self) -> int:
-        """Of the gateway that made it."""
+        """The epoch of the gateway that created it."""
         epoch = self.metadata.annotations.get(EPOCH, "")
         return int(epoch) if epoch.isdecimal() else 0
 
     @property
     def deleted(self) -> bool:
-        """Whether it was deleted, and something still holds it."""
+        """Whether it is being deleted."""
         return self.metadata.deletion_timestamp is not None
 
 
@@ -78,7 +78,7 @@ class Event(Seen):
 
     @property
     def at(self) -> datetime:
-        """When it was told last."""
+        """The time of its last occurrence."""
         return self.last_timestamp or self.event_time or datetime.min.replace(tzinfo=UTC)
 
 
@@ -159,7 +159,7 @@ class Pod(Observed):
 
     @property
     def claims(self) -> list[str]:
-        """The names of the claims that it holds, without those that are made for it alone."""
+        """The names of its shared claims."""
         names = (each.resource_claim_name for each in self.spec.resource_claims)
         return [name for name in names if name]
 

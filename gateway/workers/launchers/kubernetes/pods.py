@@ -1,7 +1,7 @@
-"""What the state of a pod means for its worker, in a sentence.
+"""Interprets a pod's state for its worker, in a sentence.
 
-A pod comes through these stages: `unscheduled` → `preparing` (`pulling`, if that fails) → `running`
-→ `ended`. What a worker may take for each is in `worker`.
+The stages are `unscheduled` → `preparing` (`pulling` while that fails) → `running` → `ended`.
+`worker` has their deadlines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LONGEST = 600
 
 @dataclass(frozen=True)
 class PodState:
-    """`says` is what it waits for, or why it ended. `hopeless`: no waiting will help."""
+    """`says` is the reason for waiting or ending. `hopeless`: waiting will not help."""
 
     stage: Stage
     says: str = ""
@@ -58,15 +58,15 @@ class PodState:
     crashed: bool = False
     """A fault in native code ended it."""
     from_outside: bool = False
-    """The node or the control plane ended it, or a signal: of several pods that ended together, it
-    is such a one that the others speak of."""
+    """The node, the control plane or a signal ended it. Among pods that ended together, such a pod
+    has the cause.
+    """
     explained: bool = True
-    """Whether `says` has the cause; otherwise the log may have it."""
+    """Whether `says` has the cause. Otherwise the log may have it."""
 
 
 def state_of(pod: Pod, *, kind: WorkerKind, container: str) -> PodState:
-    """Return what has become of the pod whose container of that name is the worker; others in it
-    are an administrator's."""
+    """Return a pod's state. `container` is the worker; other containers are an administrator's."""
     status = pod.status
     worker = next((each for each in status.container_statuses if each.name == container), None)
     if worker is not None and (end := worker.state.terminated) is not None:
@@ -84,8 +84,9 @@ def state_of(pod: Pod, *, kind: WorkerKind, container: str) -> PodState:
 
 
 def node_is_lost(pod: Pod) -> bool:
-    """Whether the control plane has lost the pod's node: it says that the pod is not ready, and the
-    node, the last time that it said anything, that its containers are."""
+    """Return whether the control plane lost the pod's node: the pod is not ready, but its
+    containers were in the node's last report.
+    """
     if pod.status.reason == "NodeLost":
         return True
     ready, containers = pod.condition("Ready"), pod.condition("ContainersReady")
@@ -99,7 +100,7 @@ def node_is_lost(pod: Pod) -> bool:
 
 
 def runs(pod: Pod) -> bool:
-    """Whether a container of it runs, as far as its node has said."""
+    """Return whether a container runs, according to the node."""
     return any(each.state.running is not None for each in pod.status.container_statuses)
 
 
@@ -108,7 +109,7 @@ def why_lost(pod: Pod) -> str:
 
 
 def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
-    """Say who took away a pod that nobody here asked to end."""
+    """Explain the end of a pod that the gateway did not request."""
     cause = pod.condition("DisruptionTarget")
     if cause is not None and cause.status == "True":
         return f"the {kind}'s pod was taken away: {_joined(cause.reason, cause.message)}"
@@ -118,8 +119,9 @@ def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
 
 
 def told_by_events(events: Sequence[Event]) -> str:
-    """Return the newest warning about a pod that is made ready; "" if there is none, or if it went
-    on after that: the cluster keeps what it told once for an hour."""
+    """Return the newest warning about a starting pod. Return "" if there is none or the start went
+    on after it, because the cluster keeps old events for an hour.
+    """
     told = [each for each in events if each.reason in (*_TOLD, *_WENT_ON)]
     newest = max(told, key=lambda each: (each.at, each.reason in _WENT_ON), default=None)
     if newest is None or newest.reason in _WENT_ON:
@@ -129,24 +131,24 @@ def told_by_events(events: Sequence[Event]) -> str:
 
 def _unscheduled(pod: Pod) -> PodState:
     condition = pod.condition("PodScheduled")
-    if condition is None:  # the caller knows whether its claim is there
+    if condition is None:  # the caller knows about its claim
         return PodState("unscheduled", "the scheduler has not looked at it yet")
     said = _joined(condition.reason, condition.message)
     if condition.reason == "SchedulerError":
-        # Also said of pods that came to one claim at once, of which the scheduler tries each again.
+        # Also reported for pods that reached one claim together. The scheduler retries them.
         return PodState("unscheduled", said, hopeless="CEL" in condition.message)
     return PodState("unscheduled", f"it is not scheduled: {said}")
 
 
 def _waiting(container: Container) -> PodState | None:
-    """Return the state of a pod one of whose containers waits for something to say of."""
+    """Return the pod's state if this container is waiting for a notable reason."""
     waiting = container.state.waiting
     if waiting is None:
         return None
     said = _joined(waiting.reason, waiting.message)
     if waiting.reason in _PULLS:
         never = waiting.reason in ("InvalidImageName", "ErrImageNeverPull")
-        backs_off = waiting.reason == "ImagePullBackOff"  # says no more than that
+        backs_off = waiting.reason == "ImagePullBackOff"  # it has no further details
         said = f"the image {container.image}: {said}"
         return PodState("pulling", said, hopeless=never, explained=not backs_off)
     if waiting.reason in _NOT_MADE:
@@ -177,14 +179,14 @@ def _ended(pod: Pod, end: Terminated, kind: WorkerKind, container: str) -> PodSt
 def _out_of_memory(pod: Pod, kind: WorkerKind, container: str) -> str:
     limits = (each.resources.limits for each in pod.spec.containers if each.name == container)
     limit = str(next(limits, {}).get("memory", "memory"))
-    if limit.isdigit():  # bytes, as we say it
+    if limit.isdigit():  # bytes, as in our requests
         limit = f"{int(limit) // 2**20}Mi"
     setting = "tandem.host_memory" if kind == "trainer" else "tandem.sampler_host_memory"
     return f"the {kind} needed more than the {limit} that its pod may have; {setting} raises that"
 
 
 def _why_failed(pod: Pod, kind: WorkerKind) -> str:
-    """Say why a whole pod has failed: the node or the control plane ended it."""
+    """Explain a pod that the node or the control plane ended."""
     cause = pod.condition("DisruptionTarget")
     said = _joined(pod.status.reason, pod.status.message)
     if cause is not None and pod.status.reason != "Evicted":
@@ -193,7 +195,7 @@ def _why_failed(pod: Pod, kind: WorkerKind) -> str:
 
 
 def _reported(message: str) -> str:
-    """Return the worker's own sentence from its termination message, if that is its report."""
+    """Return the worker's sentence from its termination message, "" for other messages."""
     for line in reversed(message.splitlines()):
         try:
             return without_paths(WorkerReport.model_validate_json(line).error)

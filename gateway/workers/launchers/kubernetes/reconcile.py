@@ -1,11 +1,9 @@
-"""What should run, compared with what does run, and the difference carried out.
+"""Compares wanted workers with the cluster, and carries out the difference.
 
-What should run are the workers that were asked for (`want`) and not asked to end. What does run is
-what the views of the cluster show. `Reconciler` compares both for each worker of which something
-has changed, and every second for all that start or end; what it finds missing it makes, and what
-nobody wants it deletes (`removal`). Every step may fail, or its outcome be unknown: then the next
-comparison finds what is still to be done. So it does not matter between which two steps a gateway
-died.
+Wanted workers come from `want`, until their `end`. The views show the cluster. `Reconciler`
+compares each changed worker, and each second all that start or end. It creates missing objects and
+deletes unwanted ones (`removal`). A step may fail or have an unknown outcome; then the next
+comparison finds the rest. So a gateway may die between any two steps.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ from tandem.telemetry import get_log
 
 _TICK = 1.0
 _SWEEP = 5.0
-"""Seconds after which all objects are looked at for what nobody wants, though none has changed."""
+"""Seconds between searches for unwanted objects."""
 _TOGETHER = 0.02
-"""Seconds within which changes are looked at together."""
+"""Seconds for which changes are collected."""
 _LOG_LINES = 5
 _LONGEST_TAIL = 4096
 
 
 class Reconciler:
-    """`handle_of` makes the handle of a worker at an address, and `idle_seconds` says how long a
-    group's claim is kept that nobody uses. `ended` is called with a worker that has failed, when
-    nothing of it is left, and `superseded` when the cluster has objects of a newer gateway; nothing
-    is touched after that."""
+    """`handle_of` makes a worker's handle from an address. `idle_seconds` is the lifetime of a
+    group's unused claim. `ended` gets a failed worker when nothing of it is left. `superseded` is
+    called when objects of a newer gateway appear. After that nothing is touched.
+    """
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class Reconciler:
     ) -> None:
         self.workers: dict[str, PodWorker] = {}
         self.sweeps = False
-        """Whether what nobody wants is deleted: not before it is known what is wanted."""
+        """Whether unwanted objects are deleted: only after the wanted workers are known."""
         self._api = api
         self._epoch = epoch
         self._handle_of = handle_of
@@ -105,11 +103,11 @@ class Reconciler:
 
     @property
     def current(self) -> bool:
-        """Whether the API server tells what changes."""
+        """Whether all views are up to date."""
         return all(each.current for each in self.views)
 
     def open(self) -> None:
-        """Begin to follow the cluster, and to compare."""
+        """Start to watch and compare."""
         followers = (each.follow() for each in self.views)
         self._tasks = [asyncio.create_task(each) for each in (*followers, self._run())]
 
@@ -120,10 +118,10 @@ class Reconciler:
         await self._steps.close()
         self._removal.close()
 
-    # --- What should run ----------------------------------------------------------------------
+    # --- Wanted workers -----------------------------------------------------------------------
 
     def want(self, spec: WorkerSpec, objects: WorkerObjects) -> PodWorker:
-        """Have a worker run that is made of these objects."""
+        """Want a worker with these objects."""
         worker = self._new_worker(
             spec,
             objects,
@@ -134,7 +132,7 @@ class Reconciler:
         return worker
 
     def adopt(self, spec: WorkerSpec) -> PodWorker:
-        """Let a worker go on whose pods run."""
+        """Want a worker whose pods run."""
         pods = sorted(self.pods.of(spec.worker_id), key=lambda each: each.name)
         claims = tuple(claim for pod in pods for claim in pod.claims)
         worker = self._new_worker(spec, None, pods=tuple(p.name for p in pods), claims=claims)
@@ -164,8 +162,7 @@ class Reconciler:
         return worker
 
     def end(self, worker_id: str, *, grace: int) -> asyncio.Future[None]:
-        """Have nothing be left of a worker; return what is done when that is so. Also for one that
-        nobody knows."""
+        """Remove a worker, known or not. The future is done when nothing is left."""
         worker = self._unwant(worker_id)
         if worker is not None and worker.failure is None:
             worker.failure = WorkerStartFailed(
@@ -176,7 +173,7 @@ class Reconciler:
         return self._removal.begin(worker_id, grace=grace)
 
     def fail(self, worker: PodWorker, reason: str, *, crashed: bool = False) -> None:
-        """Give up a worker that will never serve, or serve again, for a reason in a sentence."""
+        """Give up a useless worker, with a sentence as the reason."""
         if worker.failure is not None:
             return
         worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)
@@ -186,18 +183,18 @@ class Reconciler:
         self._removal.begin(worker.worker_id, grace=KILL_GRACE, failed=worker)
 
     def gone(self, worker_id: str) -> asyncio.Future[None] | None:
-        """Return what is done when nothing of a worker is left; None if it does not end."""
+        """Return the future of a worker's removal, None if it is not being removed."""
         ending = self._removal.endings.get(worker_id)
         return ending.gone if ending is not None else None
 
     def why_left(self, worker_id: str) -> str:
-        """Say what is left of a worker that is to end."""
+        """Describe the rest of an ending worker."""
         if not self.current:
             return "the API server does not answer"
         return self._removal.why_left(worker_id)
 
     def unwanted(self) -> set[str]:
-        """Return the ids of the workers that nobody wants, and of which something is left."""
+        """Return the ids of unwanted workers with objects."""
         found = {
             each.worker_id
             for view in (self.pods, self.secrets, self.services, self.policies)
@@ -215,7 +212,7 @@ class Reconciler:
             self._turns.give_of_pool(worker_id, pool_name(worker.spec.group))
         return worker
 
-    # --- What changes -------------------------------------------------------------------------
+    # --- Changes ------------------------------------------------------------------------------
 
     def _note_pod(self, before: Pod | None, now: Pod | None) -> None:
         about = now or before
@@ -273,7 +270,7 @@ class Reconciler:
             self._compare_changed()
 
     def _tick(self) -> None:
-        """Look again at all that has a deadline, or is not as it should be."""
+        """Compare starting, ending and troubled workers again, for their deadlines."""
         self._steps.forget_past()
         if not self.current:
             self._removal.note_gap()
@@ -298,7 +295,7 @@ class Reconciler:
         elif worker_id in self._removal.endings or self.sweeps:
             self._removal.remove(worker_id, current=self.current)
 
-    # --- A worker that should run ---------------------------------------------------------------
+    # --- One wanted worker --------------------------------------------------------------------
 
     def _compare(self, worker: PodWorker) -> None:
         pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
@@ -306,7 +303,7 @@ class Reconciler:
             for pod in [each for each in pods.values() if each.epoch != self._epoch]:
                 self._removal.delete_pod(
                     pods.pop(pod.name), KILL_GRACE
-                )  # of an earlier gateway, made late
+                )  # of an earlier gateway, created late
         failure = worker.look(pods, self.claims.objects, self._removal.lost_since, self._deadlines)
         if failure is not None:
             self._fail(worker, failure)
@@ -337,7 +334,7 @@ class Reconciler:
         self._steps.begin(("log", worker.worker_id), step, worker=worker)
 
     async def _examine(self, worker: PodWorker, failure: PodFailure) -> None:
-        """Look into the log of a pod that has failed, since nothing else says why."""
+        """Read the failed pod's log for the cause."""
         text = ""
         with suppress(Refused):
             text = await self._api.log(failure.log_of, container=CONTAINER, lines=_LOG_LINES)
@@ -350,7 +347,7 @@ class Reconciler:
         )
 
     async def _read_events(self, worker: PodWorker, key: Key) -> None:
-        """Ask what keeps its pods from running, which their states do not tell."""
+        """Read the pods' events, which explain more than their states."""
         self._steps.put_off(key, self._deadlines.poll)
         told = ""
         for pod in worker.seen.values():

@@ -1,5 +1,6 @@
-"""The end of a worker, or of what nobody wants: all that is left of it is deleted, its pods first,
-so that none starts without its specification; it has ended when nothing is left."""
+"""Removes ended or unwanted workers. Pods are deleted first, so that none starts without its
+specification.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from gateway.workers.launchers.kubernetes.worker import PodWorker
 from tandem.telemetry import get_log
 
 KILL_GRACE = 1
-"""Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
-ended."""
+"""Seconds of grace for a kill. With 0, a pod would be forgotten before it is known to have
+ended.
+"""
 
 
 @dataclass(eq=False)
 class Ending:
-    """A worker of which nothing should be left; `failed` is one whose end is to be told."""
+    """A worker being removed. `failed` is a worker with an end to report."""
 
     grace: int
     gone: asyncio.Future[None]
@@ -29,9 +31,10 @@ class Ending:
 
 
 class Removal:
-    """`ended` is called with a worker that has failed, when nothing of it is left. Pods of a node
-    that was lost for `node_lost` seconds are forgotten: `lost_since` has, by the uid of a pod,
-    since when its node is lost, no longer than the cluster has been seen without a gap."""
+    """`ended` gets a failed worker when nothing of it is left. Pods of a node that is lost for
+    `node_lost` seconds are forgotten. `lost_since` has, by pod uid, the start of the loss, reset by
+    gaps in the view.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Removal:
     def begin(
         self, worker_id: str, *, grace: int, failed: PodWorker | None = None
     ) -> asyncio.Future[None]:
-        """Have nothing be left of a worker; return what is done when that is so."""
+        """Remove a worker. The future is done when nothing is left."""
         ending = self.endings.get(worker_id)
         if ending is None:
             gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,7 +72,7 @@ class Removal:
             ending.gone.cancel()
 
     def note_pod(self, pod: Pod, *, there: bool) -> None:
-        """Note what a pod is like, or was, when it is not there any more."""
+        """Note a pod's state, or its disappearance."""
         seconds = asyncio.get_running_loop().time()
         for since, holds in (
             (self.lost_since, there and node_is_lost(pod)),
@@ -81,13 +84,13 @@ class Removal:
                 since.pop(pod.metadata.uid, None)
 
     def note_gap(self) -> None:
-        """Count anew for how long nodes are lost: while the cluster is not seen, one may answer."""
+        """Restart the clocks of lost nodes, because one may have answered unseen."""
         now = asyncio.get_running_loop().time()
         self.lost_since = dict.fromkeys(self.lost_since, now)
         self._deleted_since = dict.fromkeys(self._deleted_since, now)
 
     def why_left(self, worker_id: str) -> str:
-        """Say what is left of a worker that is to end."""
+        """Describe the rest of an ending worker."""
         pods = self._pods.of(worker_id)
         why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
         if not why:
@@ -97,7 +100,7 @@ class Removal:
         return f"not gone yet: {names}" + (f"; {why}" if why else "")
 
     def remove(self, worker_id: str, *, current: bool) -> None:
-        """Delete what is left. `current`: whether all that there is is seen."""
+        """Delete a worker's objects. `current`: the views are complete."""
         ending = self.endings.get(worker_id)
         grace = ending.grace if ending is not None else KILL_GRACE
         certain = self._steps.is_certain(worker_id)
@@ -126,8 +129,10 @@ class Removal:
             self._steps.delete(self._pods, pod, worker=worker_id, grace=grace)
 
     def _is_forgettable(self, pod: Pod, given: int) -> bool:
-        """Whether its node is lost, or has had its time to say that a pod has ended of which no
-        container runs. One that runs on a node that answers has the devices."""
+        """Return whether the pod can be forgotten: its node is lost, or the pod has no running
+        container and its time to end is over. A running pod on an answering node still holds the
+        devices.
+        """
         now, most = asyncio.get_running_loop().time(), self._node_lost
         if node_is_lost(pod):
             return now - self.lost_since.get(pod.metadata.uid, now) >= most

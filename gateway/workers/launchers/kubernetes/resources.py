@@ -1,23 +1,21 @@
-"""What a worker's pod requests of its node: cores, memory, shared memory and files.
+"""The resource requests of a worker's pod: cores, memory, shared memory and files.
 
-The memory is what the worker may come to have, and so its limit: a pod that is placed can also
-sleep where it is. It is computed from the number of the model's weights, which the headers of its
-files tell, by what the trainer and the engine do with them:
+The memory is the worker's largest need and so its limit, since a placed pod must be able to sleep.
+It derives from the number of weights in the headers of the model's files:
 
-    trainer   each rank reads its part of one tensor after the other. Then it has the parts of the
-              trainer's own formula (`tandem/backends/memory.py`): on a CPU all parts, on a GPU the
-              snapshot, the offloaded parts, and all states while the trainer sleeps
-    sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
-              while the engine samples; on a CPU the weights, those of the next version, and a KV
-              cache for each of its ranks
+  trainer   one tensor while loading; then the trainer's own formula
+            (`tandem/backends/memory.py`): on a CPU all parts, on a GPU the snapshot, the
+            offloaded parts, and all states while the trainer sleeps
+  sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
+            while the engine samples; on a CPU the weights, those of the next version, and a KV
+            cache for each of its ranks
 
-to which the processes themselves are added, one for each rank, and a tenth, which a trainer's plan
-leaves free. What a run, its session or its model's defaults say (`tandem.host_memory`,
-`tandem.sampler_host_memory`) counts instead.
+The processes are added, one per rank, and the tenth that a trainer's plan leaves free.
+`tandem.host_memory` and `tandem.sampler_host_memory` replace the result.
 
-What a process takes was measured on a CPU (367 MiB for a trainer's rank with its libraries, 160 MiB
-for its process of custom losses, 637 MiB for an engine without weights and cache); with a GPU it
-was not. The memory that a custom loss may take for its tensors does not count.
+The process sizes were measured on a CPU only: 367 MiB for a trainer's rank with its libraries,
+160 MiB for its custom losses, 637 MiB for an engine without weights and cache. A custom loss's
+own tensors are not included.
 """
 
 from __future__ import annotations
@@ -44,20 +42,19 @@ _STEP = 64 * _MIB
 _CPU_RANK, _GPU_RANK = 768 * _MIB, 4 * _GIB
 _CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
 _WEIGHT = 4
-"""Bytes of a parameter in float32."""
+"""Bytes of a float32 parameter."""
 _ADAPTERS_HELD = 4
-"""An engine keeps so many times the adapters that it computes with at once."""
+"""An engine stores this multiple of its concurrent adapters."""
 
 _CPU_FILES, _GPU_FILES = 2 * _GIB, 10 * _GIB
-"""For logs, caches and kernels that are compiled."""
+"""Logs, caches and compiled kernels."""
 _SHARED, _SHARED_OF_RANK = 256 * _MIB, 256 * _MIB
-"""For what the processes of one pod tell each other, NCCL above all."""
+"""Messages between a pod's processes, mostly NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodResources:
-    """What each pod of a worker requests: cores, and bytes. `memory` has the `shared_memory`,
-    too."""
+    """The requests of each pod of a worker: cores, and bytes. `memory` includes `shared_memory`."""
 
     cpu: str
     memory: int
@@ -68,7 +65,7 @@ class PodResources:
 def resources_of(
     spec: WorkerSpec, model: ModelSize | None, *, pool: ClaimPoolSettings, settings: GatewaySettings
 ) -> PodResources:
-    """Return what each pod of a worker requests. Without a `model`, `spec` has to say it."""
+    """Return the requests of each pod. Without a `model`, `spec` must contain the memory."""
     said = spec.host_memory
     if spec.kind == "trainer":
         trainer = spec.trainer or TrainerSettings.of(settings.trainer)
@@ -104,8 +101,9 @@ def resources_of(
 
 
 def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
-    """Return what a pod of a worker requests at most on the pools, or the pool, that it may be on;
-    0 if there is none. The size of its model was read (`read_ahead`). Raises `InvalidRequest`."""
+    """Return the largest memory request of a worker's pod on its possible pools, 0 without one.
+    Requires `read_ahead`. Raises `InvalidRequest`.
+    """
     if spec.host_memory:
         return spec.host_memory
     model = known_size(settings.data_dir / spec.model_path)
@@ -137,7 +135,7 @@ def _cores(count: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPod:
-    """The memory of one pod of a trainer, with so many of its `ranks`."""
+    """The memory of one pod of a trainer, with `ranks` of its ranks."""
 
     model: ModelSize
     trainer: TrainerSettings
@@ -157,7 +155,7 @@ class TrainerPod:
 
     @property
     def _load(self) -> int:
-        """Of the largest tensor."""
+        """Bytes of the largest tensor."""
         return self.model.vocabulary * self.model.hidden * _WEIGHT
 
     @property
@@ -187,7 +185,7 @@ class TrainerPod:
         adapters = training.rank * self.model.adapter_width * self.runs
         trained = adapters if training.lora else model.parameters
         size = self.ranks * self.nodes
-        # A CPU rank alone computes several micro-batches.
+        # Only a single CPU rank computes several micro-batches at once.
         wide = (_width(self.trainer.dtype, gpu=self.gpu), training.states) == (4, "float32")
         several = size == 1 and wide and not self.gpu and not training.weights_on_host
         return TrainerMemory(
@@ -215,21 +213,22 @@ def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sl
 
 
 def _width(dtype: str, *, gpu: bool) -> int:
-    """Return the bytes of a parameter in the type of the computation."""
+    """Return the bytes of a parameter during computation."""
     return compute_width(dtype, device="cuda" if gpu else "cpu")
 
 
 def _rounded(size: float) -> int:
-    """With what is left free of it."""
+    """Add the spare part and round up."""
     return math.ceil(size / (1 - SPARE) / _STEP) * _STEP
 
 
-# --- What `tandem config --resources` shows -------------------------------------------------------
+# --- `tandem config --resources` ------------------------------------------------------------------
 
 
 def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
-    """Return what pods of a model request in each pool, for workers that ask for nothing; without
-    pools, in one that has no devices. Raises `InvalidRequest`."""
+    """Return the requests of a model's pods in each pool for default workers. Without pools, assume
+    one without devices. Raises `InvalidRequest`.
+    """
     model = read_size(path)
     rows: list[dict[str, object]] = []
     default = ClaimPoolSettings(name="cpu", roles=["trainer", "sampler"])
@@ -254,7 +253,7 @@ def _examples(path: Path, settings: GatewaySettings) -> Iterator[tuple[str, Work
 
 
 def main() -> int:
-    """Answer the command line, which gives the path of a model."""
+    """Answer the command line, which sends a model's path."""
     asked = json.loads(sys.stdin.buffer.read())
     try:
         answer: dict[str, object] = {"rows": table(Path(asked["model"]), GatewaySettings())}

@@ -1,8 +1,8 @@
-"""The label of the gateway's pod that serves.
+"""The label of the serving gateway's pod.
 
-Each replica is ready as soon as its process answers, or no rolling upgrade would end; but only the
-one that has the lease takes requests. So the Service selects by a label, which a gateway puts on
-its own pod when it has taken over, and takes from all others: one that died may have left it there.
+All replicas are ready when their process answers, or no rolling upgrade would end. Only the lease
+holder serves, so the Service selects by this label. A gateway that takes over puts it on its own
+pod and removes it from others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ SERVING = "tandem.dev/serving"
 
 
 class ServingLabel:
-    """Puts the label, whose value is the `instance`, on `pod`; "": the gateway is in none. It is
-    looked after every `period` seconds: a gateway that was late may have moved it."""
+    """Puts the label, with the value `instance`, on `pod`; "" means no pod. It is checked every
+    `period` seconds, because a slow gateway may have moved it.
+    """
 
     def __init__(self, api: Api, *, instance: str, pod: str, period: float) -> None:
         self._api = api
@@ -28,7 +29,7 @@ class ServingLabel:
         self._log = get_log()
 
     async def put(self) -> None:
-        """Put it there, and keep it there until `close`. Raises `ApiFault`."""
+        """Put the label on the pod until `close`. Raises `ApiFault`."""
         if self._pod and self._keeping is None:
             await self._move()
             self._keeping = asyncio.create_task(self._keep(), name="serving-label")

@@ -1,7 +1,7 @@
-"""Single steps of the cluster's objects towards what should be: made, taken, deleted.
+"""Single steps on the cluster's objects: create, adopt, delete.
 
-A step that is under way is not begun again, nor one that has failed just now. Of a creation whose
-answer was lost it is not known whether it has made something: that is kept in mind until it is.
+A step in progress or just failed is not started again. A creation without an answer stays noted as
+uncertain until its outcome is known.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from tandem.telemetry import get_log
 
 AnyView: TypeAlias = "View[Pod] | View[Claim] | View[Observed]"
 Key: TypeAlias = tuple[str, str]
-"""The plural of a resource, and a name."""
+"""A resource's plural, and a name."""
 
 _AGAIN = 2.0
 _LONG_AGAIN = 10.0
 
 
 class Steps:
-    """`done` is called with the id of a worker for which a step was taken, or has failed; `fail`
-    with one that cannot be made, and why."""
+    """`done` gets the worker id of each finished step. `fail` gets a worker that cannot be created,
+    with the reason.
+    """
 
     def __init__(
         self,
@@ -66,14 +67,14 @@ class Steps:
     def begin(
         self, key: Key, step: Callable[[], Awaitable[None]], *, worker: PodWorker | str
     ) -> None:
-        """Begin a step for a worker, or for what is left of the one with this id."""
+        """Start a step for a worker, or for the remains of a worker id."""
         now = asyncio.get_running_loop().time()
         if key not in self._under_way and now >= self._not_before.get(key, 0.0):
             task = asyncio.create_task(self._carry_out(key, step, worker))
             self._under_way[key] = task
 
     def put_off(self, key: Key, seconds: float) -> None:
-        """Begin no such step for so long."""
+        """Allow no such step for `seconds`."""
         self._not_before[key] = asyncio.get_running_loop().time() + seconds
 
     def forget_past(self) -> None:
@@ -106,7 +107,7 @@ class Steps:
     # --- Making -------------------------------------------------------------------------------
 
     def make(self, worker: PodWorker, view: AnyView, body: Object) -> bool:
-        """Return whether an object is there; begin to make it otherwise."""
+        """Return whether an object exists, and start to create it otherwise."""
         name = name_of(body)
         there = view.objects.get(name)
         if there is None:
@@ -116,7 +117,7 @@ class Steps:
             worker.says = _not_gone(view.resource, name)
         elif view.resource is CLAIMS or there.epoch == self._epoch:
             return True
-        else:  # of an earlier gateway, made late
+        else:  # of an earlier gateway, created late
             self.delete(view, there, worker=worker)
         return False
 
@@ -132,7 +133,7 @@ class Steps:
             if error.reason == "AlreadyExists":
                 made = await self._take(worker, resource, body)
             elif error.status == 409 or "exceeded quota" in str(error):
-                # A quota that changes at the same time, or is full: others may make room.
+                # A quota changed meanwhile or is full. Others may make room.
                 raise
             else:
                 said = f"the cluster refuses its {resource.kind}: {without_paths(str(error))}"
@@ -144,8 +145,7 @@ class Steps:
             view.note(made)
 
     async def _take(self, worker: PodWorker, resource: Resource, body: Object) -> Object:
-        """Return an object that is there already, if it is what was to be made: a creation whose
-        answer was lost has made it. Return nothing otherwise."""
+        """Return an existing object if a lost creation made it, else {}."""
         name = name_of(body)
         there = await self._api.find(resource, name)
         if there is None:
@@ -165,16 +165,18 @@ class Steps:
     # --- Deleting -----------------------------------------------------------------------------
 
     def deletes(self, view: AnyView, name: str) -> bool:
-        """Whether an object is being deleted, or was just now, and the view has not told of it."""
+        """Return whether an object is being deleted, or just was and the view does not show
+        it yet.
+        """
         key = (view.resource.plural, name)
         return key in self._under_way or key in self._not_before
 
     def delete(
         self, view: AnyView, one: Observed, *, worker: PodWorker | str, grace: int | None = None
     ) -> None:
-        """Begin to delete an object; not again before the view can have told of it. A pod or a
-        claim is left alone if it has changed, and judged anew: a newer gateway may have taken the
-        pod over, or the claim may have come into use."""
+        """Start to delete an object, once until the view can show it. A changed pod or claim is
+        left alone and judged again: a newer gateway may own the pod, or the claim may be in use.
+        """
         key = (view.resource.plural, one.name)
 
         async def delete() -> None:
@@ -189,7 +191,7 @@ class Steps:
                     raise
                 found = await self._api.find(resource, one.name)
                 if found is not None and Observed.model_validate(found).metadata == seen:
-                    raise  # something else is in the way
+                    raise  # something else prevents it
                 view.correct(one, found)
             else:
                 self.put_off(key, _AGAIN)
@@ -197,7 +199,9 @@ class Steps:
         self.begin(key, delete, worker=worker)
 
     def is_certain(self, worker_id: str) -> bool:
-        """Whether each creation for a worker has been answered; find out about the others."""
+        """Return whether all creations for a worker have a known outcome, and find out about the
+        others.
+        """
         for key, view in tuple(self._uncertain.get(worker_id, {}).items()):
             self.begin(key, partial(self._find_out, worker_id, key, view), worker=worker_id)
         if self._uncertain.get(worker_id):

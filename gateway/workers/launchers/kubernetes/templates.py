@@ -1,8 +1,8 @@
-"""Templates of pods: what an administrator says of the pods of trainers and of samplers.
+"""An administrator's pod templates for trainers and samplers.
 
-`trainer-pod.yaml` and `sampler-pod.yaml` are Pods, with whatever a Pod may have but what is the
-worker's: that is added to them, and a template that has it as well is refused, as is one with a
-field that Pods do not have. The template of the worker's own container is that of the same name.
+`trainer-pod.yaml` and `sampler-pod.yaml` are Pods. The gateway adds the worker's own fields. A
+template with one of these fields, or with an unknown field, is refused. The worker's container has
+the template of its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import KubernetesSettings
 
 Object: TypeAlias = dict[str, Any]
-"""An object of Kubernetes, or a part of one, as JSON."""
+"""A Kubernetes object, or a part of one, as JSON."""
 
 KINDS: tuple[WorkerKind, ...] = ("trainer", "sampler")
 _NAMED = ("containers", "initContainers", "volumes", "env", "resourceClaims", "claims")
@@ -31,7 +31,7 @@ _PRIMITIVES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bo
 
 @dataclass(frozen=True)
 class Template:
-    """`body` is a Pod without what is the worker's; `source` is its file."""
+    """`body` is a Pod without the worker's fields. `source` is its file."""
 
     source: str
     body: Object
@@ -42,8 +42,9 @@ class Template:
 
 
 def read_templates(settings: KubernetesSettings) -> dict[WorkerKind, Template]:
-    """Return the templates of the administrator's folder, or else of the package. Raises
-    `InvalidRequest` for what is no Pod, or has no place in a template."""
+    """Return the templates of the administrator's folder, or the package's. Raises `InvalidRequest`
+    for an invalid Pod or a field that templates may not have.
+    """
     return {kind: _read(f"{kind}-pod.yaml", settings) for kind in KINDS}
 
 
@@ -64,7 +65,7 @@ def _read(name: str, settings: KubernetesSettings) -> Template:
 
 
 def merged(template: Template, pod: Object) -> Object:
-    """Return a pod with all that its template has. Raises `InvalidRequest` for what both have."""
+    """Merge a pod with its template. Raises `InvalidRequest` for a field in both."""
     return _merged(template.body, pod, path="", template=template)
 
 
@@ -84,7 +85,7 @@ def _merged(own: Object, added: Object, *, path: str, template: Template) -> Obj
 def _merged_lists(
     own: list[Object], added: list[Object], *, path: str, template: Template
 ) -> list[Object]:
-    """Return those of both lists; a container that is in both has what it has in each."""
+    """Merge two lists. A container in both is merged."""
     key = "mountPath" if path.endswith("volumeMounts") else "name"
     ours, together = {each[key]: each for each in added}, []
     for each in own:
@@ -120,7 +121,7 @@ def _check(template: Template) -> None:
 
 
 def _check_value(value: object, type_: str, *, path: str, template: Template) -> None:
-    """Check a part of a template by the client's model of it, as far as that says something."""
+    """Check a part of a template against the client's model."""
     if value is None:
         raise template.fault(path, "it is empty")
     if found := _PARAMETERIZED.fullmatch(type_):
@@ -166,7 +167,7 @@ def _mapping(value: object, path: str, template: Template) -> Object:
 
 
 def _fields(type_: str) -> dict[str, str] | None:
-    """Return the fields of a model with their types; None if it is none."""
+    """Return a model's fields with their types, None for no model."""
     from kubernetes.aio.client import models  # slow
 
     model = getattr(models, type_, None)

@@ -1,11 +1,10 @@
-"""Whose pods are made next.
+"""The order in which pods are created.
 
-Pods that are bound to a claim at once are in each other's way (the scheduler's writes to it
-conflict), so that the next is made when the last was scheduled, or waits for something else, as
-after `_PATIENCE` seconds.
+The scheduler's writes conflict for pods that reach one claim together. So the next pod is created
+when the last was scheduled, or after `_PATIENCE` seconds.
 
-Two workers with several pods each could have some of them on the last nodes, and wait for those of
-the other: so one such worker of a pool at a time has pods that wait for a node.
+Two workers with several pods could each hold some of the last nodes and wait for the rest. So only
+one such worker of a pool has unscheduled pods at a time.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ _PATIENCE = 5.0
 
 
 class Turns:
-    """`next_turn` is called with the id of a worker whose turn it may be now."""
+    """`next_turn` gets the id of a worker that may have its turn now."""
 
     def __init__(self, next_turn: Callable[[str], None]) -> None:
         self._next_turn = next_turn
         self._pods: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        """By claim, those that are to be scheduled on it, and since when."""
+        """By claim: unscheduled pods, and when they began to wait."""
         self._queued: defaultdict[str, set[str]] = defaultdict(set)
-        """By claim, the workers that wait until it is their turn."""
+        """By claim: workers waiting for their turn."""
         self._workers: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        """By pool, those with several pods that are to be scheduled: it is the first one's turn."""
+        """By pool: unscheduled workers with several pods. The first has its turn."""
 
     def take(self, pod: str, claims: Sequence[str], *, worker_id: str) -> str:
-        """Take the turn of a pod on its claims, and return ""; or the name of a pod before it."""
+        """Take a pod's turn on its claims and return "", or return the name of the pod
+        before it.
+        """
         earliest = asyncio.get_running_loop().time() - _PATIENCE
         for claim in claims:
             for other, since in self._pods.get(claim, {}).items():
@@ -41,12 +42,12 @@ class Turns:
         return ""
 
     def note(self, pod: str, claims: Sequence[str]) -> None:
-        """Note that a pod is to be scheduled on its claims."""
+        """Note an unscheduled pod on its claims."""
         for claim in claims:
             self._pods[claim].setdefault(pod, asyncio.get_running_loop().time())
 
     def give(self, pod: str) -> None:
-        """Note that a pod is scheduled, or will not be."""
+        """Note that a pod is scheduled or given up."""
         for claim in [each for each, pods in self._pods.items() if pod in pods]:
             del self._pods[claim][pod]
             if not self._pods[claim]:
@@ -55,15 +56,16 @@ class Turns:
                 self._next_turn(worker_id)
 
     def take_of_pool(self, worker_id: str, pool: str) -> str:
-        """Take the turn of a worker with several pods among those of its pool, and return ""; or
-        the id of the one whose turn it is."""
+        """Take the turn of a worker with several pods in its pool and return "", or return the id
+        of the worker before it.
+        """
         workers = self._workers[pool]
         workers.setdefault(worker_id)
         first = next(iter(workers))
         return "" if first == worker_id else first
 
     def give_of_pool(self, worker_id: str, pool: str) -> None:
-        """Note that all pods of a worker are scheduled, or will not be."""
+        """Note that all pods of a worker are scheduled or given up."""
         workers = self._workers.get(pool, {})
         if worker_id not in workers:
             return

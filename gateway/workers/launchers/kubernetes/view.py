@@ -1,8 +1,7 @@
-"""The gateway's objects of one kind, as list and watch show them.
+"""The gateway's objects of one kind, from list and watch.
 
-A watch that ends or breaks is gone on with where it was; all is listed anew only when that version
-is too old, and now and then anyhow. While the server refuses watches, or does not answer, it is
-asked less and less often, as it wants to be.
+A watch that ends or breaks is resumed. All objects are listed again regularly, or if the version is
+too old. While the server refuses or is silent, it is asked less and less often.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ Kind = TypeVar("Kind", bound=Observed)
 
 _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
-"""Between calls, while no watch lasts as long as that."""
+"""Longest pause, while watches last less than this."""
 _LATE = 5.0
-"""Seconds by which the end of a watch may be late: one that brings nothing may be cut off."""
+"""Seconds for which the end of a watch may be late, as a silent watch may be cut off."""
 
 
 class View(Generic[Kind]):
-    """`objects` are by name, and `changed` is called with what was and what is; None: nothing.
-    `current` while the API server tells what changes; `listed` is set once it has told all.
-    Everything is listed anew every `resync` seconds."""
+    """`objects` are by name. `changed` gets the old and the new object; None means absent.
+    `current` is true while the server reports changes. `listed` is set after the first list. All
+    objects are listed every `resync` seconds.
+    """
 
     def __init__(
         self,
@@ -59,29 +59,28 @@ class View(Generic[Kind]):
         self.labels = labels
         self._indexed: defaultdict[str, dict[str, Kind]] = defaultdict(dict)
         self._noted: set[str] = set()
-        """Names of what was made since the list was asked for, which may not have it."""
+        """Names of new objects that a running list may lack."""
         self._resync = resync
         self._changed = changed
         self._pause = _PAUSE
         self._version = ""
-        """From which a watch goes on; "": all is to be listed first."""
+        """The version to watch from; "" means that a list comes first."""
         self._list_at = 0.0
         self._log = get_log(resource=resource.plural)
 
     def of(self, worker_id: str) -> list[Kind]:
-        """Return the objects of a worker."""
+        """Return a worker's objects."""
         return list(self._indexed.get(worker_id, {}).values())
 
     def note(self, made: Object) -> None:
-        """Take what a creation answered, before the watch tells it."""
+        """Add a creation's answer before the watch reports it."""
         seen = self._model.model_validate(made)
         if seen.name not in self.objects:
             self._put(seen)
             self._noted.add(seen.name)
 
     def correct(self, judged: Observed, found: Object | None) -> None:
-        """Take what was found of an object instead of what it was judged by, unless a watch has
-        told of it since; None: it is gone."""
+        """Replace a judged object by a newer answer (None: gone), unless a watch was faster."""
         if self.objects.get(judged.name) is not judged:
             return
         if found is None:
@@ -91,14 +90,14 @@ class View(Generic[Kind]):
             self._noted.add(judged.name)
 
     async def follow(self) -> None:
-        """Follow for ever."""
+        """Follow the cluster forever."""
         while True:
             try:
                 await self._follow_once()
                 continue
             except ApiFault as error:
                 asked = error.retry_after if isinstance(error, Unanswered) else 0.0
-                if isinstance(error, Refused) and error.status == 410:  # too old: list anew
+                if isinstance(error, Refused) and error.status == 410:  # too old: list again
                     self._version = ""
                 else:
                     self._log.warning("cluster_not_seen", reason=str(error))
@@ -110,7 +109,7 @@ class View(Generic[Kind]):
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     async def _follow_once(self) -> None:
-        """Watch from where it was told of last, until it is time to list; list first if it is."""
+        """Watch from the last version until the next list is due. List first if it is due."""
         loop = asyncio.get_running_loop()
         if not self._version or self._list_at - loop.time() <= 1:
             await self._list()
@@ -130,7 +129,7 @@ class View(Generic[Kind]):
         finally:
             if loop.time() - opened >= _LONGEST_PAUSE:
                 self._pause = _PAUSE
-        if loop.time() - opened < _PAUSE:  # a server that closes every watch is asked no faster
+        if loop.time() - opened < _PAUSE:  # a server that closes every watch is not asked faster
             await asyncio.sleep(_PAUSE)
 
     async def _list(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker that should run: how far it has come, and when that takes too long."""
+"""A wanted worker, its progress and its deadlines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Stage = Literal["making", "scheduling", "preparing", "running"]
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """In seconds: until a pod is scheduled, from then until it runs, how long its node may be out
-    of reach, and how often the events of one that does not run yet are read."""
+    """Seconds: until a pod is scheduled, until it then runs, for a lost node, and between reads of
+    a starting pod's events.
+    """
 
     pending: float
     pull: float
@@ -35,7 +36,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class PodFailure:
-    """Why a worker will never serve, or serve again. `log_of` is the pod whose log may say more."""
+    """Why a worker will never serve (again). `log_of` is a pod with a useful log."""
 
     reason: str
     crashed: bool = False
@@ -44,11 +45,9 @@ class PodFailure:
 
 @dataclass(eq=False, kw_only=True)
 class PodWorker:
-    """`objects` are what it is made of, as long as it starts; None for one that was adopted.
-
-    `running` has its handle when all its containers run, `lost` says that it will never serve
-    (again), for the reason of `failure`. `seen` are its pods as they were last seen, `says` is what
-    it waits for. Times are of the event loop.
+    """`objects` exist while it starts, None for an adopted worker. `running` has its handle when
+    all containers run. `lost` is done when it will never serve (again), because of `failure`.
+    `seen` are its pods as last seen. `says` is its reason for waiting. Times are event loop times.
     """
 
     spec: WorkerSpec
@@ -58,7 +57,7 @@ class PodWorker:
     running: asyncio.Future[WorkerHandle]
     lost: asyncio.Future[None]
     since: float
-    """When its stage began."""
+    """The start of its stage."""
     stage: Stage = "making"
     says: str = ""
     started_at: float = 0.0
@@ -66,7 +65,7 @@ class PodWorker:
     failure: WorkerStartFailed | None = None
     ready: bool = False
     awaited: bool = False
-    """Whether somebody waits for its start, and so learns of its end."""
+    """Whether a caller awaits its start and so learns of its end."""
     _warning: str = ""
     _warned_at: float = 0.0
 
@@ -81,8 +80,9 @@ class PodWorker:
         lost_since: Mapping[str, float],
         deadlines: Deadlines,
     ) -> PodFailure | None:
-        """Note how far it has come; return why it fails, if it does. `lost_since` has, by the uid
-        of a pod, since when its node is out of reach."""
+        """Note its progress and return its failure, if any. `lost_since` has, by pod uid, the time
+        when its node was lost.
+        """
         now = asyncio.get_running_loop().time()
         for name in self.pods:
             if (pod := pods.get(name)) is not None:
@@ -107,22 +107,22 @@ class PodWorker:
         return self._advance(states, claims, deadlines, now)
 
     def warn(self, told: str) -> None:
-        """Note what the events of its pods tell; "" for nothing."""
+        """Note the warning in its pods' events, or ""."""
         if told and not self._warning:
             self._warned_at = asyncio.get_running_loop().time()
         self._warning = told
 
     def wait(self, why: str) -> None:
-        """Note that it waits for other workers, which takes nothing of its time."""
+        """Note that it waits for other workers, which stops its clock."""
         self.says, self.since = why, asyncio.get_running_loop().time()
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether each of its pods has a node."""
+        """Whether all its pods have nodes."""
         return all(name in self.seen and self.seen[name].scheduled for name in self.pods)
 
     def prepares_for(self) -> float:
-        """Return for how many seconds its pods have been scheduled and do not run."""
+        """Return the seconds since its pods were scheduled, while they do not run."""
         if self.stage != "preparing":
             return 0.0
         return asyncio.get_running_loop().time() - self.since
@@ -152,7 +152,7 @@ class PodWorker:
             key=lambda state: state.stage != "unscheduled",
             default=None,
         )
-        if slow is None:  # what keeps the others from being made, whoever makes them says
+        if slow is None:  # the creator explains missing pods
             self._enter("making", now)
         elif slow.stage == "unscheduled":
             self._enter("scheduling", now)
