@@ -1,6 +1,6 @@
 """The settings of workers that are pods of a Kubernetes cluster, and of the claims that they share.
 
-Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`; see `docs/cluster.md`.
+Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`; see `docs/deploy-kubernetes.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Workers as pods of a Kubernetes cluster, with devices from ResourceClaims. See `docs/cluster.md`.
+"""Workers as pods of a Kubernetes cluster, with ResourceClaims for devices.
+
+See `docs/design/kubernetes.md`.
 
 Pure functions compute the objects: `objects` from `templates`, `resources` and the `model_size`.
 `maker` calls them with the gateway's settings. `launcher` implements the interface. `reconcile`
