@@ -57,7 +57,7 @@ from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
-from tandem.agent.process_birth import born
+from tandem.agent.process_identity import process_start
 from tandem.errors import StorageFailed, TandemError, UserError, describe
 from tandem.protocol.heartbeat import send_heartbeats
 from tandem.protocol.worker import set_process_limits
@@ -299,7 +299,9 @@ class GatewayServer(uvicorn.Server):
 
     def _announce(self) -> None:
         pid = os.getpid()
-        endpoint = Endpoint(url=self.url, pid=pid, born=born(pid), api_key=self.gateway.api_key)
+        endpoint = Endpoint(
+            url=self.url, pid=pid, process_start=process_start(pid), api_key=self.gateway.api_key
+        )
         write_private(self._announcement, endpoint.model_dump_json().encode())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ def may_follow(work: Work, version: LoadableVersion) -> bool:
     )
 
 
-class Followed:
+class FollowedVersions:
     """The newest version of each run to which in-flight work was carried over."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
 from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
-from sampler_service.in_flight import Followed, may_follow
+from sampler_service.in_flight import FollowedVersions, may_follow
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
@@ -116,7 +116,7 @@ class Scheduler:
         self._waiting = WaitingList()
         self._has_cancelled = False
         self._running: dict[str, QueuedSample] = {}
-        self._followed = Followed()
+        self._followed = FollowedVersions()
         self._adapter_names: tuple[str, ...] = ()
         self._reader = ReadAhead(
             loader.verify,

@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.agent.environment import inherited
-from tandem.agent.process_birth import born
+from tandem.agent.process_identity import process_start
 from tandem.agent.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
 from tandem.protocol.own_machine import http_client
@@ -40,14 +40,14 @@ _MOST_ENDS = 5
 class Endpoint(BaseModel):
     """A gateway's address and key: the content of `DATA/gateway.json` (mode 0600).
 
-    `born` identifies the process, because a `pid` can be used again.
+    `process_start` identifies the process, because a `pid` can be used again.
     """
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     pid: int
-    born: str = ""
+    process_start: str = ""
     api_key: str = Field(repr=False)
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
@@ -67,7 +67,11 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
         endpoint = Endpoint.model_validate_json((private / ENDPOINT_NAME).read_bytes())
     except (OSError, ValidationError):
         return None
-    return endpoint if endpoint.born and endpoint.born == born(endpoint.pid) else None
+    return (
+        endpoint
+        if endpoint.process_start and endpoint.process_start == process_start(endpoint.pid)
+        else None
+    )
 
 
 class Stack:

@@ -5,8 +5,8 @@
 - `launcher`: starts and stops workers, partly from a `pool` of processes started in advance.
   `worker_process` supervises one worker.
 - `suspender`: moves workers that cannot sleep off their devices.
-- `process_groups`: lists the workers' process groups in a file, for the next agent. `process_birth`
-  identifies processes with equal numbers. `scratch` removes temporary files.
+- `process_groups`: lists the workers' process groups in a file, for the next agent.
+  `process_identity` identifies processes with equal numbers. `scratch` removes temporary files.
 - `host`: describes cores, memory and accelerators. `environment`: the variables that workers
   inherit.
 - `supervised_process`: the agent or gateway of a stack. `check`: the health check of a container.

@@ -13,7 +13,7 @@ import re
 import time
 from pathlib import Path
 
-from tandem.agent.process_birth import born, namespace
+from tandem.agent.process_identity import namespace, process_start
 from tandem.agent.worker_process import group_members, kill_group
 from tandem.errors import WorkerStartFailed
 from tandem.telemetry import get_log
@@ -63,7 +63,7 @@ class ProcessGroups:
         if 0 not in self._lines:
             self._lines.append(0)
         number = self._lines.index(0)
-        self._write(number, f"{pgid} {born(pgid)}")
+        self._write(number, f"{pgid} {process_start(pgid)}")
         self._lines[number] = pgid
 
     def remove(self, pgid: int) -> None:
@@ -102,7 +102,7 @@ def _is_left(pgid: int, since: str) -> bool:
     While a member runs, its number is not used again, even if the first process has ended. Then
     only the session, which each worker leads, distinguishes it from a later program's group.
     """
-    first = born(pgid)
+    first = process_start(pgid)
     same = first in ("", since) and since.startswith(namespace())
     return same and any(_session(pid) == pgid for pid in group_members(pgid))
 

@@ -18,7 +18,7 @@ from tandem.demo.tiny_model import write_tiny_model
 from tests.cluster import settings
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.overlay import USERS, write_overlay
-from tests.cluster.way import Way
+from tests.cluster.port_forward import PortForward
 from tests.support.stacks import TIED, write_qwen
 from tests.support.waiting import wait_until
 
@@ -138,10 +138,10 @@ def installed(folder: Path) -> Iterator[Installation]:
         wait = ("rollout", "status", f"--timeout={_SECONDS:.0f}s")
         for each in ("statefulset/tandem-database", "deployment/tandem"):
             kubectl(*wait, each, seconds=_SECONDS + 10)
-        with Way(kubectl) as way:
-            wait_until(way.serves, what="a gateway serves", timeout=_SECONDS)
+        with PortForward(kubectl) as forward:
+            wait_until(forward.serves, what="a gateway serves", timeout=_SECONDS)
             key = (overlay.parent / "cpu-dev" / "secrets" / "first-key").read_text()
-            installation = Installation(kubectl, way.url, key)
+            installation = Installation(kubectl, forward.url, key)
             write_tiny_model(folder / "demo", seed=0)
             installation.add_model(DEMO, folder / "demo")
             installation.add_model(TIED, write_qwen(folder / "tied", seed=0))

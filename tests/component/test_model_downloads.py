@@ -323,7 +323,12 @@ def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_
 
 def test_a_gateway_in_another_container_is_not_taken_for_one_here(hub, place):
     """A volume shows what it announced: its own process, and an address of its own loopback."""
-    announced = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "born": "", "api_key": "tml-x"}
+    announced = {
+        "url": "http://127.0.0.1:9",
+        "pid": os.getpid(),
+        "process_start": "",
+        "api_key": "tml-x",
+    }
     (place.parent / "gateway.json").write_text(json.dumps(announced))
     assert not add(place)["registered"]
 

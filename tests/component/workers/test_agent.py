@@ -17,7 +17,7 @@ import pytest
 import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
-from tandem.agent import process_birth
+from tandem.agent import process_identity
 from tandem.agent.address import socket_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
@@ -280,7 +280,7 @@ async def test_an_agent_leaves_processes_alone_whose_number_was_noted_in_another
 ):
     with running("sleep", "600") as other:
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(process_birth, "namespace", lambda: "another ")
+            elsewhere.setattr(process_identity, "namespace", lambda: "another ")
             ProcessGroups(tmp_path / FILE_NAME).add(other.pid)
         await ProcessGroups(tmp_path / FILE_NAME).end_earlier()
         assert group_members(other.pid)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.agent import process_birth
-from tandem.agent.process_birth import born
+from tandem.agent import process_identity
+from tandem.agent.process_identity import process_start
 from tandem.agent.supervised_process import SupervisedProcess
 from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, read_endpoint
 from tests.support.waiting import wait_until
@@ -96,7 +96,7 @@ def test_a_stack_that_ended_leaves_no_descriptors(tmp_path, monkeypatch):
 
 
 def announce(folder: Path, *, pid: int, since: str) -> Endpoint:
-    endpoint = Endpoint(url="http://127.0.0.1:9", pid=pid, born=since, api_key="tml-x")
+    endpoint = Endpoint(url="http://127.0.0.1:9", pid=pid, process_start=since, api_key="tml-x")
     (folder / ENDPOINT_NAME).write_text(endpoint.model_dump_json())
     return endpoint
 
@@ -104,16 +104,16 @@ def announce(folder: Path, *, pid: int, since: str) -> Endpoint:
 def test_a_gateway_runs_where_its_own_process_does(tmp_path, monkeypatch):
     me = os.getpid()
     assert read_endpoint(tmp_path) is None
-    announced = announce(tmp_path, pid=me, since=born(me))
+    announced = announce(tmp_path, pid=me, since=process_start(me))
     assert read_endpoint(tmp_path) == announced
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(process_birth, "namespace", lambda: "another container ")
-        announce(tmp_path, pid=me, since=born(me))
+        elsewhere.setattr(process_identity, "namespace", lambda: "another container ")
+        announce(tmp_path, pid=me, since=process_start(me))
     assert read_endpoint(tmp_path) is None, "its number is that of a process here"
 
 
 def test_a_gateway_whose_number_another_process_has_now_does_not_run(tmp_path):
-    announce(tmp_path, pid=os.getpid(), since=born(1))
+    announce(tmp_path, pid=os.getpid(), since=process_start(1))
     assert read_endpoint(tmp_path) is None
     announce(tmp_path, pid=2**22 + 1, since="")
     assert read_endpoint(tmp_path) is None, "there is no such process"

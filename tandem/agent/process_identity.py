@@ -12,7 +12,7 @@ if sys.platform != "linux":
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def born(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Return the start of a process and its namespace, or "" if it does not exist."""
     if sys.platform != "linux":
         try:

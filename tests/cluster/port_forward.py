@@ -1,4 +1,4 @@
-"""The way from here to the gateway that serves: a port of this machine, kept open by kubectl."""
+"""A port of this machine that kubectl forwards to the serving gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 10.0
 """Seconds without an answer. When a node is lost, nothing says that its pods are."""
 
 
-class Way:
+class PortForward:
     """`kubectl port-forward` of the Service, which chooses the gateway that serves; begun anew when
     it does not serve any more."""
 
@@ -28,7 +28,7 @@ class Way:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
-    def __enter__(self) -> Way:
+    def __enter__(self) -> PortForward:
         self._thread.start()
         return self
 
