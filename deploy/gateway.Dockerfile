@@ -3,7 +3,7 @@ ARG BASE_IMAGE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae3
 
 FROM ${BASE_IMAGE} AS build
 ARG TANDEM_BUILD=cpu
-# Where pip looks beside its index, if anywhere.
+# More places where pip finds packages.
 ARG PIP_FIND_LINKS
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /opt/tandem
@@ -28,7 +28,7 @@ LABEL org.opencontainers.image.title="tandem-gateway" \
       org.opencontainers.image.version="$TANDEM_VERSION" \
       org.opencontainers.image.licenses="Apache-2.0"
 ENV PATH="/opt/tandem/.venv/bin:$PATH" HOME=/tmp TANDEM_IMAGE_VERSION="$TANDEM_VERSION"
-# For sslrootcert=system in the database's URL: the client that is built in looks in a folder of its own.
+# For sslrootcert=system in the database's URL, because the bundled client looks in another folder.
 ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 ENV TANDEM_HOST=0.0.0.0 TANDEM_DATA_DIR=/var/lib/tandem
 USER 10001:10001

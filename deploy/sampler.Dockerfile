@@ -1,9 +1,9 @@
-# The image of samplers, and of an agent that starts them: docker build -f deploy/sampler.Dockerfile .
+# The image of samplers and of the agent that starts them: docker build -f deploy/sampler.Dockerfile .
 ARG BASE_IMAGE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84
 
 FROM ${BASE_IMAGE} AS build
 ARG TANDEM_BUILD=cpu
-# Where pip looks beside its index, if anywhere.
+# More places where pip finds packages.
 ARG PIP_FIND_LINKS
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /opt/tandem
@@ -19,7 +19,7 @@ RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytec
 
 FROM ${BASE_IMAGE}
 ARG TANDEM_BUILD=cpu
-# Of the CPU build vLLM's own library needs the first; of the CUDA build Triton compiles its launchers.
+# vLLM's CPU library needs libnuma1. On CUDA, Triton compiles its launchers with gcc.
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
  && if [ "$TANDEM_BUILD" = gpu ]; then packages="gcc libc6-dev"; else packages=libnuma1; fi \

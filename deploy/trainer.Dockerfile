@@ -1,9 +1,9 @@
-# The image of trainers, and of an agent that starts them: docker build -f deploy/trainer.Dockerfile .
+# The image of trainers and of the agent that starts them: docker build -f deploy/trainer.Dockerfile .
 ARG BASE_IMAGE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84
 
 FROM ${BASE_IMAGE} AS build
 ARG TANDEM_BUILD=cpu
-# Where pip looks beside its index, if anywhere.
+# More places where pip finds packages.
 ARG PIP_FIND_LINKS
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /opt/tandem
@@ -19,7 +19,7 @@ RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytec
 
 FROM ${BASE_IMAGE}
 ARG TANDEM_BUILD=cpu
-# With which runs are compiled (tandem.compile): Triton needs a C compiler, torch on a CPU one of C++.
+# Compilers for tandem.compile: Triton needs one for C, torch on a CPU one for C++.
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
  && if [ "$TANDEM_BUILD" = gpu ]; then packages="gcc libc6-dev"; else packages=g++; fi \
