@@ -1,7 +1,10 @@
-"""Measurements of Tandem beside its floor, in one run: `make bench`.
+"""Benchmarks that compare Tandem with its floor, the same work without Tandem: `make bench`.
 
-Each module measures one thing; `__main__` runs them, `record` keeps the results with the machine,
-the versions and the date in `results/`. `gateway_load` (`make bench-gateway`), `gpu` (`make
-bench-gpu`), `history` (`make bench-history`), `memory` (`make bench-memory`), `recovery` (`make
-bench-recovery`) and `versus` (this checkout beside another one) are programs of their own.
+Each module measures one thing. `__main__` runs them in one run. `record` writes the results, with
+machine, versions and date, to `results/`. Separate programs are `gateway_load` (`make
+bench-gateway`), `gpu` (`make bench-gpu`), `history` (`make bench-history`), `memory` (`make
+bench-memory`), `recovery` (`make bench-recovery`) and `versus` (this checkout beside another one).
+
+To add a benchmark, write a module with a function that returns rows, and call it in a section of
+`__main__`.
 """

@@ -31,7 +31,7 @@ from tandem.demo.tiny_model import write_tiny_model
 from tandem.stack import Stack
 
 _NO_POOL = {"pool_processes": "0"}
-"""What is measured has the processors alone; `benchmarks.starts` measures the pool."""
+"""The measured processes have the cores to themselves. `benchmarks.starts` measures the pool."""
 _COMPILED = {"tandem.compile": "on"}
 SECTIONS = (
     "bursts",
@@ -61,7 +61,7 @@ class Bench:
     def stack(
         self, model: Path, *, ranks: int, **others: str
     ) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
-        """Start a new stack, as `tandem up` would, and connect the SDK to it."""
+        """Start a new stack, like `tandem up`, and connect the SDK to it."""
         directory = self.work / f"data-{time.monotonic_ns()}"
         settings = {"port": "0", "trainer_ranks": str(ranks), **_NO_POOL, **others}
         with Stack(data_dir=directory, settings=settings) as stack:
@@ -118,7 +118,7 @@ class Bench:
         self.show("many clients", [row])
 
     def lora(self) -> None:
-        """Measure the way of an adapter from the trainer's memory to the samples from it."""
+        """Measure the time from an adapter in the trainer's memory to samples of it."""
         rows: list[dict[str, object]] = []
         for size, shape in publish.SHAPES.items():
             model = self.work / "models" / size.replace(" ", "")
@@ -162,8 +162,10 @@ class Bench:
         self.show("empty operation", [dict(rows)])
 
     def rl_step(self) -> None:
-        """On all cores, and with one for what trains: there, client and gateway take no time from
-        the trainer that the floor has to itself."""
+        """Measure on all cores, and with one core for the trainer.
+
+        With one core, client and gateway take no time from the trainer, as in the floor.
+        """
         cores = sorted(os.sched_getaffinity(0))
         self._rl_step("rl step", threads=min(2, len(cores)))
         if len(cores) > 1:
@@ -211,7 +213,7 @@ def main() -> None:
             for section in arguments.sections or SECTIONS:
                 console.rule(section)
                 getattr(bench, section)()
-        finally:  # keep what was measured before a failure
+        finally:  # keep earlier results after a failure
             if not arguments.no_save:
                 console.print(f"Written to {record.save(bench.results).name}")
 

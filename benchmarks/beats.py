@@ -1,7 +1,7 @@
-"""`make bench-beats`: another owner's heartbeats and healthz beside a burst of 5,000 samples.
+"""`make bench-beats`: another owner's heartbeats and healthz during a burst of 5,000 samples.
 
-One owner asks for all samples at once over 1,000 connections, and fetches them as the SDK does.
-With another checkout as the argument, both are measured by this file, in turn.
+One owner requests all samples at once over 1,000 connections, and fetches them as the SDK does.
+With another checkout as the argument, this file measures both in turn.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def _session(connection: Connection) -> str:
 
 
 def burst(endpoint: Endpoint, ready: Event, begin: Event, done: Event, samples: int) -> None:
-    """Ask for all samples at once, and fetch them, when told to begin."""
+    """Once told to begin, request all samples at once and fetch them."""
 
     async def run() -> None:
         async with AsyncExitStack() as opened:
@@ -93,8 +93,9 @@ def burst(endpoint: Endpoint, ready: Event, begin: Event, done: Event, samples: 
 
 
 def beats(endpoint: Endpoint, key: str, done: Event) -> dict[str, list[float]]:
-    """Send heartbeats over one connection, and healthz over new ones, until the burst is done;
-    return the latencies in seconds."""
+    """Send heartbeats over one connection and healthz over new ones during the burst. Return
+    latencies in seconds.
+    """
 
     async def run() -> dict[str, list[float]]:
         found: dict[str, list[float]] = {"heartbeat": [], "healthz": []}
@@ -127,7 +128,7 @@ def beats(endpoint: Endpoint, key: str, done: Event) -> dict[str, list[float]]:
 
 
 def measure(*, samples: int) -> dict[str, list[float]]:
-    """Return the latencies beside one burst, and its own duration."""
+    """Return the latencies during one burst, and its duration."""
     context = multiprocessing.get_context("spawn")
     ready, begin, done = context.Event(), context.Event(), context.Event()
     with (
@@ -162,7 +163,7 @@ def measure_checkout(checkout: Path, *, samples: int) -> dict[str, list[float]]:
 
 
 def row(what: str, rounds: Sequence[dict[str, list[float]]]) -> dict[str, object]:
-    """Return the percentiles of all rounds together, in milliseconds."""
+    """Return the percentiles over all rounds, in milliseconds."""
     found: dict[str, object] = {"what": what, "rounds": len(rounds)}
     for name in ("heartbeat", "healthz"):
         latencies = [each for one in rounds for each in one[name]]
@@ -186,7 +187,7 @@ def main() -> None:
     if arguments.alone:
         print(json.dumps(measure(samples=arguments.samples)))
         return
-    from benchmarks import record  # not there where this file is run alone
+    from benchmarks import record  # missing if this file runs alone
 
     checkouts = {"this checkout": HERE.parent}
     if arguments.other is not None:

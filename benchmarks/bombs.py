@@ -1,7 +1,7 @@
-"""`make bench-bombs`: how long healthz takes beside clients that send compressed bombs.
+"""`make bench-bombs`: latency of healthz while clients send compressed bombs.
 
-Each bomb is a few kilobytes of zstd at most that stand for megabytes. With another checkout as the
-argument, its gateway is measured, too, by this file.
+A bomb is a few kilobytes of zstd that expand to megabytes. With another checkout as the argument,
+this file measures its gateway too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Bombs = list[tuple[str, bytes]]
 
 
 def bombs() -> Bombs:
-    """Return paths and bodies: millions of tokens, of numbers in a field that nobody reads, of
-    texts and of objects; one long text; a batch of empty fields."""
+    """Return paths and bodies: millions of tokens, of numbers in an unread field, of texts and of
+    objects, one long text, and a batch of empty fields.
+    """
 
     def many(piece: bytes, count: int) -> bytes:
         return b"[" + b",".join([piece] * count) + b"]"
@@ -51,8 +52,6 @@ def bombs() -> Bombs:
 
 
 class Client:
-    """A connection for one request at a time."""
-
     def __init__(self, endpoint: Endpoint) -> None:
         parts = urlsplit(endpoint.url)
         self._address = (str(parts.hostname), int(parts.port or 0))
@@ -75,7 +74,7 @@ class Client:
 def throw(
     endpoint: Endpoint, bodies: Bombs, stop: Event, answered: multiprocessing.Queue[int]
 ) -> None:
-    """Send one bomb after the other until told to stop."""
+    """Send one bomb after the other until `stop`."""
 
     async def run() -> int:
         client = Client(endpoint)
@@ -91,7 +90,7 @@ def throw(
 
 
 def healthz(endpoint: Endpoint, *, seconds: float) -> list[float]:
-    """Ask a hundred times a second; return the latencies in seconds."""
+    """Request healthz a hundred times a second. Return latencies in seconds."""
 
     async def run() -> list[float]:
         client, found = Client(endpoint), []
@@ -166,7 +165,7 @@ def main() -> None:
     if arguments.alone:
         print(json.dumps(measure(clients=_CLIENTS, seconds=arguments.seconds)))
         return
-    from benchmarks import record  # not there where this file is run alone
+    from benchmarks import record  # missing if this file runs alone
 
     results: dict[str, object] = {"machine": record.machine()}
     for name, checkout in (("bombs", HERE.parent), ("bombs, other checkout", arguments.other)):

@@ -1,8 +1,9 @@
-"""Sampling: the engine called directly, and through the gateway by plain HTTP and by the SDK, in
-turn, so that a machine whose speed drifts changes all alike.
+"""Sampling in three ways that take turns: the engine directly, the gateway by plain HTTP, and the
+gateway by the SDK.
 
-Plain HTTP is what the server does; the SDK's part of its own time is work in the client's process.
-As the SDK's, all of its requests are under way at once, and each fetches its samples by itself.
+Turns make a drift of the machine's speed affect all ways alike. Plain HTTP shows the server's cost.
+The SDK's difference to it is work in the client's process. As in the SDK, all requests are sent at
+once, and each fetches its own samples.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tandem.wire.v1 import tinker_pb2
 
 
 class DirectEngine:
-    """vLLM alone in a process of its own, which is asked in turn with the others."""
+    """vLLM alone in its own process."""
 
     def __init__(self, ask: Ask, process: psutil.Process) -> None:
         self._ask = ask
@@ -39,7 +40,7 @@ class DirectEngine:
         return float(self._ask([name, number]))
 
     def reload(self, folder: Path) -> float:
-        """Return the seconds of the engine's own reload in place from the files of a folder."""
+        """Return the seconds of the engine's own in-place reload from a folder."""
         return float(self._ask(["reload", str(folder)]))
 
 
@@ -52,15 +53,12 @@ def direct_engine(model: Path) -> Iterator[DirectEngine]:
 
 
 class RawSampling:
-    """A sampling session by plain HTTP."""
-
     def __init__(self, endpoint: Endpoint, sampling_session_id: str) -> None:
         self._endpoint = endpoint
         self._sampling_session_id = sampling_session_id
-        self._seq_ids = 10**12  # far from those of the SDK's client
+        self._seq_ids = 10**12  # above all of the SDK client's
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Return the gateway and the engine's process."""
         with self._endpoint.client() as client:
             workers = client.get("status").json()["workers"]
         (sampler,) = [each["pid"] for each in workers if each["kind"] == "sampler"]
@@ -98,7 +96,7 @@ class RawSampling:
         }
 
     async def _sample(self, connection: Connection, request: dict[str, object]) -> int:
-        """Ask for samples and fetch them; return how many tokens they have."""
+        """Request samples and fetch them. Return the number of their tokens."""
         status, body = await connection.post("/api/v1/asample", request)
         assert status == 200, body
         accepted = {"request_id": json.loads(body)["request_id"]}
@@ -131,9 +129,11 @@ def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) ->
 def compare(
     engine: DirectEngine, raw: RawSampling, client: tinker.SamplingClient, *, rounds: int
 ) -> list[dict[str, object]]:
-    """Return a row for each workload: medians, the medians of the ratios of each round, and what
-    the processes computed for a round of plain HTTP, beside the engine alone. Workloads of short
-    rounds have three times as many."""
+    """Return a row for each workload.
+
+    A row has medians, medians of each round's ratios, and the CPU seconds of a plain HTTP round
+    beside the engine's alone. Workloads with short rounds have three times as many.
+    """
     rows: list[dict[str, object]] = []
     for name, workload in WORKLOADS.items():
         turns = rounds if workload.tokens > 10_000 else 3 * rounds

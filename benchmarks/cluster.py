@@ -1,9 +1,9 @@
-"""`make bench-cluster`: what a gateway's launcher of pods costs with 1,000 sessions, each with a
-trainer and a sampler, on the API server in memory of the unit tests.
+"""`make bench-cluster`: the cost of the Kubernetes launcher for 1,000 sessions, each with a trainer
+and a sampler.
 
-Time is virtual, and the API server takes 20 ms for each call: the seconds that sessions wait are a
-simulation. The processor's time and the memory are measured, those of the cluster in memory left
-out.
+It runs against the unit tests' API server in memory. Time is virtual, and each API call takes 20
+ms, so the sessions' waits are simulated. Processor time and memory are measured, without those of
+the simulated cluster.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.support.virtual_time import run_in_virtual_time
 LATENCY = 0.02
 _QUIET = 600.0
 _OURS = ("*/launchers/kubernetes/*", "*/pydantic/main.py")
-"""Where the launcher's memory is allocated: pydantic is used by nobody else here."""
+"""Where the launcher allocates memory. Only the launcher uses pydantic here."""
 _SHARED = 8
 """Workers on one claim."""
 
 
 class Passes:
-    """The processor time of each comparison that the reconciler makes."""
+    """The processor time of each pass of the reconciler."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -61,8 +61,10 @@ class Passes:
 
 
 async def life(sessions: int, passes: Passes) -> list[dict[str, object]]:
-    """Start all at once, let them be for ten minutes, adopt them, and stop them. Where memory is
-    counted, only start them."""
+    """Start all sessions at once, wait ten minutes, adopt them and stop them.
+
+    The memory measurement only starts them.
+    """
     rows: list[dict[str, object]] = []
     async with running_cluster(nodes=2 * sessions // 20 + 1, strict=False, at_once=100) as cluster:
         for node in cluster.nodes.values():
@@ -130,7 +132,7 @@ def main() -> None:
     passes = Passes()
     results: dict[str, object] = {"machine": record.machine(), "benchmark": "cluster"}
     results["sessions"] = arguments.sessions
-    for section, frames in (("time", 0), ("memory", 1)):  # what counts memory takes time
+    for section, frames in (("time", 0), ("memory", 1)):  # tracing memory takes time
         if frames:
             tracemalloc.start(frames)
         rows = run_in_virtual_time(life(arguments.sessions, passes))

@@ -1,7 +1,7 @@
-"""Publishing what changed beside publishing all of it: two runs that compute the same, in turn.
+"""Publishing deltas beside publishing whole versions: two equal runs, in turn.
 
 Both train a model in bfloat16 by RL steps: samples of the newest weights, with advantages of 1 and
--1. One publishes deltas, the other does not.
+-1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BATCH = Workload(requests=16, samples=2, max_tokens=16)
 
 @dataclass
 class _Run:
-    """A run, and where the versions lie that it has published."""
+    """A run and its published versions."""
 
     client: tinker.TrainingClient
     stack: Stack
@@ -62,8 +62,9 @@ class _Run:
 def whole_and_delta(
     stack: Stack, service: tinker.ServiceClient, *, rate: float
 ) -> dict[str, object]:
-    """Return medians over the steps after a whole version, of those of which a delta was
-    written, and what a delta of the first and of the last step has, whether it was or not."""
+    """Return medians over the steps after a whole version and over steps with a delta, and the size
+    of a delta in the first and last step.
+    """
     whole, delta = (
         _Run(
             service.create_lora_training_client(
@@ -138,7 +139,7 @@ def _datum(
 
 
 def _patch_bytes(base: Path, path: Path) -> int:
-    """Return the bytes of what has changed between two whole versions."""
+    """Return the bytes of the difference between two whole versions."""
     total = 0
     for file in sorted(path.glob("*.safetensors")):
         old, new = (np.fromfile(each / file.name, np.uint8) for each in (base, path))

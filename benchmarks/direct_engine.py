@@ -1,7 +1,7 @@
 """Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL`.
 
-Runs in a process of its own, and answers the tokens/s of each [workload, round]
-(`benchmarks.in_turn`), and the seconds of vLLM's own reload from a folder to ["reload", folder].
+Its process answers each [workload, round] with tokens per second (`benchmarks.in_turn`), and each
+["reload", folder] with the seconds of vLLM's own reload.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from benchmarks.workloads import WORKLOADS, Workload, prompts
 
 
 def run(policy: OneProcess, workload: Workload, round_: int) -> float:
-    """Return the tokens per second of one round."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -42,7 +41,7 @@ def run(policy: OneProcess, workload: Workload, round_: int) -> float:
 
 
 def reload(policy: OneProcess, folder: str) -> float:
-    """Return the seconds of vLLM's reload in place, with the prefix cache emptied."""
+    """Return the seconds of vLLM's in-place reload, with the prefix cache emptied."""
     started = time.perf_counter()
     policy.engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
     assert policy.engine.reset_prefix_cache()

@@ -1,9 +1,9 @@
 """The floor: the demo's RL step in one process, with plain torch and vLLM.
 
-Run as a process of its own (`python -m benchmarks.floor MODEL THREADS [compiled]`), which makes a
-step when it is asked for one (`benchmarks.in_turn`). The step is the demo's: 100 prompts × 8
-samples of at most 4 tokens, 48 updates of 100 sequences, new weights into the engine. It does
-exactly what the demo does: the same loss, optimizer, clipping, shuffling and rewards.
+It is a separate process (`python -m benchmarks.floor MODEL THREADS [compiled]`), which makes a step
+on request (`benchmarks.in_turn`). Like the demo, a step has 100 prompts × 8 samples of at most 4
+tokens, 48 updates of 100 sequences, and new weights for the engine, with equal loss, optimizer,
+clipping, shuffling and rewards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OneProcess:
                 logprobs_mode="processed_logprobs",
             )
         )
-        # vLLM pins its process to one core; training uses all of them.
+        # vLLM pins its process to one core, but training uses all.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self.threads = threads
         torch.set_num_threads(threads)
@@ -71,7 +71,7 @@ class OneProcess:
         self.directory = tempfile.TemporaryDirectory()
 
     def sample(self, round_: int) -> list[Sample]:
-        torch.set_num_threads(1)  # two contend in the small operations of the engine
+        torch.set_num_threads(1)  # two contend in the engine's small operations
         for index, prompt in enumerate(self.prompts):
             params = SamplingParams(
                 n=GROUP,
@@ -111,7 +111,7 @@ class OneProcess:
                 self.policy.update([samples[index] for index in order[start : start + size]])
 
     def synchronise(self) -> None:
-        """Put the new weights into the engine by its in-place reload from a file."""
+        """Reload the new weights into the engine, in place, from a file."""
         state = self.policy.model.state_dict()
         if self.policy.model.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
@@ -121,7 +121,7 @@ class OneProcess:
         assert self.engine.reset_prefix_cache()
 
     def step(self, round_: int) -> dict[str, float]:
-        """Make a step; return seconds, and those of processors in all as "trainer CPU"."""
+        """Make a step. Return the seconds of its parts, and processor seconds as "trainer CPU"."""
         started, busy = time.perf_counter(), time.process_time()
         samples = self.sample(round_)
         sampled = time.perf_counter()

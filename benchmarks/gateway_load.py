@@ -1,9 +1,9 @@
-"""`make bench-gateway`: one gateway under many sessions, beside the same engine called directly.
+"""`make bench-gateway`: one gateway under many sessions, beside the engine called directly.
 
 Clients sample, one request after the other, in three ways: from a sampler's process by gRPC,
-through a gateway without other users, and through a gateway with idle sessions, which only send a
-heartbeat every ten seconds, each over its own connection. The clients speak raw HTTP, from one
-process beside the stack.
+through a gateway without other users, and through a gateway with idle sessions. An idle session
+only sends a heartbeat every ten seconds, over its own connection. The clients use raw HTTP from one
+process.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MODEL = "bench/model"
 _WARM_UP = 3
 
 Ask = Callable[[int], Awaitable[None]]
-"""Sends the sample request of this number and returns once it is answered."""
+"""Sends the sample request with this number, and returns after the answer."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Idle sessions, sampling clients, and the duration of each measurement in seconds."""
+    """Idle sessions, sampling clients, and the seconds of each measurement."""
 
     sessions: int
     clients: int
@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of the gateway's process: CPU seconds since its start, and bytes in memory."""
+    """The gateway process's CPU seconds since its start, and resident bytes."""
 
     cpu: float
     resident: int
@@ -73,8 +73,8 @@ class Usage:
 async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float], float]:
     """Sample with all clients at once, each one request after the other.
 
-    Returns the latencies and the whole duration, in seconds. The first requests of each client
-    are not counted.
+    Returns the latencies and the whole duration, in seconds. Each client's first requests are not
+    counted.
     """
     latencies: list[float] = []
 
@@ -109,7 +109,7 @@ def row(what: str, latencies: Sequence[float], seconds: float) -> dict[str, obje
 
 
 def prompt(client: int, number: int) -> list[int]:
-    """Return four tokens of a vocabulary of 128, different for all clients at one time."""
+    """Return four tokens of a vocabulary of 128, different for concurrent clients."""
     return [20 + client % 10, 30 + client // 10 % 10, 40 + number % 50, 21]
 
 
@@ -174,7 +174,7 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
 
 
 class Sampling:
-    """A client with its own sampling session and connection, as a separate process has them."""
+    """A client with its own sampling session and connection, like a separate process."""
 
     def __init__(self, connection: Connection, *, index: int, sampler_id: str) -> None:
         self._connection = connection
@@ -224,7 +224,7 @@ async def new_session(connection: Connection) -> str:
 
 @asynccontextmanager
 async def idle_sessions(stack: Stack, load: Load, heartbeats: list[float]) -> AsyncIterator[None]:
-    """Open the idle sessions in turn; append the seconds that each heartbeat takes."""
+    """Open the idle sessions in turn, and append each heartbeat's seconds."""
     endpoint = stack.endpoint
 
     async def live(connection: Connection, session_id: str, offset: float) -> None:

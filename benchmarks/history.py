@@ -1,9 +1,9 @@
 """`make bench-history`: a gateway with millions of past operations beside one without any.
 
-The past is written into the database by SQL: ended sessions of one run each, with operations of the
-size that the SDK sends. Then, in one run: how long both gateways take to start (with nothing of the
-database in the page cache), how long an empty operation takes in each, asked in turn, the same
-while that past is removed and afterwards, and what is left of it.
+SQL writes the past into the database: ended sessions of one run each, with operations as large as
+the SDK's. One run then measures both gateways: the start (with a cold page cache), and an empty
+operation, in turn, before, during and after the removal of the past. It also reports the remaining
+rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATIONS_OF_A_RUN = 10_000
 _ROWS_AT_ONCE = 500_000
 _HOUR, _DAY = 3600.0, 86_400.0
 _ROUND = 100
-"""Operations that one gateway is asked for before it is the other one's turn."""
+"""Operations of one gateway in its turn."""
 
 Measure = Callable[[], list[float]]
 
@@ -66,7 +66,7 @@ def _run_id(number: int) -> str:
 
 
 def fill(file: Path, count: int) -> None:
-    """Write a past of so many operations, with its runs and sessions."""
+    """Write `count` past operations, with their runs and sessions."""
     now = time.time()
     operations = past(count, now=now)
     runs = [_run_id(number) for number in range(0, count, _OPERATIONS_OF_A_RUN)]
@@ -112,8 +112,10 @@ class Place:
         return Stack(data_dir=self.data_dir, settings={"port": "0", **settings}, start_timeout=600)
 
     def start_seconds(self) -> tuple[float, float]:
-        """Start a gateway that finds nothing in the page cache, and stop it. Return how long it
-        took until it answered, and the seconds of a processor that it used."""
+        """Start a gateway with a cold page cache, and stop it.
+
+        Returns the seconds until it answered, and its processor seconds.
+        """
         with self.file.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -139,7 +141,9 @@ class Place:
 
 @contextmanager
 def serving(place: Place, **settings: str) -> Iterator[Measure]:
-    """Start a gateway with a run; yield what measures a round of its operations, in seconds."""
+    """Start a gateway with a run. Yield a function that times a round of its operations, in
+    seconds.
+    """
     with ExitStack() as opened:
         stack = opened.enter_context(place.stack(**settings))
         url, key = stack.endpoint.url, stack.endpoint.api_key
@@ -165,7 +169,7 @@ def in_turn(
     *,
     go_on: Callable[[int], bool],
 ) -> tuple[list[float], list[float]]:
-    """Measure rounds of both, A B B A …, while `go_on` is true for the number of the round."""
+    """Measure rounds of both, A B B A …, while `go_on` is true for the round's number."""
     ours: list[float] = []
     theirs: list[float] = []
     number = 0

@@ -1,5 +1,7 @@
-"""Processes that measure when they are told to, so that several ways of doing the same can take
-turns: what else the machine does then hits all of them alike."""
+"""Processes that measure on request, so that several ways of one task can take turns.
+
+Other load of the machine then affects all ways alike.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ Ask = Callable[[object], Any]
 def asked(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Ask, psutil.Process]]:
-    """Start a module that says "ready", and then answers each line of JSON with one (`answers`).
-    Yield what asks it, and its process."""
+    """Start a module that prints "ready", then answers each line of JSON with one (`answers`).
+
+    Yields a function that asks it, and its process.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -36,7 +40,7 @@ def asked(
 
     def answer() -> Any:
         for line in stdout:
-            if line.startswith(_MARK):  # the rest is a log
+            if line.startswith(_MARK):  # other lines are logs
                 return json.loads(line.removeprefix(_MARK))
         raise RuntimeError(f"{module} ended with status {process.wait()}")
 
@@ -54,7 +58,7 @@ def asked(
 
 
 def floor_environment(*, threads: int) -> dict[str, str]:
-    """Return the environment of a floor with so many threads of OpenMP, and libiomp5 preloaded."""
+    """Return the environment of a floor with `threads` OpenMP threads, and libiomp5 preloaded."""
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
     return {"OMP_NUM_THREADS": str(threads), **preload}
@@ -64,7 +68,7 @@ _MARK = "answer: "
 
 
 def answers(measure: Callable[..., object]) -> None:
-    """Call `measure` with each list of arguments that is asked for, until nobody asks more."""
+    """Call `measure` with each received list of arguments, until the input ends."""
     print(_MARK + json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(_MARK + json.dumps(measure(*json.loads(line))), flush=True)

@@ -1,8 +1,8 @@
-"""Memory of a trainer on a CPU: of forward_backward by vocabulary and length, and as it is planned
-and measured in several ways; of loading by ranks. `make bench-memory`.
+"""Memory of a trainer on a CPU: `make bench-memory`.
 
-Each number is of a process of its own: the most anonymous memory that it had, less what it had
-before. `whole` has the logits of a micro-batch at once, as a plain loop does.
+It measures forward_backward by vocabulary and length, several ways of training beside their memory
+plan, and loading by number of ranks. Each number comes from its own process: its peak of anonymous
+memory, less the amount before. `whole` keeps all logits of a micro-batch, like a plain loop.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ SIZES = {
 """Vocabulary and shape."""
 
 
-# --- In a process of its own ----------------------------------------------------------------------
+# --- In a separate process ------------------------------------------------------------------------
 
 
 def write_model(path: Path, *, vocabulary: int, shape: dict[str, int], length: int) -> int:
-    """Write a model of random weights; return its number of parameters."""
+    """Write a model of random weights. Return its number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -77,7 +77,7 @@ def write_model(path: Path, *, vocabulary: int, shape: dict[str, int], length: i
 
 
 class Peak:
-    """The most anonymous memory of this process while a block runs, less what it had before."""
+    """The process's peak of anonymous memory during a block, less the amount before."""
 
     bytes = 0
 
@@ -116,8 +116,11 @@ def measure_training(
     store: str = "",
     lora: bool = False,
 ) -> dict[str, object]:
-    """Two micro-batches of so many tokens on each thread of each rank, beyond weights and the
-    gradients that are held; and what the memory plan says of it."""
+    """Measure two micro-batches of `length` tokens on each thread of each rank.
+
+    Weights and held gradients are not counted. The memory plan's numbers stand beside the
+    measurement.
+    """
     import numpy as np
     import torch
 
@@ -137,7 +140,7 @@ def measure_training(
             "checkpointing": "off",
             "parallel_micro_batches": 1,
             "micro_batch_tokens": length,
-            "memory_bytes": 2**40,  # the plan shall be of what is computed, whatever is free
+            "memory_bytes": 2**40,  # the plan must not depend on the free memory
             **settings,
         }
     )
@@ -167,7 +170,7 @@ def measure_training(
         data = [datum(each, weights=[1.0] * size) for each in tokens]
         trainer.forward_backward(validate(parse(request(data).SerializeToString()), limits=limits))
 
-    forward_backward(8)  # gradients are there from here on
+    forward_backward(8)  # the gradients exist from here on
     peak, began = Peak(), time.perf_counter()
     with peak.measured():
         forward_backward(length)
@@ -176,7 +179,7 @@ def measure_training(
     needs, threads = backend.plan.device, chosen.parallel_micro_batches
     passing = ("activations", "logits", "gathered", "unreduced gradients")
     added = sum(needs.get(name, 0) for name in passing)
-    if threads > 1:  # beside the gradients that are held, each thread's own
+    if threads > 1:  # each thread has its own gradients, besides the held ones
         added += needs["gradients"] * threads // (1 + threads)
     return {"peak": peak.bytes, "seconds": time.perf_counter() - began, "planned": added}
 
@@ -229,7 +232,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float]:
     try:
         out, _ = process.communicate(timeout=1800)
     finally:
-        process.kill()  # one that takes longer must not outlive this
+        process.kill()  # a process that takes longer must not outlive this one
     if process.returncode:
         raise SystemExit(f"a measurement failed with {process.returncode}")
     return dict(json.loads(out.splitlines()[-1]))

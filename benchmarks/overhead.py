@@ -1,7 +1,7 @@
-"""The cost of the gateway and the wire for an operation that does nothing.
+"""The cost of gateway and wire for an operation that does nothing.
 
-The operation is an optim_step without gradients: accepted, journalled, sent to the trainer,
-refused there at once, stored and fetched. Two HTTP requests, one gRPC call, one commit.
+The operation is an optim_step without gradients. It is accepted, journalled, sent to the trainer,
+refused there at once, stored and fetched: two HTTP requests, one gRPC call, one commit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.stack import Stack
 
 
 def empty_operation_seconds(client: httpx.Client, *, run_id: str, seq_id: int) -> float:
-    """Return how long one operation takes, from its request to its outcome."""
+    """Return the seconds of one operation, from its request to its outcome."""
     started = time.perf_counter()
     accepted = client.post(
         "optim_step",
@@ -36,7 +36,7 @@ def empty_operation_seconds(client: httpx.Client, *, run_id: str, seq_id: int) -
 def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, float]:
     """Return p50 and p95 in milliseconds of operations in turn, by a plain HTTP client.
 
-    The run must be fresh: its seq_ids are used from 1 on.
+    The run must be new: its seq_ids are used from 1 on.
     """
     headers = {"X-API-Key": stack.endpoint.api_key}
     samples = []

@@ -1,10 +1,10 @@
-"""A plain transformers training loop: only forward and backward over a batch.
+"""A plain transformers training loop: forward and backward over a batch.
 
-Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS [compiled]`,
-`benchmarks.in_turn`); answers with the seconds of a batch, and those of processors, split in one of
-`WAYS`. Padding is on the right, as collators do it. `whole` is one forward pass over everything;
-`sorted` takes passes of 16 sequences of similar length, which need little padding and stay in the
-cache. `compiled` is the whole model by `torch.compile`, with dynamic lengths.
+It is a separate process (`python -m benchmarks.plain_training MODEL THREADS [compiled]`,
+`benchmarks.in_turn`). For a batch split in one of `WAYS`, it answers with wall and processor
+seconds. Padding is on the right, as in collators. `whole` is one forward pass over everything.
+`sorted` takes 16 sequences of similar length at a time, which need little padding and stay in the
+cache. `compiled` is the whole model under `torch.compile`, with dynamic lengths.
 """
 
 from __future__ import annotations

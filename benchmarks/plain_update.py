@@ -1,5 +1,6 @@
-"""One update as the demo makes it, with plain torch and transformers and nothing in between: padded
-sequences, importance sampling, clipping, fused AdamW."""
+"""One update of the demo with plain torch and transformers: padded sequences, importance sampling,
+clipping, fused AdamW.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Sample:
 
 
 class PlainUpdates:
-    """`compiled`: the whole model with its loss, by `torch.compile` with dynamic lengths."""
+    """`compiled`: model and loss under `torch.compile`, with dynamic lengths."""
 
     def __init__(self, model: Path, *, compiled: bool) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """One running stack that measures on command: `python probe.py MODEL`, with PYTHONPATH a checkout.
 
-Reads the name of a measurement a line from standard input and answers each with a line of JSON.
-Uses nothing of `benchmarks`, so that it can measure a checkout of another commit; `versus.py`
-runs two of these in turn.
+It reads the name of a measurement per line from standard input and answers with a line of JSON. It
+imports nothing of `benchmarks`, so that it can measure another commit's checkout. `versus.py` runs
+two of these in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.wire.v1 import tinker_pb2
 
 
 class Probe:
-    """Every measurement returns one number, and is repeated by whoever asks."""
+    """Every measurement returns one number. The caller repeats it."""
 
     def __init__(self, stack: Stack, service: tinker.ServiceClient) -> None:
         self._stack = stack
@@ -55,14 +55,16 @@ class Probe:
         return statistics.median(samples) * 1e3
 
     def gateway_cpu_ms_per_empty_operation(self) -> float:
-        """Processor time of the gateway over the same 100 operations."""
+        """The gateway's processor time over such 100 operations."""
         before = self._gateway_cpu_seconds()
         self.empty_operation_ms()
         return (self._gateway_cpu_seconds() - before) / 100 * 1e3
 
     def gateway_cpu_ms_per_32_mib(self) -> float:
-        """Processor time of the gateway for a forward_backward of 32 MiB, over eight of them. The
-        trainer refuses the sequence at once, because it is longer than the model allows."""
+        """The gateway's processor time per forward_backward of 32 MiB, over eight of them.
+
+        The trainer refuses the sequence at once, because it is longer than the model allows.
+        """
         run_id = self._plain_run.get_info().model_id
         message = tinker_pb2.ForwardBackwardRequest(model_id=run_id, loss_fn="cross_entropy")
         message.data.add().model_input.add().encoded_text.tokens = bytes(32 * 2**20)
@@ -99,7 +101,7 @@ class Probe:
         return 20 / (time.perf_counter() - started)
 
     def gateway_cpu_ms_per_update(self) -> float:
-        """Processor time of the gateway over the same 20 updates."""
+        """The gateway's processor time over such 20 updates."""
         before = self._gateway_cpu_seconds()
         self.updates_per_second()
         return (self._gateway_cpu_seconds() - before) / 20 * 1e3

@@ -21,8 +21,10 @@ SHAPES = {
 def publish_to_served(
     client: tinker.TrainingClient, *, model: Path, engine: DirectEngine, rounds: int
 ) -> dict[str, object]:
-    """Return medians over `rounds` publishes of one model, after two for warm-up, and of their
-    ratios to what cannot be left out, in turn: writing the bytes once, and the engine's own load.
+    """Return medians over `rounds` publishes of one model, after two for warm-up.
+
+    The ratios compare them with the unavoidable work, measured in turn: writing the bytes once, and
+    the engine's own load.
     """
     content = (model / "model.safetensors").read_bytes()
     served, written, loaded = [], [], []
@@ -51,7 +53,7 @@ def adapter_to_served(
 ) -> dict[str, object]:
     """Return medians over `rounds` publishes of an adapter, after two for warm-up.
 
-    `weights` is the directory in which the versions are published.
+    Versions are published in `weights`.
     """
     seconds = []
     for _ in range(rounds + 2):
@@ -67,7 +69,7 @@ def adapter_to_served(
 
 
 def _write(content: bytes, target: Path) -> float:
-    """Return the seconds to write a file and to make it durable."""
+    """Return the seconds to write a file durably."""
     started = time.perf_counter()
     with target.open("wb") as file:
         file.write(content)

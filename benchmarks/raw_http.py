@@ -1,4 +1,4 @@
-"""A minimal HTTP client, so that a measurement is of the server."""
+"""A minimal HTTP client, so that a measurement shows the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 class Connection:
     """A persistent connection for one request at a time, reopened if closed while idle.
 
-    Raises `OSError` or `asyncio.IncompleteReadError` when the server closes it during a request.
+    Raises `OSError` or `asyncio.IncompleteReadError` if the server closes it during a request.
     """
 
     def __init__(self, *, url: str, key: str) -> None:
@@ -37,7 +37,7 @@ class Connection:
             self._streams[1].close()
 
     async def post(self, path: str, body: object, *, timeout: float = 120.0) -> tuple[int, bytes]:
-        """Send a request; return status and body. Raises `TimeoutError`."""
+        """Send a request. Return status and body. Raises `TimeoutError`."""
         if self._streams is None or self._streams[0].at_eof():
             if self._streams is not None:
                 self._streams[1].close()

@@ -1,4 +1,4 @@
-"""What was measured, on which machine, written to `results/`."""
+"""Writes measurements and a description of the machine to `results/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Return date, processor, cores, memory, kernel and the versions of the software."""
+    """Return date, processor, cores, memory, kernel and software versions."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -29,25 +29,24 @@ def machine() -> dict[str, object]:
 
 
 def new_file(folder: Path = RESULTS) -> Path:
-    """Return the path of a new file of a folder, named by the date and a number."""
+    """Return the path of a new file in a folder, named by date and number."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{time.strftime('%Y-%m-%d')}-{len(list(folder.iterdir())):03d}.json"
 
 
 def write(path: Path, results: Mapping[str, object]) -> None:
-    """Write results, or write them again when there are more."""
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 def save(results: Mapping[str, object]) -> Path:
-    """Write results to a new file; return its path."""
+    """Write results to a new file. Return its path."""
     path = new_file()
     write(path, results)
     return path
 
 
 def _processor() -> str:
-    """Its name, and what tells generations of one name apart."""
+    """The processor's name, with the numbers that distinguish its generations."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     about = {
         name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)

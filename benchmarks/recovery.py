@@ -1,7 +1,7 @@
-"""`make bench-recovery`: what snapshots cost, and how long a killed trainer's run stands still.
+"""`make bench-recovery`: the cost of snapshots, and the pause of a run whose trainer is killed.
 
-For each model: some optimizer steps, with a snapshot as often as one can be written. Then the
-trainer is killed (SIGKILL) a few times, and the time until the next result is taken.
+For each model there are some optimizer steps, with snapshots as often as possible. Then the trainer
+is killed (SIGKILL) a few times, and the time until the next result is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def batch() -> list[types.Datum]:
 
 
 def events(stack: Stack, name: str) -> Iterator[dict[str, float]]:
-    """Yield the lines of the gateway's log that tell of an event."""
+    """Yield the gateway's log lines of an event."""
     for line in stack.log_path.read_text().splitlines():
         if f'"event": "{name}"' in line or f'"event":"{name}"' in line:
             yield json.loads(line)

@@ -30,18 +30,18 @@ BUSY = (
     "client CPU",
 )
 Step = Callable[[], dict[str, float]]
-"""Makes a step and returns the seconds of its parts and of all of it."""
+"""Makes a step and returns the seconds of its parts and in total."""
 
 _BUSY = re.compile(
     r"^tandem_(?:(trainer)_operation_seconds_sum\{[^}]*\}|(sampler)_engine_seconds_total) (\S+)$",
     re.M,
 )
-"""Seconds that a worker computed: of a trainer by kind of operation, of a sampler in all."""
+"""Computing seconds of a worker: of a trainer by kind of operation, of a sampler in total."""
 
 
 @contextmanager
 def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Iterator[Step]:
-    """The step in one process with so many threads, on one `core` if it is told."""
+    """The step in one process with `threads` threads, on one `core` if given."""
     arguments = (str(model), str(threads), *(["compiled"] if compiled else []))
     environment = floor_environment(threads=threads)
     with asked("benchmarks.floor", *arguments, environment=environment) as (ask, process):
@@ -52,7 +52,7 @@ def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Ite
 
 
 def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -> Step:
-    """The step through a stack, for as many `steps` at most, with what its workers computed."""
+    """The step through a stack, for at most `steps` steps, with its workers' computing seconds."""
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
@@ -77,20 +77,22 @@ def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -
 
 
 def pin(stack: Stack, core: int) -> None:
-    """Give the trainer this core alone, and the others to all else, this process included."""
+    """Give the trainer this core alone, and all other processes, this one included, the other
+    cores.
+    """
     others = os.sched_getaffinity(0) - {core}
     for kind, process in _processes(stack):
         pin_process(process, {core} if kind == "trainer" else others)
 
 
 def pin_process(process: psutil.Process, cores: Set[int]) -> None:
-    """With all the threads that it has by now."""
+    """Pin a process and all its present threads."""
     for thread in process.threads():
         os.sched_setaffinity(thread.id, cores)
 
 
 def _processes(stack: Stack) -> list[tuple[str, psutil.Process]]:
-    """The client and those of the stack, by kind."""
+    """The client and the stack's processes, by kind."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
     pids = [("client", os.getpid()), ("gateway", stack.endpoint.pid)]
@@ -99,8 +101,9 @@ def _processes(stack: Stack) -> list[tuple[str, psutil.Process]]:
 
 
 def busy_seconds(stack: Stack) -> dict[str, float]:
-    """Return the seconds that trainers and samplers have computed, from their /metrics, and those
-    of processors that each process of the stack has had, and the client's."""
+    """Return the computing seconds of trainers and samplers, from their /metrics, and the processor
+    seconds of each process of the stack and of the client.
+    """
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
     totals = dict.fromkeys(BUSY, 0.0)
@@ -115,8 +118,10 @@ def busy_seconds(stack: Stack) -> dict[str, float]:
 
 
 def compare(ways: dict[str, Step], *, steps: int) -> list[dict[str, object]]:
-    """Return a row for each way, `FLOOR` and `COMPILED_FLOOR` among them: medians of its times and
-    of the ratios of each round, after a step of each that does not count."""
+    """Return a row for each way, including `FLOOR` and `COMPILED_FLOOR`.
+
+    A row has medians of times and of each round's ratios, after one step that does not count.
+    """
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(steps + 1):
         for way, step in ways.items():

@@ -1,8 +1,8 @@
 """`make bench-shared`: LoRA runs that share a trainer and an engine, beside as many with their own.
 
-For each number of runs, each in a session of its own, and both ways in turn on a new stack: how
-long the first run takes to be created, and each further one; then, after a step of each, the memory
-of all workers, and how many steps they do in a second, all at the same time.
+Each run has its own session, and both ways take turns on new stacks. For each number of runs, it
+measures the creation of the first run and of each further one. Then, after a step of each, it
+measures all workers' memory and the steps per second of all runs at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTINGS = {
     "port": "0",
     "sampler_kv_cache_bytes": str(64 * 2**20),
     "sharing_most_runs": "64",
-    "pool_processes": "0",  # idle processes would be measured, too
+    "pool_processes": "0",  # idle processes would be measured too
 }
 
 
@@ -42,7 +42,7 @@ def _workers(stack: Stack) -> list[psutil.Process]:
 
 
 def _memory(processes: Sequence[psutil.Process]) -> int:
-    """Return the bytes of processes and their children; shared pages count once."""
+    """Return the bytes of processes and their children. Shared pages count once."""
     family = {each for one in processes for each in (one, *one.children(recursive=True))}
     return sum(each.memory_full_info().pss for each in family)
 
@@ -60,7 +60,7 @@ def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dic
             began = time.perf_counter()
             experiments.append(Experiment(service, tokens=tokens, repeats=1))
             created.append(time.perf_counter() - began)
-        for experiment in experiments:  # its engine starts, and its optimizer has its moments
+        for experiment in experiments:  # its engine starts, and its optimizer gets its moments
             experiment.step()
         workers = _workers(stack)
         memory = _memory(workers)

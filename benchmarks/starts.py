@@ -1,7 +1,7 @@
-"""`make bench-starts`: where the seconds of a start go, what processes that were started before
-save of them, and what it costs those who compute meanwhile that such processes are made.
+"""`make bench-starts`: the time of a start, and the gains and costs of idle processes started in
+advance.
 
-With and without them in turn, so that a load of the machine is in both.
+Runs with and without idle processes take turns, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _BESIDE_SECONDS = 1.0
 
 
 async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]:
-    """Return the seconds until a worker reported its address and until it served, with what it
-    logged of the time between; it is stopped again."""
+    """Start a worker and stop it again. Return the seconds until its address and until it serves,
+    with the times in its log.
+    """
     began = time.perf_counter()
     await launcher.start(spec)
     address = time.perf_counter() - began
@@ -56,7 +57,7 @@ async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]
 
 
 async def workers(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Measure the starts of workers alone, in idle processes and in new ones."""
+    """Measure starts of workers alone, in idle processes and in new ones."""
     rows: list[dict[str, object]] = []
     without = ProcessLauncher(data_dir=work / "without")
     for kind in KINDS:
@@ -105,14 +106,14 @@ def stack(
 
 
 def wait_until_idle(running: Stack) -> None:
-    """Return when the agent has told of an idle process of each kind."""
+    """Wait until the agent has logged an idle process of each kind."""
     log = running.data_dir / "logs" / "agent.log"
     while log.read_text().count("idle_process_ready") < len(KINDS):
         time.sleep(_POLL_SECONDS)
 
 
 def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Measure what a client waits for, from its first call on a stack that has been up for long."""
+    """Measure a client's waiting time, from its first call on a long-running stack."""
     found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
     for number in range(rounds):
         for pool in found:
@@ -138,7 +139,7 @@ def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
 
 @contextmanager
 def being_made(data_dir: Path) -> Iterator[None]:
-    """Let an agent's launcher make idle processes meanwhile, with the usual niceness."""
+    """Let an agent's launcher make idle processes during the block, with its usual niceness."""
     over = threading.Event()
 
     async def make() -> None:
@@ -156,7 +157,7 @@ def being_made(data_dir: Path) -> Iterator[None]:
 
 
 def send_to_idle_processes(number: signal.Signals) -> None:
-    """Send a signal to all that this process has made and is making."""
+    """Send a signal to all idle processes, finished or not, that this process made."""
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if "--spec-fd" in child.cmdline():
@@ -164,8 +165,10 @@ def send_to_idle_processes(number: signal.Signals) -> None:
 
 
 def beside(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Measure the steps of a run while idle processes are made, and while they are stopped, in
-    turn: second by second, so that other load of the machine is in both."""
+    """Measure a run's steps while idle processes are made, and while they are stopped.
+
+    The two alternate every second, so that other load affects both.
+    """
     data = batch()
     rates: dict[str, list[float]] = {"alone": [], "while idle processes are made": []}
     with stack(work / "beside", model, pool=0) as (_running, service):

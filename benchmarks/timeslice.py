@@ -1,10 +1,10 @@
 """`make bench-timeslice`: experiments that share devices in turns, beside the same ones in a row.
 
-Each experiment samples and trains for about as long. One core trains, another one samples. In each
-round, the experiments do so many steps one after the other, and then the same at the same time;
-all clients are there from the beginning, and have done a step. Reported are the makespans, the duty
-cycle of each group in both (processor seconds of its workers over the makespan), the bound that the
-busier one sets, what switches took, and how evenly the owners were served.
+Each experiment spends about equal time sampling and training. One core trains, another one samples.
+In each round, the experiments do a number of steps one after the other, and then as many at once.
+All clients exist from the beginning and have done a step. Reported are the makespans, each group's
+duty cycle (processor seconds of its workers over the makespan), the bound set by the busier group,
+the times of switches, and the fairness among owners.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ TIMEOUT = 600.0
 
 
 class Experiment:
-    """Reinforcement learning that samples `tokens` for each sample, and then computes its batch
-    `repeats` times."""
+    """Reinforcement learning that samples `tokens` per sample, then computes its batch `repeats`
+    times.
+    """
 
     def __init__(
         self, service: tinker.ServiceClient, *, tokens: int, repeats: int, model: str = MODEL
@@ -88,7 +89,7 @@ def _datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
 
 
 def _calibrate(experiment: Experiment) -> None:
-    """Let training take about as long as sampling."""
+    """Make training take about as long as sampling."""
     for _ in range(3):
         experiment.seconds = {"sample": 0.0, "train": 0.0}
         experiment.step()
@@ -150,7 +151,8 @@ def switches(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 ) -> dict[str, object]:
     """Return the number of switches between two lists of groups, the seconds of a recent switch,
-    and how evenly the owners used the devices."""
+    and the owners' shares of device time.
+    """
     evenness = {}
     for old, new in zip(before, after, strict=True):
         used: dict[str, float] = {}
@@ -214,7 +216,7 @@ def main() -> None:
         "groups": json.dumps(groups),
         "sharing_quantum": str(arguments.quantum),
         "sampler_kv_cache_bytes": str(64 * 2**20),
-        "pool_processes": "0",  # idle processes would be measured, too
+        "pool_processes": "0",  # idle processes would be measured too
     }
     results: dict[str, object] = {
         "machine": record.machine(),

@@ -1,5 +1,7 @@
-"""forward_backward through Tandem, beside plain transformers loops over the same batches, eager and
-compiled, in ways that take turns."""
+"""forward_backward through Tandem, beside plain transformers loops over the same batches, in turn.
+
+The loops are eager or compiled.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ from tandem.stack import Stack
 
 PLAIN, COMPILED = "plain", "compiled"
 Way = Callable[[str], tuple[float, float]]
-"""Computes a batch of this name; returns the seconds, and those of the trainer's processors."""
+"""Computes the batch of this name. Returns wall seconds and the trainer's processor seconds."""
 _WARM_UP = 2
 
 
 @contextmanager
 def floors(model: Path) -> Iterator[dict[str, Way]]:
-    """The loops: one thread or two, batches whole or in parts, eager or compiled. Those that are
-    compiled start one after the other, and compile as they are first asked."""
+    """The loops: one thread or two, batches whole or in parts, eager or compiled.
+
+    Compiled loops start one after the other, and compile at their first request.
+    """
     made: dict[str, Way] = {}
     with ExitStack() as opened:
         for kind in (PLAIN, COMPILED):
@@ -70,9 +74,12 @@ def _datum(sequence: list[int]) -> types.Datum:
 
 
 def compare(ways: dict[str, Way], *, rounds: int) -> list[dict[str, object]]:
-    """Return a row for each batch and each way: of the loops the fastest plain and the fastest
-    compiled one. Medians of rounds in which each had its turn, after two that do not count; ratios
-    are those of the tokens per second, and per second of processors, of each round."""
+    """Return a row for each batch and each way, with only the fastest plain and the fastest
+    compiled loop.
+
+    Numbers are medians over rounds in which each way had its turn, after two that do not count.
+    Ratios are of each round's tokens per second, and per processor second.
+    """
     rows: list[dict[str, object]] = []
     for name in BATCHES:
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}

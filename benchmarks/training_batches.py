@@ -1,4 +1,4 @@
-"""The batches of the training measurements, the same for Tandem and for a plain loop."""
+"""The batches of the training measurements, equal for Tandem and a plain loop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BATCHES = {
 """Number of sequences, and the bounds of their uniformly distributed lengths."""
 
 WAYS = {"whole": 10**9, "sorted": 16}
-"""How a plain loop divides a batch: sequences in a forward pass at most."""
+"""Splits of a batch in a plain loop: the most sequences of a forward pass."""
 
 VOCABULARY = 98
 
 
 def batch(name: str) -> list[list[int]]:
-    """Return the token ids of each sequence; n + 1 ids train n targets."""
+    """Return the token ids of each sequence. n + 1 ids train n targets."""
     count, shortest, longest = BATCHES[name]
     generator = random.Random(name)
     return [

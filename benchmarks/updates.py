@@ -1,8 +1,8 @@
-"""One update of the demo, 100 sequences and a step, in four ways that take turns: plain torch, and
-a rank of a trainer, each eager and compiled.
+"""One update of the demo, 100 sequences and a step, in four ways that take turns: plain torch and a
+trainer's rank, each eager and compiled.
 
-Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`) that makes
-eight updates when it is asked, and answers with the seconds of one.
+Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`). On each
+request it makes eight updates and answers with the seconds of one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATES, THREADS = 8, 2
 
 
 def batches() -> list[list[tuple[list[int], list[int]]]]:
-    """Prompts of 4 tokens and answers of 1 to 4, as those of the demo: other lengths each time."""
+    """Prompts of 4 tokens and answers of 1 to 4, like the demo's, with new lengths each time."""
     generator = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -122,8 +122,10 @@ def _datum(prompt: list[int], answer: list[int]):
 
 
 def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """A row for each way, with medians of rounds in which each had its turn. Not side by side, they
-    start one after the other: compiling takes both processors."""
+    """Return a row for each way, with medians over rounds in which each had its turn.
+
+    The ways start one after the other, because compiling takes both processors.
+    """
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     first: dict[str, float] = {}
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """`make bench-versus ARGS=OTHER_CHECKOUT`: this checkout beside another one, in one run.
 
-Both stacks run at once and are asked in turn, A B B A …, so that a machine whose speed drifts
-changes both alike. What counts is the median of the ratios, pair by pair.
+Both stacks run at once and take turns, A B B A …, so that a drift of the machine's speed affects
+both alike. The result is the median of the ratios, pair by pair.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Running:
 
     def answer(self) -> object:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # the SDK prints lines of its own
+        for line in self._process.stdout:  # the SDK prints its own lines
             try:
                 return json.loads(line)
             except ValueError:

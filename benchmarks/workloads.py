@@ -1,4 +1,4 @@
-"""The sampling workloads, the same for the gateway and for the engine alone."""
+"""The sampling workloads, equal for the gateway and the engine alone."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ WORKLOADS = {
 
 
 def prompts(workload: Workload) -> list[list[int]]:
-    """Return prompts that differ, of a vocabulary of 128."""
+    """Return different prompts from a vocabulary of 128."""
     return [[20 + i % 10, 30 + i // 10 % 10, 40, 21] for i in range(workload.requests)]

@@ -1,4 +1,4 @@
-"""Checks that a demo's run directory shows what the demo promises. `check_demo.py DIR`."""
+"""Check that a demo's run directory shows the promised results: `check_demo.py DIR`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 #
 #   scripts/conformance.sh 0.27.2 [arguments of pytest]
 #
-# The release is installed alone into build/sdk/VERSION; its dependencies are those of .venv.
+# The release goes into build/sdk/VERSION and uses the dependencies of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs a module of tinker-cookbook as it is published, such as
+# Runs a module of the published tinker-cookbook, such as
 #   scripts/cookbook.sh tinker_cookbook.recipes.math_rl.train model_name=models/tiny \
 #     renderer_name=role_colon
-# in the current directory. It is installed into .venv/cookbook the first time: a folder of its
-# own, so that its needs never meet ours. Without arguments it only installs.
+# in the current directory. The first run installs it into a separate folder, .venv/cookbook, so that
+# its dependencies never meet ours. Without arguments the script only installs.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$root/.venv/cookbook

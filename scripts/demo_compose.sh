@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the demo, from outside, against the containers of docker-compose.yaml: makes its model in the
-# trainer's, gives it to the gateway, which alone writes models, and creates a key.
+# Runs the demo against the containers of docker-compose.yaml. It makes the demo's model in the
+# trainer's container, gives it to the gateway, which is the only writer of models, and creates a key.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -29,8 +29,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BAD = ("Traceback", "FutureWarning")
-RESUMED_STEPS = 30  # of docs/training.md's resuming script: a Ctrl-C comes before its end
-DEADLINE = 7200.0  # seconds for a command: gigabytes over a slow line, or a gateway for all of it
+RESUMED_STEPS = 30  # enough for a Ctrl-C before the end
+DEADLINE = 7200.0  # seconds of a command, such as a download or the gateway
 BATCH = """\
 from tinker import types
 data = [
@@ -121,13 +121,13 @@ class Hour:
         return process
 
     def close(self) -> None:
-        """Stop what still runs, such as after a Ctrl-C of this script."""
+        """Stop running commands, such as after a Ctrl-C of this script."""
         for process in self.started:
             if process.poll() is None:
                 interrupt(process)
 
     def run(self, command: str, *, name: str = "") -> str:
-        """Run a command as a step of its own; return what it printed."""
+        """Run a command as its own step. Return its output."""
         with self.step(name or command):
             process = self.start(command)
             text = read(process)
@@ -153,7 +153,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def read(process: subprocess.Popen[str], until: str = "") -> str:
-    """Print a process's output; return it, up to the line with `until`."""
+    """Print a process's output. Return it, up to the line with `until`."""
     text = ""
     for line in process.stdout or ():
         print(line, end="", flush=True)
@@ -166,7 +166,7 @@ def read(process: subprocess.Popen[str], until: str = "") -> str:
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C; return what the command still printed."""
+    """Press Ctrl-C. Return the rest of the command's output."""
     os.killpg(process.pid, signal.SIGINT)
     text = read(process)
     process.wait()
@@ -230,7 +230,7 @@ def resume(hour: Hour) -> None:
 
 
 def report(hour: Hour, load: tuple[float, ...]) -> dict[str, Any]:
-    """Print the table; return it with the machine."""
+    """Print the table. Return it with the machine."""
     versions = subprocess.run(
         [".venv/bin/tandem", "version", "--json"], cwd=hour.clone, capture_output=True
     )
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="without pip's and uv's caches")
     parser.add_argument("--json", type=Path, help="write the table to this file, too")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
     load = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="first-hour-") as folder:
         hour = Hour(Path(folder).resolve(), port=arguments.port, fresh=arguments.fresh)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs into .venv what Tandem needs, as the constraint files pin it, for setup.sh and the images:
-# `scripts/install.sh cpu` all that cpu.txt names, `scripts/install.sh cpu gateway postgres` of that only
-# what these extras of pyproject.toml need.
+# Installs Tandem's pinned dependencies into .venv, for setup.sh and the images. `scripts/install.sh cpu`
+# installs all of cpu.txt. `scripts/install.sh cpu gateway postgres` installs only the dependencies of
+# these extras of pyproject.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,8 +33,8 @@ fi
 if grep -q '^torch==' .venv/.lock && [ "$build" = gpu ]; then
   echo "setup: the CUDA builds of torch and vLLM are several gigabytes, if not fetched before" >&2
 elif grep -q '^torch==' .venv/.lock; then
-  # torch first and by its exact version, so that nothing later pulls in another build: the CPU
-  # build of an index or a folder that pip knows, else the one that uv knows, else PyPI's own.
+  # torch comes first, in its exact version, so that no later package pulls in another build. It is
+  # the CPU build of pip's index or folder, else uv's, else PyPI's own.
   torch=$(pin torch)
   .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null \
     || pip "$torch+cpu" 2>/dev/null \
@@ -43,9 +43,9 @@ elif grep -q '^torch==' .venv/.lock; then
       echo "setup: no CPU build of $torch can be had; PyPI's follows. On Linux with x86-64 it is the CUDA build:" >&2
       echo "setup: 6.5 GB with its libraries. To use another, press Ctrl-C and set PIP_FIND_LINKS or" >&2
       echo "setup: PIP_EXTRA_INDEX_URL to where torch's CPU builds are." >&2
-      pip --verbose "$torch"  # shows how far it is: the function above has --quiet
+      pip --verbose "$torch"  # shows progress: the function above has --quiet
     }
   sed -i '/^torch==/d' .venv/.lock
 fi
-# Byte code now rather than at every start of an engine, where it costs twice the time.
+# Compile byte code once here. Each start of an engine would take twice the time for it.
 uv --compile-bytecode --no-deps -r .venv/.lock

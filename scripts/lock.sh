@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Resolves the constraint files: `scripts/lock.sh cpu` or `scripts/lock.sh gpu`.
-# The result holds names and versions alone, no addresses. What is locked keeps its version as far as
-# that is possible, and takes the newest with UPGRADE=1.
+# They contain names and versions, no addresses. A locked package keeps its version if possible.
+# UPGRADE=1 takes the newest versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1
@@ -12,8 +12,8 @@ other=engine-cpu
 mapfile -t extras < <(sed -n '/^\[project.optional/,/^$/s/^\([a-z-]*\) = .*/--extra=\1/p' pyproject.toml | grep -v "$other")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# Both builds of vLLM ask for this torch. The CPU build asks for a build of it that not every machine
-# can get, and for companions that no text model needs: torch is pinned, they are left out.
+# Both builds of vLLM require this torch. The CPU build requires a build of torch that not every machine
+# can download, so torch is pinned. It also requires packages that no text model needs. They are left out.
 echo "torch==2.13.0" > "$work/override.txt"
 [ -n "${UPGRADE:-}" ] || cp "constraints/$build.txt" "$work/lock.txt"
 "$uv" pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url \

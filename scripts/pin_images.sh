@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes the digests that the tags of the images of others have now: `scripts/pin_images.sh`, with Docker's
-# buildx and a network. To take another version, change the tag first.
+# Writes the current digests of other projects' image tags: `scripts/pin_images.sh`. It needs Docker's
+# buildx and a network. To use another version, change the tag first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 files=(deploy/*.Dockerfile docker-compose.yaml k8s/components/*/*.yaml)

@@ -1,4 +1,4 @@
-"""Writes the settings of docs/operations.md from the classes of settings. `python -m
+"""Write the settings of docs/operations.md from the classes of settings: `python -m
 scripts.settings_table`.
 
 The lines between `<!-- settings -->` and `<!-- end -->` are replaced.
@@ -40,14 +40,15 @@ _SUBJECTS = {
     ),
     "Kubernetes": "KUBERNETES_*",
 }
-"""Names without TANDEM_. A star stands for any end."""
+"""Names without TANDEM_. A star stands for any suffix."""
 _BLOCK = re.compile(r"(<!-- settings -->\n).*?(<!-- end -->)", re.DOTALL)
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
 
 
 def with_settings(page: str) -> str:
-    """Return the page with the settings as the code has them. Raises `ValueError` for a setting
-    without a sentence or a subject."""
+    """Return the page with the current settings. Raises `ValueError` for a setting without a
+    sentence or a subject.
+    """
     return _BLOCK.sub(lambda found: found[1] + "\n".join(_lines()) + "\n" + found[2], page)
 
 

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout and installs Tandem into it. Quick when nothing changed.
 #
-# The build of torch and vLLM is chosen here and nowhere else: the CUDA builds where an
-# NVIDIA GPU answers, the CPU builds elsewhere. TANDEM_BUILD=cpu|gpu overrides the choice;
-# PYTHON names the interpreter.
+# Only this script chooses the builds of torch and vLLM: CUDA if an NVIDIA GPU answers, else CPU.
+# TANDEM_BUILD=cpu|gpu overrides the choice. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs Triton into .venv/triton, where tests of vLLM's second model runner look for it: on a CPU
-# its interpreter computes. A folder of its own, so that torch and vLLM find none otherwise. With a
-# GPU, torch has brought one.
+# Installs Triton into .venv/triton, for tests of vLLM's second model runner. On a CPU, Triton's
+# interpreter computes. It has a separate folder, so that torch and vLLM do not find it elsewhere. With
+# a GPU, torch already includes it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$root/.venv/triton

@@ -1,9 +1,9 @@
-"""Measures sizes of models one after the other, part by part. Each part is written when it ends, so
-that a machine which is taken away leaves what was measured.
+"""Measures models of several sizes, part by part. Each part is written when it ends, so that a lost
+machine leaves results.
 
-A size takes minutes: `--sizes 0.5B` and `--only training` measure parts. `--device cpu` with
-`--sizes tiny` runs the same code on cores, where host and device are the same memory: what that
-cannot measure is named in the results.
+A size takes minutes. `--sizes 0.5B` and `--only training` select parts. `--device cpu` with
+`--sizes tiny` runs this code on cores, where host and device share memory. The results name the
+measurements that this cannot make.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ _NEEDED_TOGETHER = ("vllm", "tinker", "fastapi")
 def measure(
     bench: Bench, sizes: Sequence[str], parts: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield what was found of a size so far, after each part. What fails is told in its place, and
-    the rest goes on."""
+    """Yield the results of a size so far, after each part. A failure is recorded, and the rest
+    continues.
+    """
     for size in sizes:
         model = bench.work / size
         bench.say(f"{size}: random weights are written")
@@ -87,14 +88,14 @@ def _write(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 def failed(results: object) -> bool:
-    """Whether anything in the results, which may be nested, has failed."""
+    """True if anything in the results, which may be nested, has failed."""
     if not isinstance(results, dict):
         return False
     return "failed" in results or any(failed(value) for value in results.values())
 
 
 def not_measured(gpu: Accelerator | None, *, missing: Sequence[str]) -> dict[str, str]:
-    """Return what a machine without a GPU, or without these packages, cannot show, and why."""
+    """Return the measurements that need a GPU or missing packages, with the reason."""
     reasons = {}
     if gpu is None:
         reasons["GB/s, bytes left"] = (

@@ -1,4 +1,4 @@
-"""The same work without Tandem, in processes of their own: a plain loop, and vLLM alone."""
+"""The same work without Tandem, in separate processes: a plain loop, and vLLM alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def plain_loop(
     rounds: int,
     compiled: bool,
 ) -> tuple[list[float], int]:
-    """Train all parameters with float32 masters and, on a GPU, bfloat16 computation and the fused
-    AdamW, `rows` sequences of one length at a time. Return the seconds of each round, the first
-    two left out, and the peak bytes of the device."""
+    """Train all parameters with float32 masters, `rows` sequences of one length at a time.
+
+    On a GPU it computes in bfloat16, with the fused AdamW. Returns the seconds of each round after
+    the first two, and the device's peak bytes.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,10 +64,11 @@ def engine_alone(
     memory_share: float,
     rounds: int,
 ) -> list[float]:
-    """Return the seconds in which vLLM, with its own defaults otherwise, answers all prompts, for
-    each round but the first."""
+    """Return the seconds in which vLLM answers all prompts, for each round but the first. Other
+    settings are vLLM's defaults.
+    """
     if device == "cpu":
-        from benchmarks import floor  # noqa: F401 - its settings of the environment
+        from benchmarks import floor  # noqa: F401 - sets the environment
     from vllm import LLM, SamplingParams
 
     engine = LLM(

@@ -1,8 +1,8 @@
-"""The memory of trainers beside what was planned for them (docs/real-models.md, "The plan").
+"""The memory of trainers beside their plan.
 
-Each way is a trainer of its own that computes two micro-batches as large as its plan's, and a step,
-twice. What it tells then is compared: the bytes of the device that its plan has, and the most that
-its tensors took and that torch held for them.
+Each way of training has its own trainer. It computes two micro-batches of the planned size and a
+step, twice. Then its plan's device bytes are compared with the peaks of its tensors and of torch's
+reservation.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ADAPTERS = {
     "LoRA, checkpointed": (TrainingSpec(lora=LoraSpec()), "on"),
     "LoRA, weights on the host": (TrainingSpec(lora=LoraSpec(), offload="weights"), "on"),
 }
-"""What is trained, and whether blocks are checkpointed."""
+"""The training, and the setting of checkpointing."""
 
 
 def memory(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure each way that a size may be trained in. What does not fit says so."""
+    """Measure each possible way to train a size. A way that does not fit is recorded as such."""
     found: dict[str, object] = {}
     for way, (training, checkpointing) in (_ADAPTERS if trains_adapters(size) else _ALL).items():
         bench.say(f"{size}: the memory of a trainer, {way}")
@@ -77,7 +77,7 @@ async def _planned_and_taken(
 
 
 def compared(about: trainer_pb2.DescribeTrainerReply) -> dict[str, object]:
-    """Return what a trainer planned and took, and the plan in percent of what it took."""
+    """Return a trainer's planned and used memory, and the plan in percent of the use."""
     plan = about.memory
     planned = sum(plan.device.values())
     found: dict[str, object] = {

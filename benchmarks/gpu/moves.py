@@ -1,10 +1,10 @@
-"""How fast workers leave a GPU and come back, beside what copies can do there.
+"""The speed at which workers leave a GPU and return, beside that of plain copies.
 
-A real trainer of random weights does a step with all parameters, so that it has its optimizer's
-state, and then sleeps and wakes a few times; beside it stand plain copies between the GPU and
-pinned host memory in the same minutes. Weights that a trainer published before and after a step
-are loaded in turn by a real engine, which sleeps and wakes as well. Last, two experiments share
-the one device through a whole stack, beside the same two in a row.
+A real trainer of random weights does a step with all parameters, so that it has optimizer state.
+Then it sleeps and wakes a few times. Plain copies between the GPU and pinned host memory run in the
+same minutes. A real engine loads the trainer's weights from before and after a step in turn, and
+sleeps and wakes too. Last, two experiments share the device through a whole stack, beside the same
+two in a row.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _KV_CACHE_BYTES = 4 * 2**30
 
 
 def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
-    """Return the median GB/s of copies from the device to host memory ("out"), and back ("in"):
-    pinned memory, on a GPU."""
+    """Return the median GB/s of copies from the device to host memory ("out"), and back ("in"). On
+    a GPU the host memory is pinned.
+    """
     import torch
 
     gpu = device == "cuda"
@@ -63,8 +64,9 @@ def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
 
 
 def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
-    """Return the median GB/s at which a version's tensors come from the page cache to the device:
-    as they are mapped, and staged as an engine's worker does it."""
+    """Return the median GB/s of loading a version's tensors from the page cache to the device:
+    mapped, and staged like an engine's worker.
+    """
     import torch
 
     from sampler_service.weights.files import read_sources
@@ -88,8 +90,11 @@ def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
 async def sleeps(
     bench: Bench, worker: Caller, *, before: int, level: int = 0
 ) -> dict[str, float | int]:
-    """Let a worker sleep and wake. The first time makes the buffers and is told apart; `before`
-    was in use of the device before it came."""
+    """Let a worker sleep and wake.
+
+    The first time allocates buffers and is reported apart. `before` is the device's use before the
+    worker.
+    """
     awake, left, moved, host = bench.used_bytes(worker.pid) - before, [], 0, 0
     slept, woken = [], []
     for _ in range(bench.rounds + 1):
@@ -113,8 +118,10 @@ async def sleeps(
 
 
 async def suspended(bench: Bench, worker: Caller, *, before: int) -> dict[str, float | int | str]:
-    """Let the host suspend and resume a worker that is awake, from outside; or say why it cannot.
-    If that fails, the worker may be of no use any more."""
+    """Let the host suspend and resume an awake worker, or return the reason why it cannot.
+
+    After a failure the worker may be unusable.
+    """
     suspender = CudaCheckpoint()
     if reason := suspender.why_not() if bench.gpu is not None else "there is no NVIDIA device":
         return {"not measured": reason}
@@ -145,7 +152,6 @@ async def _suspended(
 
 
 async def trainers(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure a trainer that sleeps."""
     bench.say(f"{size}: a trainer of all parameters starts")
     size_of_copies = 4 * 2**30 if bench.gpu is not None else 64 * 2**20
     plain = elsewhere(bench, copies, torch_device(bench), size=size_of_copies, rounds=bench.rounds)
@@ -216,8 +222,9 @@ async def engines(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure two experiments that share the device, trainers and engines in turns, beside the same
-    two in a row; all of them come to their end."""
+    """Measure two experiments that share the device in turns, trainers and engines alike, beside
+    the same two in a row.
+    """
     import tinker
 
     from benchmarks.timeslice import Experiment, at_once, in_a_row, list_groups, switches
@@ -237,7 +244,7 @@ def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
         stack = until_the_end.enter_context(Stack(data_dir=bench.work / "data", settings=settings))
         stack.add_model(name=MODEL, path=model)
         experiments = []
-        for owner in ("one", "two"):  # who therefore share no trainer
+        for owner in ("one", "two"):  # two owners share no trainer
             with stack.client() as client:
                 body = {"owner": owner, "role": "member", "name": "bench"}
                 key = client.post("keys", json=body).raise_for_status().json()["key"]

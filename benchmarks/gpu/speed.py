@@ -1,15 +1,15 @@
 """Training beside a plain loop, sampling beside vLLM alone, and new weights from one to the other.
 
-One after the other on the one device, each with nothing beside it but what it is measured with:
+The measurements run one after the other on the device:
 
-- `training`: forward_backward and optim_step of a real trainer, by gRPC as a gateway calls it, and
-  a plain loop on the same tokens, both eager and compiled; tokens per second, model FLOPs
-  utilization, bytes of the device;
-- `publishing`: seconds and bytes of versions that a trainer writes with no engine beside it;
-- `sampling`: a real engine under concurrent calls, and vLLM alone with the same prompts;
-- `serving`: trainer and engine at once; seconds from a step's end until the engine serves the new
-  weights, and the logprobs of both on the same tokens, beside the engine's own from one batch to
-  another.
+- `training`: forward_backward and optim_step of a real trainer, called by gRPC like a gateway does,
+  and a plain loop on the same tokens, both eager and compiled: tokens per second, model FLOPs
+  utilization, device bytes.
+- `publishing`: seconds and bytes of a trainer's versions, without an engine.
+- `sampling`: a real engine under concurrent calls, and vLLM alone with the same prompts.
+- `serving`: trainer and engine together: seconds from a step's end until the engine serves the new
+  weights, and the difference of their logprobs on the same tokens, beside that of two batches of
+  the engine.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 _PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bfloat16 FLOP/s that NVIDIA's data sheets name, by a part of the device's name."""
+"""Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the device's name."""
 
 
 @dataclass
 class Published:
-    """A version, the seconds that the trainer took for it, and an engine to load it, if one did."""
+    """A version, and the seconds to publish it and, if an engine did, to load it."""
 
     reply: trainer_pb2.PublishReply
     seconds: float
@@ -70,17 +70,19 @@ class Published:
 
 
 def flops(size: str, *, tokens: int, length: int, adapters: bool) -> float:
-    """Return the floating point operations of a step: of each parameter 2 forward, 2 for the
-    gradient of what comes in, and 2 for its own, which frozen ones do not have; and those of
-    attention, half of what PaLM counts (arXiv 2204.02311, appendix B): a token sees those before
-    it alone. What is computed twice, such as checkpointed blocks, counts once."""
+    """Return the floating point operations of a step.
+
+    Each parameter takes 2 forward, 2 for the gradient of the input and, unless frozen, 2 for its
+    own gradient. Attention takes half of PaLM's count (arXiv 2204.02311, appendix B), because a
+    token sees only earlier tokens. Recomputation, such as checkpointed blocks, counts once.
+    """
     shape = SIZES[size]
     attention = 6 * shape.layers * shape.heads * shape.head_dim * length
     return float(tokens) * ((4 if adapters else 6) * parameters_of(size) + attention)
 
 
 def training(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure a trainer, and a plain loop where all parameters are trained, eager and compiled."""
+    """Measure a trainer, and, if all parameters are trained, a plain loop, eager and compiled."""
     adapters = trains_adapters(size)
     sequences = sequences_of(size, count=8, length=2048 if bench.gpu is not None else 128)
     length = len(sequences[0]) - 1
@@ -124,8 +126,10 @@ async def _trainer(
     work: float,
     compiled: bool,
 ) -> dict[str, object]:
-    """Measure steps of a trainer. What it compiles before it is ready counts as its start, and the
-    first two steps, in which it may compile more, are left out."""
+    """Measure steps of a trainer. Compilation before it is ready counts as its start.
+
+    The first two steps, which may compile more, are left out.
+    """
     before = bench.used_bytes(0) if bench.gpu is not None else 0
     spec = trainer_spec(bench, size, model, compile="on" if compiled else "off")
     seconds, began = [], time.perf_counter()
@@ -160,7 +164,7 @@ def _plain_loop(
 
 
 async def publishing(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure the versions that a trainer writes, a whole one and a delta of it in turn."""
+    """Measure a trainer's versions, a whole one and a delta of it in turn."""
     bench.say(f"{size}: a trainer publishes")
     sequences = sequences_of(size, count=4, length=128)
     whole, delta = [], []
@@ -197,7 +201,7 @@ async def _next_version(
 
 
 def _written(versions: Sequence[Published]) -> dict[str, object]:
-    """What versions hold and what was written of them, and how long that took."""
+    """The bytes and written bytes of versions, and the seconds to publish them."""
     written = statistics.median(each.reply.written_bytes for each in versions)
     return {
         "bytes": versions[-1].reply.bytes,
@@ -207,15 +211,16 @@ def _written(versions: Sequence[Published]) -> dict[str, object]:
 
 
 def deltas_written(versions: Sequence[Published]) -> dict[str, object]:
-    """The same of those alone that are deltas: in place of one that does not pay, the trainer
-    writes a whole version."""
+    """As `_written`, for deltas only. The trainer writes a whole version in place of a delta that
+    saves nothing.
+    """
     deltas = [each for each in versions if each.reply.delta_of]
     counts = {"asked_for": len(versions), "written": len(deltas)}
     return {**counts, **_written(deltas)} if deltas else dict(counts)
 
 
 def _served(versions: Sequence[Published]) -> dict[str, object]:
-    """How long it took an engine to serve them, and from the end of a step."""
+    """The seconds until an engine served them, alone and with the publishing."""
     if not versions:
         return {}
     return {
@@ -267,9 +272,11 @@ async def sampling(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure how new weights come from a trainer to an engine on the same device, whole, as a
-    delta and handed over in memory in turn, and how far apart their logprobs are. Adapters come
-    whole each time."""
+    """Measure new weights from a trainer to an engine on the same device, and the difference of
+    their logprobs.
+
+    Weights come whole, as a delta and by hand-over in memory, in turn. Adapters are always whole.
+    """
     bench.say(f"{size}: an engine serves what a trainer publishes")
     weights = 2 * parameters_of(size)
     settings = SamplerSettings(
@@ -346,7 +353,8 @@ async def sample(
     seed: int,
 ) -> list[tuple[Int64Array, Float32Array]]:
     """Sample all prompts at once. Return the tokens of each prompt's first sample, with their
-    logprobs."""
+    logprobs.
+    """
     requests = [
         _sample_request(
             prompt, version=version, number=seed + number, samples=samples, max_tokens=max_tokens
@@ -363,7 +371,7 @@ async def sample(
 async def scored(
     engine: Caller, tokens: Int64Array, *, version: common_pb2.WeightVersion, last: int
 ) -> Float32Array:
-    """Return the engine's logprobs of the last tokens of a prompt, computed with nothing else."""
+    """Return the engine's logprobs of a prompt's last tokens, computed alone."""
     request = _sample_request(tokens.tolist(), version=version, number=0, samples=1, max_tokens=1)
     request.operation_id, request.prompt_logprobs = f"score-{time.monotonic_ns()}", True
     (reply,) = await engine.sample([request])

@@ -62,13 +62,13 @@ SIZES = {
     ),
     "tiny": TinyShape(),
 }
-"""Shapes with about the parameters of the models of these names."""
+"""Shapes with about the parameters of the named models."""
 MODEL = "bench/gpu"
 SESSION = "s-benchmark"
 RUN = f"{SESSION}:train:0"
 CALL_SECONDS = 600.0
 LEARNING_RATE = 1e-5
-"""Of it depends how much a delta holds."""
+"""The size of a delta depends on it."""
 _SECRET = "of the benchmark"
 _ADAPTERS_FROM = 4e9
 """Parameters."""
@@ -81,8 +81,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how often to measure, and how many steps each of two experiments takes. `gpu` None:
-    on the cores. `say` prints what is done."""
+    """The place and number of measurements, and the steps of each of two experiments.
+
+    `gpu` None: on the cores. `say` prints progress.
+    """
 
     work: Path
     device: str
@@ -92,7 +94,7 @@ class Bench:
     say: Callable[[str], None]
 
     def used_bytes(self, pid: int) -> int:
-        """Return what is in use of the whole GPU; on a CPU, the resident memory of a worker."""
+        """Return the used bytes of the whole GPU, or, on a CPU, a worker's resident memory."""
         if self.gpu is None:
             own = psutil.Process(pid)
             return sum(each.memory_info().rss for each in [own, *own.children(recursive=True)])
@@ -106,19 +108,17 @@ class Bench:
 def attempt(
     bench: Bench, work: Callable[P, dict[str, object]], /, *args: P.args, **kwargs: P.kwargs
 ) -> dict[str, object]:
-    """Return what was measured, or what failed: the minutes of a lent machine that came before are
-    not thrown away."""
+    """Return the measurement, or the failure, so that earlier results on a lent machine stay."""
     try:
         return work(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - it is told in the place of the result
+    except Exception as error:  # noqa: BLE001 - recorded as the result
         failure = f"{type(error).__name__}: {error}"
         bench.say(failure)
         return {"failed": failure}
 
 
 def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what a function returns in a process of its own on the device, of which that holds
-    nothing afterwards."""
+    """Run a function in a separate process on the device, which then frees all its memory."""
     context, device = get_context("spawn"), parse_device(bench.device)
     with ProcessPoolExecutor(1, context, initializer=confine, initargs=(device,)) as pool:
         return pool.submit(work, *args, **kwargs).result()
@@ -141,7 +141,7 @@ def write_model(path: Path, size: str, device: str) -> None:
 
 
 class Caller:
-    """Calls one worker. Each Sleep and each Wake has a newer fencing token, as every call after."""
+    """Calls one worker. Each Sleep and Wake, and every call after it, has a newer fencing token."""
 
     def __init__(self, channel: grpc.aio.Channel, *, spec: WorkerSpec, pid: int) -> None:
         trainer = spec.kind == "trainer"
@@ -151,7 +151,7 @@ class Caller:
         self.pid = pid
 
     async def call(self, method: str, request: object) -> Any:
-        """Return the reply of that method. Raises `RuntimeError` where that is a failure."""
+        """Return a method's reply. Raises `RuntimeError` for a failure."""
         metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
         reply = await getattr(self._stub, method)(request, metadata=metadata, timeout=CALL_SECONDS)
         if reply.HasField("failure"):
@@ -161,8 +161,7 @@ class Caller:
     async def sample(
         self, requests: Sequence[sampler_pb2.SampleRequest]
     ) -> list[sampler_pb2.SampleReply]:
-        """Return a sampler's replies to requests that are sent at once, in their order. Raises as
-        `call`."""
+        """Return a sampler's replies, in order, to requests sent at once. Raises as `call`."""
         for number, request in enumerate(requests):
             request.number = number
         metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
@@ -184,7 +183,6 @@ class Caller:
         return reply
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
-        """Return what a trainer tells of itself."""
         request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
         metadata = ((SECRET_METADATA_KEY, _SECRET),)
         about: trainer_pb2.DescribeTrainerReply = await self._stub.Describe(
@@ -193,13 +191,13 @@ class Caller:
         return about
 
     async def release(self, version: common_pb2.WeightVersion) -> None:
-        """Let a trainer free what it keeps of a version for an engine."""
+        """Make a trainer free its copy of a version."""
         request = trainer_pb2.ReleaseRequest(run_id=RUN, name=version.name)
         metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
         await self._stub.Release(request, metadata=metadata, timeout=CALL_SECONDS)
 
     def header(self) -> common_pb2.OperationHeader:
-        """Return that of the next operation of the run."""
+        """Return the header of the run's next operation."""
         self._operations += 1
         return common_pb2.OperationHeader(
             operation_id=f"op-{self._operations}",
@@ -229,7 +227,7 @@ def parameters_of(size: str) -> int:
 
 
 def trains_adapters(size: str) -> bool:
-    """Whether one device has room for a model's adapters alone."""
+    """True if one device only has room to train a model's adapters."""
     return parameters_of(size) > _ADAPTERS_FROM
 
 
@@ -241,7 +239,9 @@ def trainer_spec(
     training: TrainingSpec | None = None,
     **settings: str | int,
 ) -> WorkerSpec:
-    """`training` None: what one device has room for. `settings` are those of `TrainerSettings`."""
+    """`training` None: the largest that fits on one device. `settings` are those of
+    `TrainerSettings`.
+    """
     lora = LoraSpec() if trains_adapters(size) else None
     return spec_of(
         bench,
@@ -268,7 +268,7 @@ def spec_of(bench: Bench, model: Path, **more: object) -> WorkerSpec:
 
 
 def sequences_of(size: str, *, count: int, length: int) -> list[Int64Array]:
-    """Return random token ids [length + 1] of so many sequences, which the model can take."""
+    """Return `count` random sequences of token ids [length + 1], within the model's limits."""
     shape = SIZES[size]
     length = min(length, shape.max_length)
     drawn = np.random.default_rng(0).integers(3, shape.vocabulary, (count, length + 1))
@@ -323,8 +323,10 @@ async def step(trainer: Caller, size: str) -> None:
 async def publish(
     bench: Bench, trainer: Caller, number: int, *, delta_of: str = "", handoff: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish what is trained: adapters, or all weights or what of these has changed; keep all
-    weights in memory, too, for a `handoff`."""
+    """Publish the trained weights: adapters, all weights, or a delta.
+
+    `handoff` also keeps all weights in memory.
+    """
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
@@ -340,7 +342,7 @@ async def publish(
 
 
 def forget(*versions: common_pb2.WeightVersion) -> None:
-    """Remove versions that nobody reads any more: of a large model a disk holds few."""
+    """Remove unused versions, because a disk holds few of a large model."""
     for version in versions:
         shutil.rmtree(version.path)
 
@@ -350,5 +352,4 @@ def torch_device(bench: Bench) -> str:
 
 
 def rate(size: int, seconds: float) -> float:
-    """Return GB/s."""
     return round(size / seconds / 1e9, 2) if seconds else 0.0
