@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from tandem.backends.registry import known_backends, registered
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from trainer_service.backends.loop import Done, ShareResult, compute_share
+from trainer_service.backends.loop import Done, Objective, ShareResult, compute_share
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import LossResult
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter, None if a loss does not depend on it."""
-
-Objective = Callable[["Tensor"], LossResult]
-"""From a micro-batch's log probabilities [e] to its loss."""
 
 Mark = list[tuple["Parameter", "Tensor | None", int]]
 """Trainable parameters with their gradients, and each gradient's version (number of writes)."""

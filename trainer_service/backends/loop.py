@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.memory import MicroBatchTooLarge, free_on, ran_out_of_memory, tokens_of
 from trainer_service.batches.micro_batches import (
     STAND_IN_TOKENS,
+    MicroBatch,
     MicroBatchPlan,
     RankPlan,
     layout_of,
@@ -27,13 +28,29 @@ from trainer_service.losses.base import LossResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer_service.backends.base import TrainerBackend
-
 Keep = Callable[["Tensor"], None]
 """Adds the gradients of a micro-batch's loss to the held ones."""
 
 Done = Callable[[int], None]
 """Called with the tokens of each computed micro-batch."""
+
+Objective = Callable[["Tensor"], LossResult]
+"""From a micro-batch's log probabilities [e] to its loss."""
+
+
+class MicroBatchBackend(Protocol):
+    """The methods of `TrainerBackend` that compute one micro-batch."""
+
+    packs: bool
+    device: str
+
+    def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor: ...
+
+    def loss_of(
+        self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
+    ) -> tuple[Tensor, LossResult]: ...
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,7 @@ class ShareResult:
 
 
 def compute_share(
-    backend: TrainerBackend, batch: Batch, share: RankPlan, *, keep: Keep, done: Done
+    backend: MicroBatchBackend, batch: Batch, share: RankPlan, *, keep: Keep, done: Done
 ) -> ShareResult:
     """Compute the micro-batches of one share, and call `keep` with each one's loss.
 
@@ -95,7 +112,7 @@ def compute_share(
     )
 
 
-def _join_collectives(backend: TrainerBackend, batch: Batch, keep: Keep) -> None:
+def _join_collectives(backend: MicroBatchBackend, batch: Batch, keep: Keep) -> None:
     """Compute a tiny stand-in with a weight of zero."""
     gradients = not batch.forward_only
     logprobs = backend.logprobs(stand_in(packed=backend.packs), gradients=gradients)
@@ -104,7 +121,7 @@ def _join_collectives(backend: TrainerBackend, batch: Batch, keep: Keep) -> None
 
 
 def _compute(
-    backend: TrainerBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
+    backend: MicroBatchBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
 ) -> tuple[Tensor, LossResult]:
     """Return the logprobs and the result of the loss."""
     micro_batch = make_micro_batch(batch, datums, packed=backend.packs)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tandem.telemetry import get_log
-from trainer_service.backends.base import Objective, to_device
+from trainer_service.backends.base import to_device
+from trainer_service.backends.loop import Objective
 from trainer_service.batches.micro_batches import MicroBatch, of_two_tokens
 from trainer_service.lora.adapters import ActiveAdapters
 from trainer_service.losses.base import LossResult
