@@ -27,14 +27,13 @@ from trainer_service.backends.base import (
     Gradients,
     LiveState,
     Mark,
-    Objective,
     TrainerBackend,
     World,
     add_gradients,
 )
 from trainer_service.backends.copies import CopiedWeights
 from trainer_service.backends.exporting import WholeWeights
-from trainer_service.backends.loop import Done, ShareResult, compute_share
+from trainer_service.backends.loop import Done, Objective, ShareResult, compute_share
 from trainer_service.backends.planning import at_once, memory_of, plan_memory
 from trainer_service.backends.sharding import RankMesh, ShardGroups
 from trainer_service.backends.token_logprobs import TokenLogprobs
