@@ -2,7 +2,7 @@
 
 Calls are noted when they are sent, in the trainer's order. Calls that changed its state stay until
 two snapshots cover them, because the newest may be damaged. The journal's rows hold equal data for
-the next gateway. See `docs/reliability.md`.
+the next gateway. See `docs/design/recovery.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run's trainer, which is replaced when it dies.
 
 `restoration` restores the replacement, and unanswered calls are delivered again. Clients only
-notice a delay. See `docs/reliability.md`.
+notice a delay. See `docs/design/recovery.md`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A handoff is opened once, while the engine loads it, and closed with its last tensor. The engine's
 sums are compared with the trainer's sums of its files. See "Handed over on one device" in
-docs/real-models.md.
+docs/design/models.md.
 """
 
 from __future__ import annotations
