@@ -60,10 +60,10 @@ def _inputs() -> Table:
     losses: dict[tuple[str, str, str], list[str]] = {}
     for loss in LOSSES.values():
         for each in loss.inputs:
-            default = f"; {each.default:g} without it" if isinstance(each.default, float) else ""
+            default = f". Without it, {each.default:g}" if isinstance(each.default, float) else ""
             row = (each.name, SHAPES[each.shape], each.meaning + default)
             losses.setdefault(row, []).append(loss.name)
-    rows = [("`target_tokens`", "int64", "the tokens whose log probability p is taken")]
+    rows = [("`target_tokens`", "int64", "ids of the target tokens")]
     seen: set[str] = set()
     for (name, shape, meaning), owners in losses.items():
         others = f" in {_names(owners)}" if name in seen else ""

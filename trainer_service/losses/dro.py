@@ -52,7 +52,7 @@ LOSS = Loss(
     inputs=(
         LOGPROBS,
         ADVANTAGES,
-        Input("mask", "0 for tokens that do not count; without it, all do"),
+        Input("mask", "0 for tokens that do not count. Without it, all do"),
         *KL_INPUTS,
     ),
     settings=(

@@ -34,7 +34,7 @@ KL_INPUTS = (
     ),
 )
 KL_SETTINGS = (
-    Setting("kl_coeff", 0.0, "weight of the KL term; above 0 it needs `ref_logprobs`", low=0.0),
+    Setting("kl_coeff", 0.0, "weight of the KL term. Above 0 it needs `ref_logprobs`", low=0.0),
     Setting("kl_type", "k3", "estimator of the KL term", choices=KL_TYPES),
 )
 
@@ -82,19 +82,18 @@ def add_kl(
 
 LOGPROBS = Input(
     "logprobs",
-    "log probability of the target under the sampler (mu); a token where it is not finite is "
-    "dropped",
+    "log probability of the target under the sampler (mu). A token without a finite one is dropped",
     required=True,
     finite=False,
 )
 ADVANTAGES = Input("advantages", "advantage A of the token", required=True)
 MASK = Input(
     "mask",
-    "0 for tokens that do not count, such as the prompt; without it, those with A = 0 do not",
+    "0 for tokens that do not count, such as the prompt. Without it, A = 0 marks these tokens",
 )
 OLD_LOGPROBS = Input(
     "old_logprobs",
-    "log probability under the trainer when the batch began (old); without it, mu is taken",
+    "log probability under the trainer when the batch began (old). Without it, mu is taken",
 )
 BOUND_INPUTS = (
     Input(

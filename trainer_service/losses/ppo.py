@@ -67,7 +67,7 @@ LOSS = Loss(
     inputs=(*POLICY_INPUTS, *BOUND_INPUTS),
     settings=(
         *bound_settings(0.8, 1.2),
-        Setting("dual_clip", 0.0, "c of the dual clip, above 1; 0 is off", low=0.0),
+        Setting("dual_clip", 0.0, "c of the dual clip, above 1. 0 turns it off", low=0.0),
         *POLICY_SETTINGS,
     ),
     check=_check,

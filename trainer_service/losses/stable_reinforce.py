@@ -73,7 +73,7 @@ LOSS = Loss(
         ADVANTAGES,
         Input(
             "logprobs",
-            "log probability under the sampler (mu); without it, that of the policy itself",
+            "log probability under the sampler (mu). Without it, p is taken",
             finite=False,
         ),
         MASK,
