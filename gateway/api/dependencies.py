@@ -1,8 +1,8 @@
-"""What path operations depend on: the gateway, the caller, the audit note, things of the caller.
+"""Dependencies of path operations: the gateway, the caller, the audit note, and the caller's
+things.
 
-`Access` resolves what a caller names, or raises what it would raise for a thing that does not
-exist: an id says nothing about whether another owner has it. Roles are checked before
-(`routing.py`).
+`Access` resolves ids from the caller. An id of another owner raises the same error as a missing
+one. Roles are checked earlier (`routing.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Value = TypeVar("Value")
 
 @dataclass
 class AuditNote:
-    """What the audit log calls the thing that a request changes, where its path does not name
-    it. Names only: no key, no content."""
+    """The audit log's name for the changed thing, if the path does not name it. Names only, no
+    content.
+    """
 
     target: str = ""
     detail: dict[str, str] = field(default_factory=dict)
@@ -52,14 +53,15 @@ class AuditNote:
 
 @dataclass(frozen=True)
 class Access:
-    """Resolves ids for a caller; everything is an admin's."""
+    """Resolves ids for a caller. An admin may access everything."""
 
     gateway: Gateway
     caller: Caller
 
     async def session(self, session_id: str) -> Session:
-        """Return the active session, and keep it alive. Raises `SessionFinished` or
-        `UnknownSession`."""
+        """Return the active session and keep it alive. Raises `SessionFinished` or
+        `UnknownSession`.
+        """
         session = self._active(session_id)
         if session is not None:
             self._keep_alive(session_id)
@@ -68,16 +70,18 @@ class Access:
         raise SessionFinished(why_ended(session_id, reason=ended.reason, detail=ended.detail))
 
     async def run(self, run_id: str) -> Session:
-        """Return the active session of a training run; the run itself may not exist. Raises
-        `SessionFinished` or `UnknownRun`."""
+        """Return a training run's active session. The run itself may not exist. Raises
+        `SessionFinished` or `UnknownRun`.
+        """
         try:
             return await self.session(run_id.partition(":train:")[0])
         except UnknownSession as error:
             raise UnknownRun(f"there is no training run {run_id!r} on this server") from error
 
     async def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Return one that can be sampled from. Raises `UnknownSampler`, or `SessionFinished`
-        where its session is about to end."""
+        """Return an active sampling session. Raises `UnknownSampler`, or `SessionFinished` if its
+        session is ending.
+        """
         if not await self._owns(sampler_id.partition(":sample:")[0]):
             raise _unknown_sampler(sampler_id)
         found = await self.gateway.sampling.require(sampler_id)
@@ -91,16 +95,18 @@ class Access:
             raise _unknown_sampler(sampler_id)
 
     async def request(self, request_id: str) -> None:
-        """Check that a request id is of the caller's session, and keep that alive. Raises
-        `UnknownRequest`."""
+        """Check that a request id belongs to the caller's session, and keep that alive. Raises
+        `UnknownRequest`.
+        """
         session_id = request_id.partition(":")[0]
         if not await self._owns(session_id):
             raise UnknownRequest(f"there is no request {request_id!r} on this server")
         self._keep_alive(session_id)
 
     def readers(self, *, token: str | None = None) -> Readers:
-        """Return on whose behalf a checkpoint is read. `token`: a key or token of the owner who
-        lends it. Raises `PermissionDenied` where it is not valid."""
+        """Return the readers of a checkpoint. `token` is a key or token of the owner that lends it.
+        Raises `PermissionDenied` if it is invalid.
+        """
         if not token:
             return Readers((self.caller,))
         try:
@@ -110,8 +116,9 @@ class Access:
             raise PermissionDenied(f"the access token for the weights: {error.message}") from error
 
     async def checkpoint(self, path: str | CheckpointPath) -> Checkpoint:
-        """Return one to read: the caller's own, or a published one. Raises `UnknownWeights`, or
-        `InvalidRequest` for what is no checkpoint path."""
+        """Return the caller's own or a published checkpoint. Raises `UnknownWeights`, or
+        `InvalidRequest` for a malformed path.
+        """
         return await self.gateway.checkpoints.get(str(path), readers=self.readers())
 
     def _active(self, session_id: str) -> Session | None:
@@ -123,7 +130,7 @@ class Access:
             self.gateway.sessions.touch(session_id)
 
     async def _owns(self, session_id: str) -> bool:
-        """Return whether a session, active or ended, is the caller's."""
+        """Return whether the caller owns a session, active or ended."""
         if self._active(session_id) is not None:
             return True
         try:
@@ -142,24 +149,24 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def access_of(request: Request) -> Access:
-    """Return what resolves ids for the caller, whose key or token came with the request."""
+    """Return the access object of the request's caller."""
     return Access(gateway=gateway_of(request), caller=cast(Caller, request.state.caller))
 
 
 def audit_note_of(request: Request) -> AuditNote:
-    """Return the note that the middleware writes into the audit log."""
+    """Return the request's note for the audit log."""
     note = AuditNote()
     request.state.audit_note = note
     return note
 
 
 def _base_url(request: Request) -> str:
-    """Return where the client reaches this server, without a slash at the end."""
+    """Return the server's address for the client, without a slash at the end."""
     return (gateway_of(request).settings.public_url or str(request.base_url)).rstrip("/")
 
 
 def _awaited(read: Callable[[Request], Value]) -> Callable[[Request], Awaitable[Value]]:
-    """FastAPI would run a plain function in a thread."""
+    """Make the function async, because FastAPI would run it in a thread."""
 
     async def dependency(request: Request) -> Value:
         return read(request)
@@ -210,13 +217,13 @@ async def _own(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
 CHECKPOINT = Refuses(UnknownWeights, rules=["The path must be that of a checkpoint."])
 
 OwnSamplingSession = Annotated[SamplingSession, Depends(_sampling_session), Refuses(UnknownSampler)]
-"""The sampling session in the path, which can be sampled from."""
+"""The active sampling session in the path."""
 
 PastSession = Annotated[SessionRecord, Depends(_past_session), Refuses(UnknownSession)]
 """The session in the path, active or ended."""
 
 ReadableCheckpoint = Annotated[Checkpoint, Depends(_readable), CHECKPOINT]
-"""The checkpoint in the path: the caller's own, or a published one."""
+"""The checkpoint in the path, the caller's own or a published one."""
 
 OwnCheckpoint = Annotated[Checkpoint, Depends(_own), CHECKPOINT]
-"""The checkpoint in the path, to change."""
+"""The caller's own checkpoint in the path."""

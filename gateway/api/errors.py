@@ -1,7 +1,7 @@
-"""Errors as HTTP responses: the one place that turns an exception into an answer.
+"""Turns exceptions into HTTP responses.
 
-A dialect is how the routes under a prefix write their errors. The SDK's is the default; the
-application registers others by prefix (`/v1/` for OpenAI's clients).
+A dialect is the form of errors under a path prefix. The SDK's is the default, and the application
+registers others (`/v1/` for OpenAI's clients).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AUTH = "/api/v1/auth/"
 
 
 class InvalidField(InvalidRequest):
-    """The field `param` of a request is wrong, or not offered."""
+    """The field `param` of a request is wrong or not offered."""
 
     type = InvalidRequest.type
 
@@ -42,7 +42,7 @@ class InvalidField(InvalidRequest):
 
 
 class UnknownEndpoint(UserError):
-    """There is no such path (404), or the path does not take the method (405)."""
+    """The path is unknown (404), or does not take the method (405)."""
 
     type = "unknown_endpoint"
 
@@ -52,7 +52,7 @@ class UnknownEndpoint(UserError):
 
 
 class ErrorResponses:
-    """Writes errors in the dialect of the path. `dialects` by path prefix."""
+    """Writes errors in the dialect of the path. `dialects` are by path prefix."""
 
     def __init__(self, dialects: Mapping[str, Dialect]) -> None:
         self._dialects = {_AUTH: _login_refusal, **dialects}
@@ -61,17 +61,17 @@ class ErrorResponses:
         found = (dialect for at, dialect in self._dialects.items() if path.startswith(at))
         response = next(found, _tinker_refusal)(error)
         if isinstance(error, Unauthenticated):
-            # As RFC 6750 has it: the SDK exchanges its key again for a refused token.
+            # RFC 6750. For a refused token, the SDK exchanges its key again.
             marked = ', error="invalid_token"' if isinstance(error, TokenRefused) else ""
             response.headers["WWW-Authenticate"] = f'Bearer realm="tandem"{marked}'
         elif error.retry_after is not None:
-            response.headers["Retry-After"] = f"{error.retry_after:.0f}"  # the SDK waits as long
-        elif isinstance(error, RequestTimedOut):  # the rest of the request is of no use
+            response.headers["Retry-After"] = f"{error.retry_after:.0f}"  # the SDK waits that long
+        elif isinstance(error, RequestTimedOut):  # ends the rest of the request
             response.headers["Connection"] = "close"
         return response
 
     def register(self, app: FastAPI) -> None:
-        """Make the application answer its exceptions with these."""
+        """Register the handlers of the application's exceptions."""
         app.add_exception_handler(TandemError, self._tandem_error)
         app.add_exception_handler(RequestValidationError, self._validation_error)
         app.add_exception_handler(HTTPException, self._http_error)
@@ -81,8 +81,9 @@ class ErrorResponses:
         return self.response(error, path=request.url.path)
 
     async def _validation_error(self, request: Request, error: Exception) -> Response:
-        """Answer wrong fields with 400: FastAPI's own 422 is no status of the wire protocol. A
-        validator of a model may raise the error itself."""
+        """Answer wrong fields with 400, because the wire protocol has no 422. A model's validator
+        may raise the error itself.
+        """
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         where = first["loc"][1:]
@@ -93,7 +94,7 @@ class ErrorResponses:
         return self.response(refused, path=request.url.path)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        """Answer what the router refuses."""
+        """Answer the router's refusals."""
         assert isinstance(error, HTTPException)
         path = request.url.path
         sentence = f"{request.method} {path}: {error.detail}"
@@ -106,15 +107,15 @@ class ErrorResponses:
 
 
 def _tinker_refusal(error: TandemError, **more: str) -> Response:
-    """`{"error": sentence, "type": word, "category": "user" | "server"}`. Never 409, and never
-    5xx for a user's mistake: the SDK repeats those for five minutes."""
+    """`{"error": sentence, "type": word, "category": "user" | "server"}`. Never 409, and never 5xx
+    for a user's mistake, because the SDK repeats those for five minutes.
+    """
     body = {"error": error.message, "type": error.type, "category": error.category}
     return json_response({**body, **error.details, **more}, status=error.status)
 
 
 def _login_refusal(error: TandemError) -> Response:
-    """Repeat the sentence in `detail`: where the `tinker` command logs in, it shows nothing
-    else."""
+    """Repeat the sentence in `detail`, the only field that the `tinker` command shows at login."""
     return _tinker_refusal(error, detail=error.message)
 
 
@@ -123,8 +124,9 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 
 def _advice(request: Request, *, known: str) -> str:
-    """Return what a client may have meant: its base address may have a part too few or too many.
-    Under the prefix `known`, name all routes."""
+    """Return a likely path for a client with a wrong base address. Under the prefix `known`, list
+    all routes.
+    """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     path = request.url.path
     likely = ["/v1" + path, "/api" + path, "/api/v1" + path, "/" + path[1:].partition("/")[2]]
@@ -139,7 +141,7 @@ def _advice(request: Request, *, known: str) -> str:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Return the methods of the path: the router reports those of its first route only."""
+    """Return all methods of the path, since the router only knows those of its first route."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     first = next(matching)

@@ -1,4 +1,4 @@
-"""Base classes and field types of the request and response models."""
+"""Base classes and field types of request and response models."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 class Answer(BaseModel):
-    """Base of the response models: they have the fields that are declared, and no others. Fields
-    that a route leaves unset are left out of its answer."""
+    """Base of response models, which have no undeclared fields. Unset fields are left out."""
 
     model_config = ConfigDict(extra="forbid", from_attributes=True, protected_namespaces=())
 
     @classmethod
     def of(cls, source: object, **others: object) -> Self:
-        """Return the answer with `others`, and its other fields from the attributes of `source`
-        that have their names."""
+        """Return the answer with `others`, and with equally named attributes of `source`."""
         same = {name: getattr(source, name) for name in cls.model_fields if name not in others}
         return cls.model_validate({**same, **others})
 
 
 def iso(seconds: object) -> object:
-    """Return seconds since 1970 (in UTC), or a moment, as ISO 8601 text; leave text as it is."""
+    """Return seconds since 1970 (in UTC), or a moment, as ISO 8601 text. Text stays."""
     if isinstance(seconds, int | float):
         return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()
     return seconds.isoformat() if isinstance(seconds, dt.datetime) else seconds
@@ -51,16 +49,16 @@ def _written(value: object) -> object:
 Time = Annotated[
     str, BeforeValidator(iso), WithJsonSchema({"type": "string", "format": "date-time"})
 ]
-"""A moment in an answer: built from seconds since 1970, written as ISO 8601."""
+"""A moment in an answer: seconds since 1970, written as ISO 8601."""
 
 Day = Annotated[dt.date, BeforeValidator(_written)]
-"""A day in a request: ISO 8601 only, never a number of seconds."""
+"""A day in a request: ISO 8601 only, never seconds."""
 
 Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
-"""A moment in a request: ISO 8601 with a time zone, never a number of seconds."""
+"""A moment in a request: ISO 8601 with a time zone, never seconds."""
 
 Omitted = SkipJsonSchema[None]
-"""The value of a query parameter that was left out; a query has no way to write null."""
+"""The value of a missing query parameter, since a query cannot contain null."""
 
 PathText = Annotated[str, StringConstraints(min_length=1)]
 UserMetadata = dict[str, str] | None
@@ -70,8 +68,9 @@ ProjectFilter = Annotated[str | Omitted, Field(max_length=200)]
 
 
 class Refusal(Answer):
-    """A request that was refused. `error` is a sentence for people, `type` a word for programs;
-    the category says whether the request was wrong or the platform failed it."""
+    """A refused request. `error` is a sentence for people, `type` a word for programs. The category
+    tells whether the request was wrong or the platform failed.
+    """
 
     error: str
     type: Annotated[str, Field(pattern="^[a-z_]+$")]
@@ -86,6 +85,6 @@ class Refusal(Answer):
 
 
 class AuthRefusal(Refusal):
-    """`detail` repeats the sentence, for the `tinker` command."""
+    """`detail` repeats the sentence for the `tinker` command."""
 
     detail: str

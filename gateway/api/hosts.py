@@ -1,8 +1,7 @@
-"""Refuses requests that reached the gateway by a name that is not its own.
+"""Refuses requests with a foreign Host name.
 
-`tandem.protocol.http_host` reads the name. A name that no site can have is always good, and so is
-that of the gateway's public URL. Any other one is refused on loopback, and beyond it where there is
-a public URL.
+`tandem.protocol.http_host` reads the name. A name that no web site can have is allowed, and so is
+the public URL's. Others are refused on loopback, and elsewhere if there is a public URL.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tandem.settings.gateway import GatewaySettings
 
 
 class HostBoundary:
-    """Answers a request with a wrong Host with 400 before anything else looks at it."""
+    """Answers a wrong Host with 400 before all other checks."""
 
     def __init__(
         self, app: ASGIApp, *, settings: GatewaySettings, metrics: Metrics, errors: ErrorResponses

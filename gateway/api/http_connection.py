@@ -1,13 +1,11 @@
-"""HTTP/1.1 connections that neither wait nor grow without bound.
+"""HTTP/1.1 connections with bounded waiting and size.
 
-uvicorn itself ends only connections that idle after an answer, and httptools bounds nothing. This
-protocol adds: a deadline and a size limit for headers, a limit on open connections, an end for
-clients that do not read their answer, and an end for bodies that continue after their request was
-refused. The deadlines of bodies that are wanted belong to whoever reads them.
+uvicorn only ends idle connections, and httptools bounds nothing. This protocol adds a deadline and
+a size limit for headers and a limit of open connections. It ends clients that do not read their
+answer, and bodies that continue after a refusal. The reader of a body sets the body's deadline.
 
-At the limit, a new connection takes the place of one without a request: first of one that never
-brought a valid key, then of an idle one. Where every connection has a request in progress, a
-reserve still answers `VITAL` requests.
+At the limit, a new connection replaces one without a request, first one that never had a valid key.
+If all connections have requests, a reserve still answers `VITAL` requests.
 """
 
 from __future__ import annotations
@@ -31,34 +29,36 @@ from gateway.owners.counted_lines import CountedLines
 MAX_CONNECTIONS = 8192
 """Open connections. Further ones get a 429."""
 MAX_HEADER_BYTES = 64 * 2**10
-"""Of request line and headers."""
+"""Bytes of the request line and headers."""
 HEADER_TIMEOUT = 20.0
-"""Seconds for the headers of a request."""
+"""Seconds for a request's headers."""
 WRITE_TIMEOUT = 60.0
-"""Seconds after which a client is disconnected that reads nothing of its answer."""
+"""Seconds before a client that reads nothing is disconnected."""
 LINGER = 10.0
-"""Seconds for which the rest of a refused body is discarded, so that the client can read why."""
+"""Seconds for which the rest of a refused body is discarded, so that the client can read the
+answer.
+"""
 KEEP_ALIVE = 75
-"""Seconds after which an idle connection is closed."""
+"""Seconds before an idle connection is closed."""
 _RESERVE = 1024
 """Connections above the limit that still get an answer."""
 _FIRST_REQUEST = 1.0
-"""Seconds in which a new connection should have brought a request."""
+"""Seconds for the first request of a new connection."""
 
 VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
-"""Requests without which others take the gateway, or a client, for dead. They are cheap."""
+"""Cheap requests that keep the gateway and its clients from being taken for dead."""
 
 GRACEFUL_SECONDS = 5
-"""How long a stop waits for answers; a second before, those that nobody reads are cut off."""
+"""Seconds that a stop waits for answers. Unread answers are cut off a second earlier."""
 
 Deadline = Literal["header", "write", "linger", "stop"]
 
 
 class Connections:
-    """The open connections of a server, and which of them ends for a new one.
+    """A server's open connections, and the choice of one to close.
 
-    `most` may be open, but no more than three quarters of the files that the process may open:
-    workers, database and logs need some. One address may have half as many without a valid key.
+    `most` may be open, at most three quarters of the process's file limit, because workers,
+    database and logs need files. One address may have half as many without a valid key.
     """
 
     def __init__(self, most: int, *, metrics: Metrics) -> None:
@@ -67,14 +67,14 @@ class Connections:
         self.most = min(most, files - self._reserve)
         self._metrics = metrics
         self._open: set[BoundedProtocol] = set()
-        # Those without a request in progress, with the time of their last one, oldest first.
+        # Connections without a request, with the time of the last one, oldest first.
         self._strangers: OrderedDict[BoundedProtocol, float] = OrderedDict()
         self._idle: OrderedDict[BoundedProtocol, float] = OrderedDict()
         self._surplus: OrderedDict[BoundedProtocol, float] = OrderedDict()
         self._strangers_of: Counter[str] = Counter()
 
     def add(self, new: BoundedProtocol) -> bool:
-        """Take a new connection in. False: it is surplus, and only for `VITAL` requests."""
+        """Add a connection. Return False for a surplus one, which only takes `VITAL` requests."""
         address, now = new.address, new.loop.time()
         if self._strangers_of[address] >= max(1, self.most // 2):
             self._end(next(each for each in self._strangers if each.address == address))
@@ -91,11 +91,11 @@ class Connections:
         return True
 
     def begin(self, connection: BoundedProtocol) -> None:
-        """Note that a request is in progress."""
+        """Note a request in progress."""
         self._forget_waiting(connection)
 
     def wait(self, connection: BoundedProtocol) -> None:
-        """Note that no request is in progress any more."""
+        """Note that the request has ended."""
         if connection in self._open:
             if connection.known:
                 self._idle[connection] = connection.loop.time()
@@ -108,8 +108,9 @@ class Connections:
         self._forget_waiting(connection)
 
     def _longest_waiting(self, now: float) -> BoundedProtocol | None:
-        """Return a connection without a request: an idle one rather than a new one whose first
-        request may be on its way."""
+        """Return a connection to close. A very new one comes last, since its request may be on its
+        way.
+        """
         stranger = next(iter(self._strangers), None)
         if stranger is not None and now - self._strangers[stranger] > _FIRST_REQUEST:
             return stranger
@@ -127,12 +128,12 @@ class Connections:
                 del self._strangers_of[connection.address]
 
     def _end(self, connection: BoundedProtocol) -> None:
-        self.remove(connection)  # at once: that its transport has closed is heard later
+        self.remove(connection)  # at once, because the transport reports its end later
         connection.transport.close()
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `known`: a request with a valid key came over it."""
+    """One connection. `known`: it had a request with a valid key."""
 
     def __init__(
         self,
@@ -172,14 +173,14 @@ class BoundedProtocol(HttpToolsProtocol):
             timer.cancel()
         self._all.remove(self)
         super().connection_lost(exc)
-        # uvicorn tells only the newest request, which may still wait for the answers before its
-        # own. Others would write to a transport that is closed, or wait for ever.
+        # uvicorn only notifies the newest request, which may wait for earlier answers. Others would
+        # wait forever, or write to a closed transport.
         self.pipeline.clear()
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
         self._answering = None
-        if self.scope:  # with its last request, it would wait for the garbage collector
+        if self.scope:  # avoids a reference cycle with its last request
             self.scope["state"].pop("connection", None)
 
     def data_received(self, data: bytes) -> None:
@@ -189,8 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # The request was answered as if it asked for none; the client may only go on in
-            # another protocol.
+            # The request was answered without an upgrade, so the rest is unusable.
             self._note_malformed("upgrade")
         except httptools.HttpParserError:
             self._note_malformed("not HTTP")
@@ -198,10 +198,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._refused or self.transport.is_closing():
             return
-        if self._header_bytes > MAX_HEADER_BYTES:  # headers so far, or trailers
+        if self._header_bytes > MAX_HEADER_BYTES:  # headers or trailers
             self._refuse_headers()
         elif self._is_idle() and self.timeout_keep_alive_task is None:
-            self._expect_headers()  # it sent something that begins no request, like empty lines
+            self._expect_headers()  # it sent bytes before a request, like empty lines
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -276,14 +276,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:  # else a pipelined one has begun
             self._all.wait(self)
         if self._in_body and not self.transport.is_closing():
-            # The rest of a refused body is discarded as it comes: a client that is cut off
-            # while it writes would not read why.
+            # Discard the rest of a refused body. A client that is cut off while writing would not
+            # read the answer.
             self._start("linger", LINGER)
 
     # --- Deadlines and refusals -----------------------------------------------------------
 
     def _start(self, deadline: Deadline, seconds: float) -> None:
-        """Start a deadline, unless it runs already."""
+        """Start a deadline that is not running."""
         if deadline not in self._deadlines:
             self._deadlines[deadline] = self.loop.call_later(seconds, self._expire, deadline)
 
@@ -301,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             if self.cycle is not None and not self.cycle.response_complete:
-                self._expect_headers()  # a pipelined request waits for the answer before its own
+                self._expect_headers()  # a pipelined request waits for an earlier answer
                 return
         self._metrics.timeouts.labels(what=deadline).inc()
         if deadline in ("write", "stop"):
@@ -323,7 +323,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _note_malformed(self, reason: str) -> None:
-        """Count what uvicorn would log each time."""
+        """Count a malformed request, without uvicorn's line for each."""
         self._metrics.malformed_requests.labels(reason=reason).inc()
         self._malformed.note(reason=reason, address=self.address)
 
@@ -336,7 +336,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: HTTPStatus, type_: str, sentence: str) -> None:
-        """Answer without the application, and close."""
+        """Answer without the application and close."""
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # in the middle of another answer

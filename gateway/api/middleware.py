@@ -1,4 +1,4 @@
-"""What surrounds every request, as pure ASGI, since it is on the way of every one."""
+"""The middleware around every request, as pure ASGI for speed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tandem.errors import InternalError
 from tandem.telemetry import get_log
 
 _PIECE = 256 * 2**10
-"""Bytes of an answer that are handed over at once: what the connection holds for a client that
-reads slowly."""
+"""Bytes of an answer per piece. A connection holds this much for a slow client."""
 
 
 class RequestBoundary:
-    """Counts and times every request, notes changes in the audit log, hands large answers over in
-    pieces, and has the last word on errors."""
+    """Counts and times requests, writes the audit log, splits large answers into pieces, and
+    answers unexpected errors.
+    """
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
         self._app = app
         self._errors = errors
-        self._metrics_of = cache(_metrics_of)  # to look them up costs more than to count
+        self._metrics_of = cache(_metrics_of)  # a lookup costs more than counting
         self._log = get_log()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +80,7 @@ class RequestBoundary:
             gateway.refused_keys.note(reason=refused, address=address, path=scope["path"])
         if not isinstance(route, PathOperation) or route.audit is None:
             return
-        if scope["method"] not in route.methods:  # the path takes others
+        if scope["method"] not in route.methods:  # the path takes other methods
             return
         caller: Caller | None = state.get("caller")
         note: AuditNote = state.get("audit_note") or AuditNote()
@@ -109,7 +109,7 @@ def _metrics_of(metrics: Metrics, route: str, status: int) -> tuple[Counter, His
 
 
 def _target(named: Mapping[str, str]) -> str:
-    """Return what a path names: `tinker://RUN/KIND/NAME` for a checkpoint, else its ids."""
+    """Return the thing in the path: `tinker://RUN/KIND/NAME` for a checkpoint, else its ids."""
     if {"run_id", "kind", "name"} <= named.keys():
         return f"tinker://{named['run_id']}/{named['kind']}/{named['name']}"
     return "/".join(named.values())

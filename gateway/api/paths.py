@@ -1,8 +1,7 @@
-"""Reads the paths of requests with fewer or more slashes than the routes have.
+"""Normalizes slashes in request paths.
 
-Clients that join a base address and a path often write `//v1/models` or `/v1/models/`. Repeated
-slashes count as one, and a slash at the end does not count. This happens before any rule looks at
-the path, and without a redirect, whose address a proxy may not reach.
+Clients often write `//v1/models` or `/v1/models/`. Repeated slashes count as one, and a final slash
+does not count. This precedes all checks, and needs no redirect, which a proxy may not reach.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _REPEATED = re.compile(r"(?<![:/])/{2,}")
-"""Slashes that count as one; those of `tinker://` are a part of a model's name."""
+"""Slashes that count as one, except those of `tinker://` in a model's name."""
 
 
 class PathBoundary:
-    """Hands every request on with the path that the routes have."""
+    """Passes every request on with a normalized path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,8 +32,8 @@ class PathBoundary:
 
 
 def plain_path(path: str) -> str:
-    """Return a path, still encoded, with single slashes and none at its end. An encoded slash is a
-    part of a name and stays.
+    """Return an encoded path with single slashes and none at its end. Encoded slashes stay, as
+    parts of names.
 
     Literal example: `plain_path("//v1//models/")` is `"/v1/models"`.
     """

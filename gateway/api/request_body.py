@@ -1,8 +1,8 @@
-"""Request bodies: read within limits of bytes, time and memory, decompressed, parsed as JSON.
+"""Reads request bodies within limits of bytes, time and memory, decompresses them, and parses JSON.
 
-`BoundedRequest` is the request that every path operation gets (see `routing.py`), so that
-FastAPI itself parses bodies that are bounded already. What takes more than a millisecond happens
-in a thread, where the owners take turns: the event loop serves everybody.
+Every path operation gets a `BoundedRequest` (see `routing.py`), so FastAPI only parses bounded
+bodies. Work of more than a millisecond runs in a thread, in turns of the owners, to keep the event
+loop free.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ BODY_GAP_TIMEOUT = 30.0
 BODY_TIMEOUT = 300.0
 """Seconds for a whole body."""
 SMALL_BODY = 2**20
-"""Bytes of a request that is kept as it is, in the database or in memory, until its turn; and of
-a compressed JSON body, which costs its sender next to nothing."""
+"""Bytes of a stored request, and of a compressed JSON body, which is cheap for its sender."""
 FIELDS_BODY = 4 * SMALL_BODY
-"""Bytes of an ordinary request. An operation with more than `SMALL_BODY` is read, to fail in its
-place in the journal."""
+"""Bytes of an ordinary request. An operation above `SMALL_BODY` is read, and fails at its turn in
+the journal.
+"""
 TOKENS_BODY = 16 * SMALL_BODY
 """Bytes of a request for samples."""
 PAYLOAD_BODY = sys.maxsize
-"""As many bytes as `max_payload_bytes` allows."""
+"""Bounded by `max_payload_bytes` only."""
 MOST_VALUES = 2**16
 """JSON values in an ordinary request."""
 MOST_TOKENS = 2**21
-"""JSON values in a request for samples, nearly all of which are token ids."""
+"""JSON values in a request for samples, mostly token ids."""
 _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
 _QUICKLY_PARSED = 256 * 2**10
-"""Bytes of JSON that are parsed within a millisecond or two; a quarter of it where the body came
-compressed, since whoever sends that may choose its values for being slow."""
+"""Bytes of JSON parsed within two milliseconds. For a compressed body it is a quarter, because its
+sender may choose slow values.
+"""
 _PARSING_SHARE = 4
-"""One in so many seconds at most goes into parsing large bodies: Python parses with the
-interpreter locked, in whatever thread."""
+"""Large bodies are parsed for at most one in this many seconds, because Python holds the
+interpreter lock.
+"""
 _ZSTD_WINDOW = 8 * 2**20
-"""The memory that a frame may ask for: what RFC 8878 recommends every decoder to give, and what
-no compression level but the `ultra` ones exceeds."""
+"""The largest memory of a frame: RFC 8878's recommendation, which only `ultra` levels exceed."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
 
 class BodyTooLarge(PayloadTooLarge):
-    """Carries the first bytes of the body, which name the run and the sequence number."""
+    """Carries the body's first bytes, with the run and the sequence number."""
 
     type = PayloadTooLarge.type
 
@@ -74,17 +75,18 @@ class BodyTooLarge(PayloadTooLarge):
 
 
 class FirstFault(FailFast):
-    """Report only the first of a list's wrong items: a report is a hundred times larger than an
-    item, and there may be millions."""
+    """Report only a list's first wrong item, because a report is a hundred times larger than an
+    item.
+    """
 
-    __hash__ = object.__hash__  # as a part of a union needs it
+    __hash__ = object.__hash__  # needed in a union
 
 
 class BoundedRequest(Request):
-    """A request whose body is read, decompressed and parsed within limits, once.
+    """A request with a body that is read, decompressed and parsed once, within limits.
 
-    `body_limit` in bytes, `decompressed_limit` of a body that comes compressed; neither is more
-    than `max_payload_bytes`. `most_values`: JSON values that it may hold.
+    `body_limit` is in bytes, `decompressed_limit` applies to a compressed body. Neither exceeds
+    `max_payload_bytes`. `most_values` bounds its JSON values.
     """
 
     def __init__(
@@ -107,13 +109,13 @@ class BoundedRequest(Request):
         self._parsed: object = None
 
     async def body(self) -> bytes:
-        """Return the body as sent, or decompressed where it says `Content-Encoding: zstd`.
+        """Return the body, decompressed for `Content-Encoding: zstd`.
 
         Raises:
-            BodyTooLarge: by its announced size, while it is read, or while it is decompressed.
-            MalformedPayload: for a damaged or unknown encoding.
-            RequestTimedOut: where it arrives too slowly.
-            Overloaded: where the bodies being received take all the memory that they may.
+          BodyTooLarge: by its announced size, or while it is read or decompressed.
+          MalformedPayload: for a damaged or unknown encoding.
+          RequestTimedOut: if it arrives too slowly.
+          Overloaded: if arriving bodies use all their memory.
         """
         if self._content is None:
             self._content = await self._read()
@@ -126,8 +128,9 @@ class BoundedRequest(Request):
         return self._parsed
 
     async def read(self, parse: Callable[[bytes], Value]) -> Value:
-        """Return what `parse` makes of the body: at once of a small one, and of a large one in a
-        thread, one at a time. Raises as `body` and `parse`."""
+        """Parse the body: a small one at once, a large one in a thread, one at a time. Raises as
+        `body` and `parse`.
+        """
         body = await self.body()
         quickly = _QUICKLY_PARSED if self._encoding == "identity" else _QUICKLY_PARSED // 4
         if len(body) <= quickly:
@@ -153,8 +156,9 @@ class BoundedRequest(Request):
         return await self._decompressed(raw)
 
     async def _decompressed(self, raw: bytes) -> bytes:
-        """Decompress up to the limit, so that a few bytes that stand for many stop there; a frame
-        that states a larger size is refused by that. The memory is reserved before."""
+        """Decompress up to the limit. A frame with a larger stated size is refused at once. The
+        memory is reserved first.
+        """
         limit, stated = self._decompressed_limit, _stated_size(raw)
         if stated is not None and stated > limit:
             raise self._too_large_when_decompressed(_decompress(raw, PREFIX_BYTES))
@@ -186,8 +190,9 @@ class BoundedRequest(Request):
         return " (TANDEM_MAX_PAYLOAD_BYTES)" if known else ""
 
     async def _receive_all(self, reservation: Reservation) -> bytes:
-        """Receive the body, or, where its announced length is refused, only its first bytes. The
-        connection discards the rest (`gateway/api/http_connection.py`)."""
+        """Receive the body, or only its first bytes if its announced length is refused. The
+        connection discards the rest (`gateway/api/http_connection.py`).
+        """
         limit = self._limit
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0
@@ -203,7 +208,7 @@ class BoundedRequest(Request):
             chunk, more = await self._next_chunk(deadline=deadline)
             chunks.append(chunk)
             read += len(chunk)
-            if reservation.amount < read <= limit:  # of a body that announced no length
+            if reservation.amount < read <= limit:  # no length was announced
                 reservation.extend(len(chunk))
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if size > limit or read > limit:
@@ -215,8 +220,8 @@ class BoundedRequest(Request):
         return body
 
     async def _next_chunk(self, *, deadline: float) -> tuple[bytes, bool]:
-        """Return the next chunk and whether more follow. `deadline` in the loop's time."""
-        if self.scope["state"].get("body_arrived"):  # there is nothing to wait for
+        """Return the next chunk and whether more follow. `deadline` is in loop time."""
+        if self.scope["state"].get("body_arrived"):  # all of it is here
             message = await self.receive()
         else:
             message = await self._next_message(deadline=deadline)
@@ -239,18 +244,19 @@ class BoundedRequest(Request):
 
 
 def check_content_type(sent: str | None) -> None:
-    """Refuse a type that is not JSON, which curl and forms send. Without a type, a body counts as
-    JSON. Raises `MalformedPayload`."""
+    """Refuse a type other than JSON, as curl and forms send. A missing type means JSON. Raises
+    `MalformedPayload`.
+    """
     kind = (sent or JSON).partition(";")[0].strip().lower()
     if kind != JSON and not kind.endswith("+json"):
         raise MalformedPayload(f"the body is of the type {kind[:80]!r}; {_SEND_JSON}")
 
 
 def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
-    """Raise `PayloadTooLarge` for more JSON values than a request of this kind has.
+    """Raise `PayloadTooLarge` for too many JSON values.
 
-    `{},` is three bytes, and half a kilobyte once parsed, so the bytes are counted before
-    anything is built from them; commas and brackets inside texts count, too.
+    `{},` is three bytes, and half a kilobyte once parsed, so bytes are counted first. Commas and
+    brackets in texts count too.
     """
     values = body.count(b",")
     if values > most_values:
@@ -263,7 +269,7 @@ def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
 
 
 def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:
-    """Return the value of a JSON body. Raises `MalformedPayload` or `PayloadTooLarge`."""
+    """Parse a JSON body. Raises `MalformedPayload` or `PayloadTooLarge`."""
     check_json_size(body, most_values=most_values)
     try:
         return pydantic_core.from_json(body)
@@ -272,7 +278,7 @@ def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:
 
 
 def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) -> Model:
-    """Parse and validate a JSON body in one step, for routes that FastAPI does not parse for.
+    """Parse and validate a JSON body in one step, without FastAPI.
 
     Raises `MalformedPayload`, `InvalidRequest` for wrong fields, or `PayloadTooLarge`.
     """
@@ -288,7 +294,7 @@ def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) ->
 
 
 def validate(model: type[Model], fields: object) -> Model:
-    """Validate parsed JSON. Raises `InvalidRequest` for wrong fields."""
+    """Validate parsed JSON. Raises `InvalidRequest`."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -301,7 +307,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def _errors(error: ValidationError) -> list[ErrorDetails]:
-    """Without the input: that of a missing field is the whole request, made into objects."""
+    """Leave out the input, which may be the whole request."""
     return error.errors(include_url=False, include_context=False, include_input=False)
 
 
@@ -311,7 +317,7 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
 
 
 def _stated_size(raw: bytes) -> int | None:
-    """Return the size that a frame's header states, if it does. Raises `MalformedPayload`."""
+    """Return the size in a frame's header, if any. Raises `MalformedPayload`."""
     try:
         size = zstandard.frame_content_size(raw)
     except zstandard.ZstdError as error:
@@ -320,8 +326,9 @@ def _stated_size(raw: bytes) -> int | None:
 
 
 def _decompress(raw: bytes, most: int) -> bytes:
-    """Return the first bytes, `most` at most. Only what is written of the memory that is asked for
-    is taken; zstandard works without the interpreter's lock."""
+    """Return at most `most` bytes. Only written memory is used, and zstandard releases the
+    interpreter's lock.
+    """
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
         with decompressor.stream_reader(raw) as reader:

@@ -1,12 +1,11 @@
-"""Routers whose path operations state what a request needs and leaves behind.
+"""Routers with roles, audit actions and errors.
 
-`Router.operation` registers a path operation with its role, its action in the audit log and the
-errors that it raises; without a role it cannot be registered. The three are kept in the OpenAPI
-operation (`x-tandem-…`), where the middleware, the documentation and the tests read them.
+`Router.operation` registers a path operation with its role, its action in the audit log and its
+errors. A missing role is an error. The OpenAPI operation holds them (`x-tandem-…`) for the
+middleware, the documentation and the tests.
 
-The role is checked, and the body read within its limits, before FastAPI does anything: FastAPI
-reads bodies before it resolves dependencies, and a request that will be refused for its role
-must not make the gateway hold a body.
+FastAPI reads bodies before it resolves dependencies. So the role check and the bounded read come
+first, and a refused request never costs the memory of a body.
 """
 
 from __future__ import annotations
@@ -54,8 +53,9 @@ from tandem.errors import (
 from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
 Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
-"""What a request needs: no key; no key from this machine, any key from elsewhere; a signed
-address; or a key with this role or one that includes it."""
+"""The required key: none; none from this machine and any from elsewhere; a signed address; or a key
+with this role or one that includes it.
+"""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
 _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
     "metrics": frozenset({"metrics"}),
@@ -69,7 +69,7 @@ _RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tand
 _DECOMPRESSED_LIMIT = "x-tandem-decompressed-limit"
 
 KEY_REFUSED = "key_refused"
-"""In a request's state: the error type, where its key was refused."""
+"""In a request's state: the error type of its refused key."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
@@ -82,15 +82,15 @@ class PathOperation(APIRoute):
 
     role: Role
     audit: str | None
-    """The action that its requests are in the audit log; None: they are not there."""
+    """The action in the audit log, None for no entry."""
 
     @property
     def method(self) -> str:
         return next(iter(self.methods - {"HEAD"}))
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request without a valid key of the role that is needed. Bound the open requests
-        of each owner, vital ones excepted, and release the memory that was reserved for the body.
+        """Refuse a request without a key of the required role. Bound each owner's open requests,
+        except vital ones, and release the memory reserved for the body.
         """
         gateway = cast(Gateway, scope["app"].state.gateway)
         state = scope.setdefault("state", {})
@@ -110,8 +110,9 @@ class PathOperation(APIRoute):
             open_request.release()
 
     def _is_open(self, scope: Scope) -> bool:
-        """Whether a request needs no key: a `local` route does without one on this machine, and
-        not for what a proxy on this machine passes on."""
+        """Return whether a request needs no key. A `local` route needs none from this machine,
+        unless a proxy forwards the request.
+        """
         if self.role != "local":
             return self.role in OPEN_ROLES
         return is_from_this_machine(scope)
@@ -145,8 +146,9 @@ class PathOperation(APIRoute):
 
 
 class Refuses:
-    """What a dependency raises, and the rules behind it; it stands in its `Annotated`, and counts
-    for every operation that depends on it."""
+    """The errors and rules of a dependency. It stands in an `Annotated` and applies to all
+    operations with that dependency.
+    """
 
     def __init__(self, *errors: type[TandemError], rules: Sequence[str] = ()) -> None:
         self.errors = errors
@@ -187,24 +189,23 @@ class Router(APIRouter):
         body_schema: type[BaseModel] | None = None,
         raw: Mapping[str, object] | None = None,
     ) -> Callable[[Endpoint], Endpoint]:
-        """Register a path operation; one that returns None answers with 204.
+        """Register a path operation. One that returns None answers with 204.
 
         Args:
-            role: what a request needs.
-            audit: the action in the audit log (RESOURCE_VERB), or None for one that changes
-                nothing that anybody owns; must be stated for every method but GET.
-            errors: what it raises beside what every route and its dependencies refuse.
-            rules: what the request must be and a schema cannot say; only where there are any
-                may a request that fits the schema be refused with 400.
-            response_model: where it differs from the return annotation.
-            responses: further responses, as FastAPI takes them.
-            body_limit: bytes, where not `FIELDS_BODY`.
-            decompressed_limit: bytes of a body that comes compressed, where not `SMALL_BODY`.
-            most_values: JSON values in the body, where more than `MOST_VALUES`.
-            body_schema: the fields of the body that the endpoint validates itself.
-            raw: the OpenAPI content of the request of an endpoint that takes the `Request` and
-                returns the `Response` itself, past FastAPI's parsing and serialising. Each one
-                says why in a comment.
+          role: the required key.
+          audit: the action in the audit log (RESOURCE_VERB), or None if no owner's things change.
+            Required for all methods but GET.
+          errors: its errors beyond the common ones and its dependencies'.
+          rules: rules that a schema cannot express. Without them, a request that fits the schema
+            is never refused with 400.
+          response_model: if it differs from the return annotation.
+          responses: further responses, as in FastAPI.
+          body_limit: bytes, if not `FIELDS_BODY`.
+          decompressed_limit: bytes of a compressed body, if not `SMALL_BODY`.
+          most_values: JSON values in the body, if not `MOST_VALUES`.
+          body_schema: body fields that the endpoint validates itself.
+          raw: the request's OpenAPI content, for an endpoint that takes the `Request` and returns
+            the `Response` without FastAPI's parsing. Each use gives the reason in a comment.
         """
         if audit is ... and method != "GET":
             raise TypeError(f"the route {method} {path} must state its action in the audit log")
@@ -260,7 +261,7 @@ class Router(APIRouter):
     def _responses(
         self, errors: Iterable[type[TandemError]], path: str, others: Responses
     ) -> Responses:
-        """Return the responses with one for each status that an error is refused with."""
+        """Return the responses, with one for each error status."""
         types: dict[int, set[str]] = defaultdict(set)
         for error in errors:
             types[self._status_of(error(""))].add(error.type)
@@ -280,8 +281,9 @@ class Router(APIRouter):
 
 
 def is_from_this_machine(scope: Scope) -> bool:
-    """Whether a program of this machine asks, for itself: no proxy passes the request on, and its
-    Host is that of no site, whose page may run in a browser here."""
+    """Return whether a program on this machine asks for itself. A proxy may not forward the
+    request, and its Host may not be a web site's, because a page may run in a local browser.
+    """
     client = scope.get("client")
     passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
     near = client is not None and is_loopback(client[0]) and not passed_on
@@ -289,8 +291,9 @@ def is_from_this_machine(scope: Scope) -> bool:
 
 
 def identify(scope: Scope) -> Caller:
-    """Return whose key came with a request (X-API-Key, or Authorization: Bearer), and put the
-    caller into its state. Raises `Unauthenticated`."""
+    """Return the caller of a request by its key (X-API-Key, or Authorization: Bearer) and store it
+    in the request's state. Raises `Unauthenticated`.
+    """
     gateway = cast(Gateway, scope["app"].state.gateway)
     state = scope.setdefault("state", {})
     try:
@@ -304,7 +307,7 @@ def identify(scope: Scope) -> Caller:
 
 
 def _credential(scope: Scope) -> bytes:
-    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of several
     if (key := headers.get(b"x-api-key")) is not None:
         return key
     scheme, _, credential = headers.get(b"authorization", b"").partition(b" ")
@@ -312,7 +315,7 @@ def _credential(scope: Scope) -> bytes:
 
 
 def check_role(caller: Caller, role: Role) -> None:
-    """Raise `PermissionDenied`, which names the role that is needed."""
+    """Raise `PermissionDenied` with the required role."""
     if role not in _INCLUDES[caller.role]:
         raise PermissionDenied(
             f"this needs a key with the role {role}; {caller.key_id} is a key with the "
@@ -321,12 +324,12 @@ def check_role(caller: Caller, role: Role) -> None:
 
 
 def file_response(media_type: str, description: str) -> dict[str, Any]:
-    """Return the OpenAPI response of a file or a message that is no JSON."""
+    """Return the OpenAPI response of a file or a message that is not JSON."""
     return {"content": {media_type: {"schema": binary(description)}}}
 
 
 def json_content(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI content of the JSON body of a `raw` endpoint."""
+    """Return the OpenAPI content of a `raw` endpoint's JSON body."""
     reference, definitions = _schema(model)
     return {JSON: {"schema": {**reference, "$defs": definitions}}}
 

@@ -1,4 +1,4 @@
-"""What a gateway answers that waits for the lease of its database, while another one serves."""
+"""Answers requests while this gateway waits for the lease."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _REASON = "this gateway waits until the one that serves now has ended"
 
 
 class StandbyBoundary:
-    """Health is that of the process; readiness fails, so that a load balancer sends nothing. A
-    `retrieve_future` that comes all the same is held, and answered by the gateway if it opens
-    meanwhile: after a 5xx the SDK would ask again at once."""
+    """Health is the process's. Readiness fails, so that a load balancer sends nothing. A
+    `retrieve_future` is held until the gateway opens, because after a 5xx the SDK would ask again
+    at once.
+    """
 
     def __init__(
         self,

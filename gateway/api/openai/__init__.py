@@ -1,11 +1,10 @@
 """OpenAI's completions, chat completions and models, under `/v1`.
 
-`routes` parse a request with a model of `schemas`. `InferenceService` (`service`) resolves the
-model's name (`models`), makes prompts and engine requests of the request (`prompts`, with the
-model's `tokenizer` and `chat_template`), and samples with the engine of the owner's implicit
-session the way that the SDK does, so that limits, usage and metrics are the same for both.
-`responses` writes text, logprobs and usage in OpenAI's form, and `routes` the errors.
+`routes` parses a request with a model of `schemas`. `InferenceService` (`service`) resolves the
+model's name (`models`) and makes engine requests (`prompts`, with `tokenizer` and `chat_template`).
+It samples with the owner's implicit session, as the SDK does, so limits, usage and metrics are
+equal. `responses` writes text, logprobs and usage, and `routes` the errors.
 
-A new request field: declare it in `schemas`, where refused fields are listed too, and use it in
-`prompts` (what is sampled) or `responses` (what is shown).
+To add a request field, declare it in `schemas`, which also lists refused fields. Use it in
+`prompts` for sampling or in `responses` for the answer.
 """

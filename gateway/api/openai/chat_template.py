@@ -1,13 +1,12 @@
-"""A model's chat template: from messages to text, as Hugging Face defines it.
+"""A model's chat template, which turns messages into text as Hugging Face defines it.
 
-The template is Jinja, rendered in a sandbox in which it can modify nothing and reach no unsafe
-attribute, within a bound on its time and on its output. Variables: messages, tools, documents,
-add_generation_prompt, the special tokens by name (bos_token, eos_token, …), and those of the
-request. Functions: raise_exception, strftime_now; the filter tojson escapes nothing. See
-https://huggingface.co/docs/transformers/chat_templating_writing.
+The template is Jinja, in a sandbox without modification or unsafe attributes, bounded in time and
+output. Variables: messages, tools, documents, add_generation_prompt, the special tokens by name
+(bos_token, eos_token, …), and the request's. Functions: raise_exception, strftime_now. The filter
+tojson escapes nothing. See https://huggingface.co/docs/transformers/chat_templating_writing.
 
-`transformers` renders templates in the same sandbox without those bounds, and takes seconds and
-hundreds of megabytes to import, so it is not used here; a test compares the two.
+`transformers` has the same sandbox without the bounds, but its import takes seconds and hundreds of
+megabytes. A test compares the two.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _OWN_FIELDS = frozenset(
         "tokenize",
     }
 )
-"""Variables of a template that `chat_template_kwargs` may not set."""
+"""Variables that `chat_template_kwargs` may not set."""
 
 _EMPTY: tuple[object, ...] = (None, "", [], {})
-"""The values of a message's fields that say nothing; clients send them for what is absent."""
+"""Empty values of a message's fields, which clients send for absent ones."""
 
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
@@ -55,8 +54,9 @@ _SPACED_MARK = _MARK + " "
 
 class ChatTemplate:
     """`source` is one template, or several by name: `default`, and `tool_use` for requests with
-    tools. A rendering takes at most `max_seconds` (those of known models take milliseconds) and
-    writes at most `max_characters`. Raises `UnsupportedInput` for an invalid template."""
+    tools. A rendering takes at most `max_seconds` and writes at most `max_characters`. Raises
+    `UnsupportedInput` for an invalid template.
+    """
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class ChatTemplate:
             raise UnsupportedInput(f"the model's chat template is invalid: {error}") from error
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """Return the text that the model continues. Raises `InvalidRequest` or one of its kinds if
-        a message is malformed, or if the template refuses the messages, fails on them, or exceeds
-        its bounds."""
+        """Return the text for the model to continue. Raises `InvalidRequest` or a subclass for a
+        malformed message, or if the template fails or exceeds its bounds.
+        """
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
             raise InvalidField(
@@ -117,8 +117,7 @@ class ChatTemplate:
         return self._templates[name]
 
     def _bounded_text(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
-        """Render the template: a loop that its author, or a request's values, made endless ends
-        with an error."""
+        """Render the template within its bounds, because its loop may be endless."""
         _deadline.set((time.monotonic() + self._max_seconds, self._max_seconds))
         pieces, size = [], 0
         for piece in template.generate(variables):
@@ -131,8 +130,9 @@ class ChatTemplate:
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | dict[str, str]:
-    """Return the model's template, or its templates by name; empty if it has none. The files are
-    a newer convention than the field of the tokenizer's config, and take precedence."""
+    """Return the model's template, its templates by name, or "". The files are newer than the field
+    in the tokenizer's config and take precedence.
+    """
     file = folder / "chat_template.jinja"
     named = {
         path.stem: path.read_text(encoding="utf-8")
@@ -149,12 +149,13 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
 
 
 def _message(message: Json, *, at: int) -> Json:
-    """Return a message as templates expect it: its content is a text, the arguments of its tool
-    calls are objects, and other fields without content are left out."""
+    """Return a message for templates: text content, tool arguments as objects, and no empty
+    fields.
+    """
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong_message(at, "has no role")
-    # A template may ask whether a field is there.
+    # Templates test for the presence of fields.
     known = {name: value for name, value in message.items() if value not in _EMPTY}
     known["content"] = _text(message.get("content"), at=at)
     calls = known.get("tool_calls")
@@ -187,8 +188,9 @@ def _text(content: object, *, at: int) -> str:
 
 
 def _tool_call(call: object, *, at: int) -> Json:
-    """Parse the arguments, which clients send as JSON in a text and templates write themselves. A
-    text that is not JSON, as a model may have written it, stays a text."""
+    """Parse a tool call's arguments: clients send JSON text, and templates need objects. Invalid
+    JSON stays text, as a model may have written it.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise _wrong_message(at, "has a tool call without a function")
@@ -205,8 +207,8 @@ def _wrong_message(at: int, what: str) -> InvalidField:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Return the text up to the end of the last message, as `transformers` does. If the template
-    has trimmed the blank after the mark, it trims contents, and the message's end is trimmed too.
+    """Cut the text after the last message, as `transformers` does. If the template trimmed the
+    blank after the mark, trim the message's end too.
     """
     found = text.rfind(_MARK)
     if found < 0:
@@ -219,7 +221,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 _deadline: ContextVar[tuple[float, float]] = ContextVar("deadline")
-"""Of the current rendering: its monotonic time, and the seconds that it allowed."""
+"""The present rendering's monotonic deadline, and its seconds."""
 
 
 def _check_deadline() -> None:
@@ -229,9 +231,9 @@ def _check_deadline() -> None:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks the deadline also at every call: macros write nothing until they return."""
+    """Also checks the deadline at every call, because macros write only at their end."""
 
-    def call(  # as Jinja names its own parameters: no template's argument may collide with them
+    def call(  # as in Jinja: no template's argument may collide with these names
         __self,
         __context: jinja2.runtime.Context,
         __obj: object,
@@ -255,8 +257,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders `{% generation %}…{% endgeneration %}`, which marks an assistant's words for
-    training, as the text within."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks training text, as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

@@ -1,7 +1,7 @@
-"""Models by name, and the list of them.
+"""Models by name, and their list.
 
-A name is a base model's, a `tinker://RUN/sampler_weights/NAME` path, or the id of a training
-run, which stands for the weights that the run last saved for sampling: a model in training.
+A name is a base model's, a `tinker://RUN/sampler_weights/NAME` path, or a training run's id for the
+run's newest weights for sampling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_LISTED = 1000
 
 @dataclass(frozen=True)
 class SamplingTarget:
-    """What a request samples from; `rank` is that of the adapter, or 0 without one."""
+    """The source of a request's samples. `rank` is its adapter's, or 0."""
 
     model: BaseModelEntry
     version: WeightVersion
@@ -35,7 +35,7 @@ class SamplingTarget:
 
 
 class ModelDirectory:
-    """Resolves and lists the models that a caller can sample from."""
+    """Resolves and lists a caller's models."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._models = gateway.models
@@ -45,9 +45,9 @@ class ModelDirectory:
 
     @asynccontextmanager
     async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:
-        """Yield what the name stands for now; its files are kept while the block runs. Raises
-        `UnknownModel`, `UnknownWeights` or `InvalidRequest`, and the same for another owner's
-        weights as for weights that do not exist."""
+        """Yield the name's target and keep its files for the block. Raises `UnknownModel`,
+        `UnknownWeights` or `InvalidRequest`. Another owner's weights appear not to exist.
+        """
         if name.startswith(_SCHEME):
             async with self._checkpoints.reading(name, readers=Readers((caller,))) as checkpoint:
                 if checkpoint.path.kind != "sampler_weights":
@@ -68,7 +68,9 @@ class ModelDirectory:
             yield SamplingTarget(model=model, version=base_version(model), rank=0)
 
     async def all(self, caller: Caller) -> list[Model]:
-        """Return the base models, then what the caller's runs saved for sampling, newest first."""
+        """Return the base models, then the weights of the caller's runs for sampling, newest
+        first.
+        """
         saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)
         return [
             *(self._base_model(entry) for entry in self._models.all()),
@@ -76,7 +78,7 @@ class ModelDirectory:
         ]
 
     async def one(self, name: str, caller: Caller) -> Model:
-        """Raise as `resolve`."""
+        """Return one model. Raises as `resolve`."""
         async with self.resolve(name, caller) as target:
             if not target.version.run_id:
                 return self._base_model(target.model)
@@ -91,7 +93,7 @@ class ModelDirectory:
             )
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
-        """Return what the run last saved for sampling and still has."""
+        """Return the run's newest existing weights for sampling."""
         origin = await self._checkpoints.origin(run_id)
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")
@@ -101,7 +103,7 @@ class ModelDirectory:
             try:
                 return await self._versions.version(name)
             except UnknownWeights:
-                continue  # saved without a name, and collected since
+                continue  # unnamed and collected
         raise UnknownModel(
             f"the run {run_id} has saved nothing for sampling yet, or no longer has it; call "
             "save_weights_for_sampler"
@@ -137,7 +139,7 @@ def _model(
     created: float,
     max_length: int | None,
 ) -> Model:
-    """`created` in seconds since 1970, `max_length` in tokens."""
+    """`created` is in seconds since 1970, `max_length` in tokens."""
     return Model(
         id=name,
         object="model",

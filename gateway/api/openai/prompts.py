@@ -1,4 +1,4 @@
-"""From a request to what an engine is asked: token ids, stop conditions and sampling parameters."""
+"""Converts a request into token ids, stop conditions and sampling parameters for an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """`text` and `offsets`, where each token begins in it, are known where they are shown."""
+    """`text`, and the `offsets` of tokens in it, are set if the answer shows them."""
 
     token_ids: Sequence[int]
     text: str | None = None
@@ -36,10 +36,11 @@ class PreparedPrompt:
 def prompts_of(
     request: InferenceRequest, tokenizer: ModelTokenizer, *, max_length: int | None
 ) -> list[PreparedPrompt]:
-    """Return the prompts of a request; a chat has one. `max_length` of the model, in tokens.
-    Raises `InvalidRequest` or one of its kinds, or `SequenceTooLong`."""
+    """Return a request's prompts. A chat has one. `max_length` is the model's, in tokens. Raises
+    `InvalidRequest` or a subclass, or `SequenceTooLong`.
+    """
     if isinstance(request, ChatCompletionRequest):
-        # Special tokens are the template's to write, unless the request says otherwise.
+        # The template writes special tokens, unless the request says otherwise.
         special = bool(request.add_special_tokens)
         given: Sequence[str | Sequence[int]] = [tokenizer.chat_template().render(request)]
     else:
@@ -65,7 +66,7 @@ def prompts_of(
 
 
 def _echoed(prompt: PreparedPrompt, tokenizer: ModelTokenizer, *, special: bool) -> PreparedPrompt:
-    """Return a prompt that an answer begins with."""
+    """Return a prompt with its text and offsets for an echo."""
     if prompt.text is not None:
         offsets = tokenizer.offsets(prompt.text, add_special_tokens=special)
         return replace(prompt, offsets=offsets)
@@ -76,8 +77,9 @@ def _echoed(prompt: PreparedPrompt, tokenizer: ModelTokenizer, *, special: bool)
 def sampling_params(
     request: InferenceRequest, tokenizer: ModelTokenizer
 ) -> sampler_pb2.SamplingParams:
-    """Return the parameters of the engine, with the model's end tokens beside the stop tokens.
-    Raises `InvalidField` for wrong stop strings or token ids."""
+    """Return the engine's parameters, with the model's end tokens as stop tokens. Raises
+    `InvalidField` for wrong stop strings or token ids.
+    """
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
         raise InvalidField(
@@ -105,8 +107,9 @@ def sampling_params(
 def make_sample_request(
     request: InferenceRequest, *, prompt: PreparedPrompt, params: sampler_pb2.SamplingParams
 ) -> sampler_pb2.SampleRequest:
-    """Return the engine's request for one prompt, without its place in a sampling session. Raises
-    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""
+    """Return the engine's request for one prompt, without its sampling session. Raises
+    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`.
+    """
     top = request.alternatives or 0
     scores_prompt = bool(request.echo) and request.alternatives is not None
     return sampler_pb2.SampleRequest(
@@ -121,7 +124,7 @@ def make_sample_request(
 
 
 def _int32(tokens: Sequence[int]) -> bytes:
-    """Encode as little-endian int32, the byte order of all machines that vLLM runs on."""
+    """Encode as little-endian int32, the byte order of all machines for vLLM."""
     if not tokens:
         raise EmptyBatch("the prompt is empty; sampling needs at least one token")
     if min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID:
@@ -138,12 +141,13 @@ _STRUCTURES = {
     "grammar": "a Lark grammar",
     "json_object": "true",
 }
-"""The forms of vLLM's `structured_outputs`, and what their values must be."""
+"""vLLM's `structured_outputs`, each with its type of value."""
 
 
 def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput | None:
-    """Return the form that samples must have: OpenAI's `response_format`, or vLLM's names for the
-    same; None for free text. The sampler checks the form itself. Raises `InvalidField`."""
+    """Return the required form of samples, from OpenAI's `response_format` or vLLM's fields, None
+    for free text. The sampler checks the form. Raises `InvalidField`.
+    """
     asked: list[tuple[str, str, object]] = []
     if request.response_format is not None:
         asked += _response_format(request.response_format)

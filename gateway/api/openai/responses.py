@@ -1,4 +1,4 @@
-"""From sampled tokens to responses, whole or streamed: the text, logprobs and usage of choices."""
+"""Converts sampled tokens into whole or streamed responses with text, logprobs and usage."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
 Stage = Literal["whole", "opening", "part"]
-"""What of a choice is written: all of it, or a part of a stream."""
+"""The written part of a choice: all, or a part of a stream."""
 
 Alternatives = Sequence[tuple[int, float]]
-"""Tokens that could stand at one position, with their logprobs, likeliest first."""
+"""Alternative tokens for one position with their logprobs, likeliest first."""
 
 _NO_ALTERNATIVE = -99999.0
-"""The logprob of an empty cell in the wire protocol's matrix of alternatives."""
+"""The logprob of an empty cell in the wire protocol's matrix."""
 
 _MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of one sample, with one logprob each, and each with the alternatives that were
-    asked for. `finish` is set with the last tokens."""
+    """New tokens of one sample, with logprobs and requested alternatives. `finish` comes with the
+    last tokens.
+    """
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
@@ -46,7 +47,7 @@ class NewTokens:
         *,
         finished: bool = True,
     ) -> NewTokens:
-        """Read a whole sample, or what a delta adds to one."""
+        """Read a whole sample or a delta."""
         length = sample.stop_reason == tinker_pb2.STOP_REASON_LENGTH
         ids = array("i", sample.tokens)
         return NewTokens(
@@ -58,8 +59,9 @@ class NewTokens:
 
 
 class Position(NamedTuple):
-    """A token as it is shown. `offset` is where it begins in the text of its choice, in characters;
-    the first token of a prompt has no logprob."""
+    """A token with its `offset`, the character position in its choice's text. A prompt's first
+    token has no logprob.
+    """
 
     token: int
     logprob: float | None
@@ -68,11 +70,11 @@ class Position(NamedTuple):
 
 
 class Choice:
-    """One choice of a completion, whose tokens become text as they arrive: `new_text` is what the
-    last ones added, and may lag behind them. Stop tokens and stop strings are among the tokens,
-    and are not in the text unless `include_stop_str_in_output` is set. `shown` are the tokens of
-    the last part. Where offsets are shown, a token waits until its place in the text is certain: a
-    stop string may end the text before it."""
+    """One choice of a completion. Tokens become text as they arrive. `new_text` is the newest text,
+    which may lag behind. Stop tokens and strings are in the tokens, and in the text only with
+    `include_stop_str_in_output`. `shown` are the newest shown tokens. With offsets, a token waits
+    for its certain place, because a stop string may end the text before it.
+    """
 
     has_offsets: ClassVar[bool] = True
 
@@ -110,8 +112,9 @@ class Choice:
         stage: Stage,
         sample: tinker_pb2.SampleResponse | None = None,
     ) -> Json:
-        """Add the tokens, and return what they add to the response; `sample` is that of a whole
-        response."""
+        """Add the tokens and return their part of the response. `sample` is set for a whole
+        response.
+        """
         self._add(tokens)
         self.shown = self._take_certain()
         shows_logprobs = self._request.alternatives is not None and stage != "opening"
@@ -137,7 +140,7 @@ class Choice:
         self._text_length += len(self.new_text)
 
     def _take_certain(self) -> Sequence[Position]:
-        """Return the waiting tokens whose place in the text is certain: all, once it has ended."""
+        """Return the waiting tokens with a certain place, at the end all of them."""
         if not self.has_offsets or self._request.alternatives is None:
             certain, self._waiting = self._waiting, []
             return certain
@@ -152,14 +155,15 @@ class Choice:
         return certain
 
     def _content(self, stage: Stage) -> Json:
-        """Return the field that holds the new text."""
+        """Return the field with the new text."""
         if not self._request.echo or stage == "part":
             return {"text": self.new_text}
         return {"text": (self._prompt.text or "") + self.new_text}
 
     def _logprobs(self, sample: tinker_pb2.SampleResponse | None) -> Json:
-        """Return the logprobs of the tokens. In an echo, those of the prompt come first, and its
-        first token has none."""
+        """Return the tokens' logprobs. An echo starts with the prompt's, where the first token has
+        none.
+        """
         shown = self.shown
         if sample is not None and self._request.echo:
             prompt = self._prompt.token_ids
@@ -178,9 +182,9 @@ class Choice:
         }
 
     def _top(self, position: Position) -> Json | None:
-        """Return the likeliest tokens, and the sampled one too if it is not among them. Where
-        several tokens have one name, the sampled one has it, or else the likeliest; the others are
-        named by their ids."""
+        """Return the likeliest tokens and the sampled one. If several share a name, the sampled one
+        or the likeliest keeps it, and the others are named by id.
+        """
         if position.logprob is None:
             return None
         own = self._token_name(position.token)
@@ -194,9 +198,10 @@ class Choice:
         return found
 
     def _token_name(self, token: int) -> str:
-        """Return how logprobs name a token: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
-        character, or `"token_id:17"` if the client asked for names that are unique, and for a row
-        of the model's vocabulary that is no token of its tokenizer."""
+        """Return a token's name in logprobs: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
+        character, or `"token_id:17"` if the client asked for unique names or the tokenizer lacks
+        the token.
+        """
         found = self._tokenizer.token(token)
         if self._request.return_tokens_as_token_ids or found is None:
             return _id_name(token)
@@ -206,7 +211,7 @@ class Choice:
 
 
 class ChatChoiceWriter(Choice):
-    """What a choice of a chat has in another form."""
+    """A choice of a chat."""
 
     has_offsets = False
 
@@ -240,8 +245,9 @@ class ChatChoiceWriter(Choice):
 
 
 class ResponseBuilder:
-    """Builds the response to a request: whole with `response`, or in parts with `opening`, `parts`
-    and `closing`. Choices are in the order of the prompts, `n` for each."""
+    """Builds a request's response: whole with `response`, or streamed with `opening`, `parts` and
+    `closing`. Choices follow the prompts, `n` for each.
+    """
 
     def __init__(
         self,
@@ -273,8 +279,9 @@ class ResponseBuilder:
         ]
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
-        """Return the whole response; `samples` are in the order of the prompts. A chat's prompt
-        is where vLLM's clients also look for its token ids."""
+        """Return the whole response. `samples` follow the prompts. vLLM's clients also expect the
+        token ids beside the prompt.
+        """
         for sample in samples:
             self.count(sample)
         sequences = ((sequence, sample) for sample in samples for sequence in sample.sequences)
@@ -288,19 +295,20 @@ class ResponseBuilder:
         return content
 
     def count(self, sample: tinker_pb2.SampleResponse) -> None:
-        """Count the usage of a prompt whose samples are finished."""
+        """Count the usage of a finished prompt."""
         self._cached_tokens += sample.prompt_cache_hit_tokens
         self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
 
     def opening(self) -> list[Json]:
-        """Return the parts that begin the choices of a stream, before any token is sampled."""
+        """Return the first parts of a stream, before any token."""
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):
             return []
         return [self._chunk(one.write(NewTokens(), "opening")) for one in self._choices]
 
     def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
-        """Return the part for new tokens of a sample of the prompt with this index; none if the
-        client would see nothing. The deltas of a sample are all that it has."""
+        """Return the parts for new tokens of a sample of this prompt, none if there is nothing to
+        show.
+        """
         choice = self._choices[prompt * self._n + delta.index]
         tokens = NewTokens.of(delta, delta.topk, finished=delta.finished)
         part = choice.write(tokens, "part")
@@ -310,7 +318,7 @@ class ResponseBuilder:
         return []
 
     def closing(self) -> list[Json]:
-        """Return the last part of a stream: the usage, if it is wanted."""
+        """Return a stream's last part: the usage, if requested."""
         return [{**self._chunk(), "usage": self._usage()}] if self._shows_usage else []
 
     def _chunk(self, *choices: Json) -> Json:
@@ -330,8 +338,9 @@ class ResponseBuilder:
 
 
 def _alternatives(topk: tinker_pb2.TopkLogprobs, *, count: int) -> list[Alternatives]:
-    """Read a [length, k] matrix; cells without a token are left out. Without a matrix, none of the
-    `count` tokens has alternatives."""
+    """Read a [length, k] matrix without its empty cells. Without a matrix, the `count` tokens have
+    no alternatives.
+    """
     if not topk.length:
         return [()] * count
     cells = list(zip(array("i", topk.token_ids), array("f", topk.logprobs), strict=True))

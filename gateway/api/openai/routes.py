@@ -1,5 +1,6 @@
-"""The routes of the OpenAI-compatible API, and what they answer with beside models: event streams,
-and errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`."""
+"""The routes of the OpenAI-compatible API, its event streams, and errors in OpenAI's form,
+`{"error": {"message", "type", "param", "code"}}`.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +63,10 @@ _RULES = (
 
 def status_of(error: TandemError) -> int:
     """Return the HTTP status: 404 for `UnknownModel`, 503 for `WorkerStartFailed`, 504 for
-    `OperationTimedOut`."""
+    `OperationTimedOut`.
+    """
     if isinstance(error, SessionFinished | WorkerStartFailed | WorkerDied | GatewayRestarted):
-        return 503  # the server's doing: the next request gets a new session and engine
+        return 503  # the next request gets a new session and engine
     if isinstance(error, OperationTimedOut):
         return 504
     return error.status
@@ -103,7 +105,7 @@ def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
 async def openai_chat_completions(
     body: ChatCompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
 ) -> Response:
-    """Answer messages, from which the model's chat template makes a prompt."""
+    """Answer messages. The model's chat template makes the prompt."""
     return await _respond(body, request, service, caller)
 
 
@@ -117,7 +119,7 @@ async def openai_completions(
 
 @router.operation("GET", "/models", role="reader")
 async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
-    """List the base models, and what the caller's runs have saved for sampling."""
+    """List the base models, and the weights for sampling of the caller's runs."""
     return ModelList(object="list", data=await service.models.all(caller))
 
 
@@ -129,7 +131,7 @@ async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
     rules=["A `tinker://` path must be one."],
 )
 async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) -> Model:
-    """Return one model: a base model's name, a `tinker://` path, or the id of a training run."""
+    """Return one model: a base model's name, a `tinker://` path, or a training run's id."""
     return await service.models.one(model, caller)
 
 
@@ -144,7 +146,7 @@ async def _respond(
         async with running as sampled:
             content = await sampled.response()
     except ClientDisconnect:
-        return Response(status_code=499)  # for the log; nobody receives it
+        return Response(status_code=499)  # for the log, as the client is gone
     response = json_response(content)
     response.headers[VERSION_HEADER] = str(content["tandem_weight_version"])
     return response
@@ -162,8 +164,8 @@ class EventStream(StreamingResponse):
     """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html): a line
     `data: JSON` for each part, and `data: [DONE]` at the end.
 
-    The response starts with the first parts, so that an earlier error is an ordinary response. A
-    later one is sent in the stream, and ends it.
+    The response starts with the first parts, so an earlier error is an ordinary response. A later
+    error ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -205,7 +207,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""`type` by status; for other statuses, invalid_request_error (4xx) or server_error (5xx)."""
+"""`type` by status. Others are invalid_request_error (4xx) or server_error (5xx)."""
 
 _CODES: dict[type[TandemError], str] = {
     Unauthenticated: "invalid_api_key",
@@ -215,12 +217,13 @@ _CODES: dict[type[TandemError], str] = {
     SequenceTooLong: "context_length_exceeded",
     Overloaded: "rate_limit_exceeded",
 }
-"""The `code`s that OpenAI's clients know; for other errors it is our own error type."""
+"""The `code`s of OpenAI's clients. Other errors have our own type."""
 
 
 def error_content(error: TandemError) -> dict[str, object]:
     """Return the body: `{"error": {"message": "unknown model 'x'; …", "type": "not_found_error",
-    "param": "model", "code": "model_not_found"}}`."""
+    "param": "model", "code": "model_not_found"}}`.
+    """
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
     param = "model" if isinstance(error, _MODELS) else None
     return _content(
@@ -233,11 +236,11 @@ def error_content(error: TandemError) -> dict[str, object]:
 
 
 def openai_refusal(error: TandemError) -> Response:
-    """Write an error as OpenAI's clients know them (see `gateway.api.errors`)."""
+    """Write an error in OpenAI's form (see `gateway.api.errors`)."""
     status = status_of(error)
     response = json_response(error_content(error), status=status)
     if status in (503, 504):
-        response.headers["Retry-After"] = "5"  # the server starts something
+        response.headers["Retry-After"] = "5"  # an engine is starting
     return response
 
 

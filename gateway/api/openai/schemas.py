@@ -1,8 +1,7 @@
 """Request and response models of the OpenAI-compatible routes.
 
-A request with an unknown field is refused, as OpenAI does: a result that silently lacks what was
-asked for is worse than none. Of the fields that this server knows but does not offer, the value
-that means "off" is accepted, since clients send their defaults.
+Unknown fields are refused, as OpenAI does, because a silently ignored request is worse. Known but
+unsupported fields may have the value "off", which clients send by default.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ MAX_N = 128
 MAX_PROMPTS = 2048
 MAX_TOP_LOGPROBS = 1000
 DEFAULT_MAX_TOKENS = 16
-"""For completions. A chat completion may be as long as the model's length allows."""
+"""For completions. A chat completion may fill the model's context."""
 
 
 # --- Requests ------------------------------------------------------------------------------
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # the other options are about padding and statistics
+    model_config = ConfigDict(extra="ignore")  # the other options concern padding and statistics
 
     include_usage: bool | None = None
 
 
 class SamplingFields(BaseModel):
-    """The fields that both kinds of requests have. `n` is the number of choices per prompt;
-    `max_tokens`, once validated, is None only where a response may be as long as fits."""
+    """The common request fields. `n` is the number of choices per prompt. After validation,
+    `max_tokens` is None only for a response of any length.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -96,7 +96,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to show with each token's logprob; None: no logprobs at all."""
+        """The number of alternatives per logprob, None for no logprobs."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -137,7 +137,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def alternatives(self) -> int | None:
-        """As those of a completion."""
+        """The number of alternatives per logprob, None for no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -174,15 +174,15 @@ HARMLESS_FIELDS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "service_tier",
-        "prediction",  # can only make a response faster
-        "parallel_tool_calls",  # a tool call is the model's own text: the server makes none
+        "prediction",  # only makes a response faster
+        "parallel_tool_calls",  # tool calls are the model's own text
         "priority",
         "request_id",
         "spaces_between_special_tokens",
         "include_reasoning",
     }
 )
-"""Accepted with any value: none of them changes the sampled tokens."""
+"""Accepted with any value, because they do not change the tokens."""
 
 
 _EMPTY = ["", [], {}, False, 0]
@@ -215,7 +215,7 @@ _UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
     ),
     "verbosity": ([*_EMPTY, "medium"], "there is no such setting; leave it out"),
 }
-"""Fields that would change the result: the values that mean "off", and what to do instead."""
+"""Unsupported fields: the values that mean "off", and advice."""
 
 
 # --- Responses -----------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class _Response(Answer):
 
 
 class _Choice(Answer):
-    """`token_ids` and `prompt_token_ids`: with `return_token_ids`, as vLLM has them."""
+    """`token_ids` and `prompt_token_ids` need `return_token_ids`, as in vLLM."""
 
     index: int = Field(ge=0)
     finish_reason: FinishReason
@@ -265,8 +265,9 @@ class _Choice(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """One entry per token of the choice, end and stop tokens included. `text_offset` is in
-    characters; the first token of a prompt has no logprob."""
+    """One entry per token of the choice, with end and stop tokens. `text_offset` is in characters.
+    A prompt's first token has no logprob.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]

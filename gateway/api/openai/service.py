@@ -1,4 +1,4 @@
-"""From a request to its response: prompts, an engine, and the samples while they are computed."""
+"""Answers requests: prompts, an engine, and samples in progress."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ REQUEST_TIMEOUT = 1800.0
 MAX_CHOICES = 1024
 """Prompts times choices of one request."""
 _MOST_PREPARING = 2
-"""Requests whose prompts are rendered and encoded at once, in turns of their owners: this runs in
-the threads that also write all owners' files."""
+"""Concurrent preparations of prompts, in turns of their owners. They share threads with all owners'
+file writes.
+"""
 
 
 class EngineStarting(WorkerStartFailed):
-    """The engine is still starting, and goes on starting, so that a retry helps."""
+    """The engine is still starting, so a retry helps."""
 
     type = "engine_starting"
 
 
 class InferenceService:
-    """Answers completions and chats with the parts of a gateway. `models` are what can be asked
-    for."""
+    """Answers completions and chats. `models` resolves model names."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tokenizer = lru_cache(maxsize=8)(  # an entry that is added again is another key
+        self._tokenizer = lru_cache(maxsize=8)(  # a model that is added again has a new key
             lambda model: ModelTokenizer(model.name, Path(model.path))
         )
         self._preparation = FairSemaphore(slots=_MOST_PREPARING)
@@ -70,8 +70,8 @@ class InferenceService:
     async def start(
         self, request: InferenceRequest, *, caller: Caller, receive: Receive
     ) -> AsyncIterator[Generation]:
-        """Start sampling; what has not ended with the block is cancelled. An invalid request
-        starts nothing. Raises a `TandemError`.
+        """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
+        Raises a `TandemError`.
         """
         gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
@@ -119,9 +119,10 @@ class InferenceService:
     def _prepare(
         self, request: InferenceRequest, target: SamplingTarget, limits: SampleLimits
     ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
-        """Return one engine request per prompt, and the builder of the response; called in a
-        thread. Raises `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
-        `TokenOutOfVocabulary`."""
+        """Return one engine request per prompt and the response builder. It runs in a thread.
+        Raises `InvalidRequest` or a subclass, `SequenceTooLong`, `EmptyBatch` or
+        `TokenOutOfVocabulary`.
+        """
         tokenizer = self._tokenizer(target.model)
         params = sampling_params(request, tokenizer)
         prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
@@ -139,16 +140,14 @@ class InferenceService:
 
 
 Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
-"""The index of a prompt, and new tokens of one of its samples, or all of its samples."""
+"""A prompt's index, and new tokens of one sample or all finished samples."""
 
 
 class Generation:
-    """The samples of one request while they are computed: submitted, awaited, and cancelled
-    together.
+    """One request's samples in progress, which are submitted, awaited and cancelled together.
 
-    `poll_interval` in seconds: how often a waiting request checks its timeouts and keeps its
-    session alive. `max_unread`: events of a stream that may wait for a slow reader; more stay in
-    the engine.
+    `poll_interval` is in seconds: a waiting request then checks its timeouts and keeps its session
+    alive. `max_unread` bounds the events that wait for a slow reader; the engine holds the rest.
     """
 
     def __init__(
@@ -177,8 +176,7 @@ class Generation:
         self._started_at = time.monotonic()
 
     def submit(self, request: sampler_pb2.SampleRequest, *, seq_id: int, stream: bool) -> None:
-        """Submit the request of the next prompt, the way that the SDK's samples are submitted.
-        Raises `Overloaded`."""
+        """Submit the next prompt's request, as an SDK's sample. Raises `Overloaded`."""
         prompt, sampler = len(self._futures), self._sampler
         request_id = request_id_of(owner=self._session.id, seq_id=seq_id)
         request.operation_id = request_id
@@ -211,7 +209,7 @@ class Generation:
         future.on_end(put_outcome)
 
     def listen_for_disconnect(self, receive: Receive) -> None:
-        """End the wait when the client disconnects. Its request has been read completely."""
+        """End the wait when the client disconnects. Its request must have been read."""
 
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -230,8 +228,9 @@ class Generation:
         return self._builder.response([found[prompt] for prompt in sorted(found)])
 
     async def parts(self) -> AsyncGenerator[list[Json], None]:
-        """Yield the parts of a streamed response, those that are ready at once together; the first
-        come with the first token. Raises as `events`."""
+        """Yield a stream's parts, all ready ones together, from the first token on. Raises as
+        `events`.
+        """
         ready = self._builder.opening()
         async for prompt, sampled in self.events():
             if isinstance(sampled, tinker_pb2.SampleResponse):
@@ -244,10 +243,10 @@ class Generation:
         yield ready + self._builder.closing()
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the events until every prompt is finished.
+        """Yield the events until all prompts are finished.
 
-        Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
-        `GatewayRestarted`, or `ClientDisconnect`.
+        Raises a sample's error, `EngineStarting` or `OperationTimedOut` after its time,
+        `GatewayRestarted` or `ClientDisconnect`.
         """
         while self._unfinished:
             try:
@@ -266,7 +265,7 @@ class Generation:
             yield event
 
     def cancel(self) -> None:
-        """Cancel what has not ended, here and in the engine."""
+        """Cancel unfinished samples, here and in the engine."""
         if self._disconnect_listener is not None:
             self._disconnect_listener.cancel()
         for future in self._futures:

@@ -1,7 +1,7 @@
-"""Text to tokens and back: a model's tokenizer, and decoding as tokens arrive.
+"""A model's tokenizer, and decoding of arriving tokens.
 
-`tokenizers` computes what `transformers` computes, from the same `tokenizer.json`; the files
-beside it say which tokens are special and which end a sequence.
+`tokenizers` gives the results of `transformers` from one `tokenizer.json`. The files beside it name
+the special tokens and the end tokens.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _MAX_CHARACTERS_PER_TOKEN = 256
 
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer decodes the bytes of an incomplete character to."""
+"""The decoded bytes of an incomplete character."""
 
 _MAX_CHARACTER = 4
 """Bytes, and so tokens, in one character."""
 
 _MAX_HELD = 32
-"""Tokens held back for the rest of a character. No character has as many: this is noise."""
+"""Tokens held back for the rest of a character. More are noise."""
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """The text and the bytes of one token. `text` has U+FFFD for a part of a character."""
+    """One token's text and bytes. `text` has U+FFFD for a part of a character."""
 
     text: str
     raw: bytes
 
 
 class ModelTokenizer:
-    """Encodes and decodes text, and holds the model's chat template, all read from its folder.
-    Thread-safe. Raises `UnsupportedInput`, which says what the folder lacks."""
+    """A model's tokenizer and chat template, read from its folder. Thread-safe. Raises
+    `UnsupportedInput` for missing or unreadable files.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -79,8 +80,9 @@ class ModelTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool, max_length: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Raises `SequenceTooLong` for a text that cannot fit into
-        `max_length` tokens, and `InvalidRequest` for invalid Unicode."""
+        """Return a text's token ids. Raises `SequenceTooLong` for a text that cannot fit into
+        `max_length` tokens, and `InvalidRequest` for invalid Unicode.
+        """
         if max_length is not None and len(text) > _MAX_CHARACTERS_PER_TOKEN * max_length:
             raise SequenceTooLong(
                 f"the prompt has {len(text)} characters; the model's length is {max_length} tokens"
@@ -91,9 +93,9 @@ class ModelTokenizer:
             raise InvalidRequest(f"the prompt is not valid Unicode: {describe(error)}") from error
 
     def offsets(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Return where each token of `encode` begins in the text, in characters. A token that is a
-        part of a character begins where the character does. A blank before a token, which some
-        tokenizers leave out, is the token's."""
+        """Return the character position of each token of `encode`. A part of a character begins
+        where the character does. A blank before a token belongs to the token.
+        """
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         offsets, end = [], 0
         for (first, last), added in zip(
@@ -104,24 +106,26 @@ class ModelTokenizer:
         return offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens, special tokens included."""
+        """Return the tokens' text with special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def decode_within_text(self, tokens: Sequence[int]) -> str:
-        """Return the text that the tokens add after other text: at the beginning of a text, some
-        tokenizers drop a blank."""
+        """Return the tokens' text after other text. At the beginning of a text, some tokenizers
+        drop a blank.
+        """
         return self.decode([*self._anchor, *tokens]).removeprefix(self._anchor_text)
 
     def decode_next(self, stream: DecodeStream, tokens: Sequence[int]) -> str | None:
-        """Return the text that the tokens add to a stream, None while it may end within a
-        character, or U+FFFD if the stream cannot go on from what it has decoded."""
+        """Return the text that the tokens add to a stream. Return None within a character, or
+        U+FFFD if the stream cannot continue.
+        """
         try:
             return stream.step(self._tokenizer, list(tokens))
         except Exception:  # noqa: BLE001 - "invalid prefix"; `tokenizers` raises nothing narrower
             return _REPLACEMENT
 
     def chat_template(self) -> ChatTemplate:
-        """Raise `UnsupportedInput` for a model without one."""
+        """Return the chat template. Raises `UnsupportedInput` without one."""
         if self._template is None:
             raise UnsupportedInput(
                 f"the model {self.name!r} has no chat template; put a chat_template.jinja into its "
@@ -130,8 +134,7 @@ class ModelTokenizer:
         return self._template
 
     def _token(self, id_: int) -> TokenText | None:
-        """Return one token as it reads within a text, None for a row of the model's vocabulary
-        that is no token."""
+        """Return a token as it reads within a text, None for an id without a token."""
         piece = self._tokenizer.id_to_token(id_)
         if piece is None:
             return None
@@ -139,7 +142,7 @@ class ModelTokenizer:
             return TokenText(text=piece, raw=piece.encode())
         text = self.decode_within_text([id_])
         raw = text.encode()
-        if _REPLACEMENT in text:  # a part of a character: `<0xE2>`, or a character for each byte
+        if _REPLACEMENT in text:  # a part of a character: `<0xE2>`, or a character per byte
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 raw = bytes([int(piece[3:5], 16)])
             elif all(character in _BYTES for character in piece):
@@ -148,13 +151,14 @@ class ModelTokenizer:
 
 
 class Detokenizer:
-    """Decodes with the `DecodeStream` of `tokenizers`, which holds tokens back until they end a
-    character. What it lacks is here: an end, a bound on what it holds back, and prompts that end
-    within a character, which the sampled tokens then complete. `context` are the last tokens of
-    the prompt. The text is the same however the tokens are divided.
+    """Decodes with the `DecodeStream` of `tokenizers`, which holds tokens back until a character is
+    complete. This class adds an end, a bound on held tokens, and prompts that end within a
+    character. `context` are the prompt's last tokens. The text does not depend on the division of
+    the tokens.
 
-    `silent` tokens have no text. `places` says where each token begins in the text, in characters,
-    as far as that is known: it is not of tokens that are held back."""
+    `silent` tokens have no text. `places` has the character position of each token that is not held
+    back.
+    """
 
     def __init__(
         self,
@@ -169,7 +173,7 @@ class Detokenizer:
         self._skipped = special | silent
         self._held: list[int] = []
         self._unplaced: list[tuple[str, bool]] = []
-        """Of each token without a place: the held text before it, and whether it has text."""
+        """Tokens without a place: the held text before each, and whether it has text."""
         self._length = 0
         self.places: list[int] = []
         known = [token for token in context if token not in special]
@@ -184,11 +188,11 @@ class Detokenizer:
         self._unplaced, self._length, self.places = [], 0, []
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Return the text that is certain with these tokens."""
+        """Return the certain text after these tokens."""
         return "".join(map(self._push, tokens))
 
     def finish(self) -> str:
-        """Return the text of the tokens held back, with U+FFFD for incomplete characters."""
+        """Return the held tokens' text, with U+FFFD for incomplete characters."""
         held, self._held = self._held, []
         self._stream = DecodeStream(ids=held)
         return self._placed(self._tokenizer.decode_within_text(held))
@@ -209,9 +213,10 @@ class Detokenizer:
         return self._placed(text)
 
     def _placed(self, whole: str) -> str:
-        """Place the tokens whose text this is; return what of it is not the prompt's. What a token
-        leaves of the held text before it was there before; one that adds no character is a part of
-        the last."""
+        """Place the tokens of this text and return its part after the prompt. A token begins after
+        the text it shares with the held text. A token without new characters belongs to the last
+        character.
+        """
         text = self._without_prompt(whole)
         of_prompt = len(whole) - len(text)
         following = [*(before for before, _ in self._unplaced), whole][1:]
@@ -225,13 +230,13 @@ class Detokenizer:
         return text
 
     def _without_prompt(self, text: str) -> str:
-        """Drop what the first text repeats of the prompt's last, incomplete token."""
+        """Drop the repetition of the prompt's last, incomplete token."""
         prompt_text, self._prompt_text = self._prompt_text, ""
         return text[_shared_length(prompt_text, text) :]
 
 
 def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> list[int]:
-    """Return where each token begins in the text that the tokens are decoded to."""
+    """Return the position of each token in the decoded text."""
     detokenizer = Detokenizer(tokenizer, context=(), skip_special_tokens=False)
     detokenizer.push(tokens)
     detokenizer.finish()
@@ -239,8 +244,9 @@ def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> l
 
 
 class StopCutter:
-    """Ends a text before the first of its stop strings (with `keep`: after it), and holds back
-    what may be the beginning of one."""
+    """Ends a text before its first stop string (with `keep`: after it), and holds back a possible
+    beginning of one.
+    """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = stops
@@ -249,19 +255,19 @@ class StopCutter:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Return the text that is certain with this text."""
+        """Return the certain text after this text."""
         if self.stopped:
             return ""
         self._held += text
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if ends:  # the stop string that ends first counts; of several, the longest
+        if ends:  # the first to end counts, of several the longest
             end, begin = min(ends)
             self.stopped = True
             return self._release(end if self._keep else begin)
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the held text."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -269,13 +275,13 @@ class StopCutter:
         return released
 
     def _overlap(self, stop: str) -> int:
-        """Return how many characters at the end may be the beginning of the stop string."""
+        """Return the length of the stop string's prefix at the end."""
         sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
 
 
 def _shared_length(one: str, other: str) -> int:
-    """Return how many characters two texts begin with together."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -288,8 +294,9 @@ def _named_tokens(config: Json) -> dict[str, str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary (GPT-2's) stands for:
-    printable bytes are themselves, the others are the characters from U+0100 on."""
+    """Map the characters of a byte-level vocabulary (GPT-2's) to bytes. Printable bytes map to
+    themselves, the others to characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,6 +1,6 @@
-"""Device groups: their workers, the workers that wait, and draining a group.
+"""Device groups: their workers, waiting workers, and draining.
 
-What is another owner's is shown without its name, see `gateway.placement.occupancy`.
+Another owner's things appear without a name, see `gateway.placement.occupancy`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class GroupWorker(Answer):
-    """A worker on a group. `state`: awake, giving_way (it ends the calls that it is at),
-    falling_asleep, waking, waiting, asleep, or absent (it has a place and no process). `position`
-    is its turn among those that wait, from 1; 0: it does not wait. `seconds`: for so long it has
-    had the devices, or has waited; it is expected to wait for `expected_seconds` more, as things
-    went lately. Of another owner's worker there are state and position alone."""
+    """A worker on a group. `state`: awake, giving_way (it finishes its calls), falling_asleep,
+    waking, waiting, asleep, or absent (a place without a process). `position` is its turn in the
+    queue, from 1, or 0 if it does not wait. `seconds` is how long it has had the devices, or has
+    waited. `expected_seconds` estimates the rest of the wait from recent switches. Another owner's
+    worker shows only state and position.
+    """
 
     state: str
     position: int
@@ -42,12 +43,13 @@ class GroupWorker(Answer):
 
 
 class GroupOccupancy(Answer):
-    """At most `awake` workers are awake at once (0: all always are), and `most_workers` have a
-    place (0: any number); `placed` have one. `host` is for admins. `switch_seconds` is what a
-    switch took lately: to put one worker to sleep and wake another. Of the workers that the caller
-    may see, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
-    `spilled_bytes` in files, as of their last switches. `workers` are those that have the devices,
-    those that wait, in turn, and the rest."""
+    """At most `awake` workers are awake at once (0: all). At most `most_workers` have a place (0:
+    any number), and `placed` have one. `host` is for admins. `switch_seconds` is the recent
+    duration of a switch: one worker falls asleep and another wakes. Of the caller's visible
+    workers, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
+    `spilled_bytes` in files, as of their last switches. `workers` lists the lease holders, then the
+    waiting ones in turn, then the rest.
+    """
 
     name: str
     host: str
@@ -67,15 +69,16 @@ class GroupOccupancy(Answer):
 
 
 class HostMemoryUse(Answer):
-    """The workers of leased groups have `used_bytes` of host memory, or may take them in a switch
-    that is under way, of `budget_bytes` (0: not bounded)."""
+    """Workers of leased groups use `used_bytes` of host memory, switches in progress included, of
+    `budget_bytes` (0: unlimited).
+    """
 
     budget_bytes: int
     used_bytes: int
 
 
 class PlaceApplicant(Answer):
-    """A run, or a sampler, that waits for its places; another owner's is its position alone."""
+    """A run or a sampler that waits for places. Another owner's shows only its position."""
 
     position: int
     worker: str
@@ -94,7 +97,7 @@ class GroupList(Answer):
 
 @router.operation("GET", "/groups", role="reader")
 async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
-    """List the device groups, who has their devices and who waits."""
+    """List the device groups, the lease holders and the queue."""
     return GroupList(
         groups=[_described(group, gateway, caller) for group in gateway.places.groups],
         memory=HostMemoryUse(budget_bytes=gateway.memory.budget, used_bytes=gateway.memory.used)
@@ -108,8 +111,9 @@ async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
     "POST", "/groups/{name}/drain", role="admin", audit="group_drain", errors=[UnknownGroup]
 )
 async def drain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
-    """Let a group take no more workers, also after a restart of the gateway. Its idle workers go to
-    sleep, and those that no run keeps end; what runs goes on."""
+    """Stop placing workers on a group, even after a restart of the gateway. Its idle workers fall
+    asleep, and those that no run keeps end. Running work continues.
+    """
     group = _group(name, gateway)
     await gateway.drain(group, drained=True)
     return _described(group, gateway, caller)
@@ -119,7 +123,7 @@ async def drain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) ->
     "DELETE", "/groups/{name}/drain", role="admin", audit="group_undrain", errors=[UnknownGroup]
 )
 async def undrain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
-    """Let a group take workers again."""
+    """Place workers on a group again."""
     group = _group(name, gateway)
     await gateway.drain(group, drained=False)
     return _described(group, gateway, caller)

@@ -1,4 +1,6 @@
-"""What is told of a key: by the routes, and by `gateway/admin/offline_keys.py`, without FastAPI."""
+"""The public description of a key, for the routes and for `gateway/admin/offline_keys.py`, without
+FastAPI.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from gateway.owners.auth.keys import Key, KeyStore, Role
 
 
 class KeyInfo(Answer):
-    """A key without the key itself."""
+    """A key without its secret."""
 
     id: str
     owner: str
@@ -24,7 +26,7 @@ class KeyInfo(Answer):
 
 
 class NewKeyInfo(KeyInfo):
-    """With the key itself, this once."""
+    """A new key with its secret, shown once."""
 
     key: str
 

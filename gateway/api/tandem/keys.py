@@ -1,4 +1,4 @@
-"""Keys, for admins: made, listed, revoked. A key itself is shown once, when it is made."""
+"""Creates, lists and revokes keys, for admins. A key's secret is shown once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def list_keys(gateway: GatewayDep) -> KeyList:
 async def create_key(
     body: NewKey, gateway: GatewayDep, audit: AuditDep, response: Response
 ) -> NewKeyInfo:
-    """Make a key."""
+    """Create a key."""
     key, secret = await gateway.keys.create(body)
     audit.note(key.id, owner=key.owner, role=key.role)
     response.headers["Cache-Control"] = "no-store"

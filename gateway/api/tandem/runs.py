@@ -20,9 +20,10 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class StepInfo(Answer):
-    """An optimizer step. `seconds` are the trainer's, batches included; `tokens` those of the
-    batches; `weight_version` the newest one that was published before the step. `metrics` are the
-    optimizer's, and those of the batches, combined as their suffixes say."""
+    """An optimizer step. `seconds` is the trainer's time, batches included. `tokens` counts the
+    batches' tokens. `weight_version` is the newest version before the step. `metrics` come from the
+    optimizer and the batches, combined as their suffixes say.
+    """
 
     step: int
     seq_id: int
@@ -34,8 +35,9 @@ class StepInfo(Answer):
 
 
 class RunSummary(Answer):
-    """`replicas` is how many copies of the model its trainer's `ranks` hold, `tensor_parallel` how
-    many ranks compute the same datums; `last_step` is null until the run has made a step."""
+    """`replicas` is the number of model copies on the trainer's `ranks`. `tensor_parallel` is the
+    number of ranks that compute one datum together. `last_step` is null before the first step.
+    """
 
     id: str
     session_id: str
@@ -59,9 +61,10 @@ class RunSummaries(Answer):
 
 
 class RunMemory(Answer):
-    """The plan with which a run's trainer started: at most so many tokens at once, and whether
-    blocks keep their input alone. `device` are the bytes that each rank needs of its GPU by what
-    they are for, `host` those of its host; of CPU ranks all are in `device`."""
+    """The plan with which a run's trainer started. `micro_batch_tokens` is the largest micro-batch.
+    `checkpointing`: blocks keep only their input. `device` and `host` map each use to its bytes per
+    rank on the GPU and the host. For CPU ranks, all bytes are in `device`.
+    """
 
     micro_batch_tokens: int
     checkpointing: bool
@@ -72,8 +75,9 @@ class RunMemory(Answer):
 
 
 class PublishedVersion(Answer):
-    """`bytes` is what a reader gets, `written_bytes` what was written: fewer where it is a delta of
-    the version `delta_of`, which is "" for a whole one."""
+    """`bytes` is the size for a reader, `written_bytes` the size on the disk. It is smaller for a
+    delta of the version `delta_of`, which is "" for a whole version.
+    """
 
     version: str
     bytes: int
@@ -82,17 +86,18 @@ class PublishedVersion(Answer):
 
 
 class RunWeights(Answer):
-    """`deltas` says whether versions for the run's own sampler may be deltas; `published` is the
-    last version that was written, null if none was since the gateway started."""
+    """`deltas`: versions for the run's own sampler may be deltas. `published` is the last version
+    since the gateway started, or null.
+    """
 
     deltas: bool
     published: PublishedVersion | None
 
 
 class RunSteps(Answer):
-    """`weights` and `memory` are null where there is no trainer, `memory` also where it makes no
-    plan; `engines` where no engine was needed yet, or none is kept. `before` is how the steps
-    before these are asked for; null where there are none."""
+    """`weights` and `memory` are null without a trainer, `memory` also without a plan. `engines` is
+    null without engines. `before` fetches the preceding steps, null if there are none.
+    """
 
     run: RunSummary
     weights: RunWeights | None
@@ -108,7 +113,7 @@ async def list_runs(
     limit: Annotated[Limit, Query()] = 20,
     offset: Annotated[Offset, Query()] = 0,
 ) -> RunSummaries:
-    """Return a page of runs, newest first: everybody's for an admin, for others their own."""
+    """Return a page of runs, newest first. An admin sees everybody's runs, others their own."""
     found, total = await access.gateway.run_queries.runs(
         access.caller, scope="accessible", project_id=None, limit=limit, offset=offset
     )
@@ -123,7 +128,7 @@ async def run_steps(
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     before: Annotated[Offset | Omitted, Query()] = None,
 ) -> RunSteps:
-    """Return a run's newest optimizer steps, or those before a `seq_id`, in their order."""
+    """Return a run's newest optimizer steps in order, or those before a `seq_id`."""
     run = await _own(run_id, access)
     gateway, history = access.gateway, access.gateway.run_history
     found = await history.newest(run_id, limit=limit + 1, before=before)
@@ -141,8 +146,9 @@ async def run_steps(
 
 
 async def _own(run_id: str, access: Access) -> RunRecord:
-    """Return a run that the caller may see all of. A published checkpoint shows none of its
-    run's steps. Raises `UnknownRun`."""
+    """Return a fully visible run. A published checkpoint does not show its run's steps. Raises
+    `UnknownRun`.
+    """
     run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
     if not access.caller.may_see(run.owner):
         raise UnknownRun(f"there is no training run {run_id!r} on this server")

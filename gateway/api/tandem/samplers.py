@@ -1,4 +1,4 @@
-"""How many engines serve a sampling session or a run: scaled by hand while it lives."""
+"""Scales the engines of a sampling session or a run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class ScaleSampler(BaseModel):
-    """`replicas` is how many engines there are to be; `wait` for how many seconds new ones may wait
-    for their places, which they get all at once or not at all."""
+    """`replicas` is the new number of engines. New ones may wait `wait` seconds for their places,
+    which they get together or not at all.
+    """
 
     replicas: Annotated[int, Field(ge=1, le=64)]
     wait: Annotated[float, Field(ge=0, le=600)] = 0.0
 
 
 class EngineCounts(Answer):
-    """A sampler is to have so many `replicas`, of which `serving` answer now; `leaving` are those
-    besides that end what they were sent."""
+    """`replicas` is the target number of engines, `serving` the number that answer now. `leaving`
+    further ones are finishing their requests.
+    """
 
     replicas: int
     serving: int
@@ -54,7 +56,7 @@ class EngineCounts(Answer):
 
 
 class ScaledSampler(EngineCounts):
-    """`sessions` are those that it serves."""
+    """`sessions` are the sampler's sessions."""
 
     base_model: str
     sessions: list[str]
@@ -81,10 +83,11 @@ class ScaledSampler(EngineCounts):
 async def scale_sampler(
     target: PathText, body: ScaleSampler, access: AccessDep, audit: AuditDep
 ) -> ScaledSampler:
-    """Set how many engines serve a run, a sampling session, or a session with one sampler. New ones
-    get places at once, or nothing changes; they start, load the version that was used last, and
-    then get requests. Engines that are too many get nothing new, end what they were sent, and give
-    their places back. The number counts until the sampler ends, and may be set again and again."""
+    """Set the number of engines of a run, a sampling session, or a session with one sampler. New
+    engines get their places at once, or nothing changes. They start, load the last used version,
+    and then get requests. Surplus engines get no new requests, finish their present ones, and
+    release their places. The number holds until the sampler ends, and can be changed at any time.
+    """
     audit.note(target, replicas=str(body.replicas))
     sampler = await _sampler(target, access)
     sessions = access.gateway.sessions
@@ -100,7 +103,7 @@ async def scale_sampler(
 
 
 async def _sampler(target: str, access: Access) -> Sampler:
-    """Return the sampler that serves what is named, made if it is needed."""
+    """Return the target's sampler, created if needed."""
     gateway = access.gateway
     if ":sample:" in target:
         sampling_session = await access.sampling_session(target)

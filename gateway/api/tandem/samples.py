@@ -1,4 +1,4 @@
-"""Which weight versions the tokens of a request came from."""
+"""The weight versions behind a request's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class VersionRunInfo(Answer):
-    """So many tokens, one after the other, from one weight version of an optimizer step."""
+    """Consecutive tokens from one weight version of an optimizer step."""
 
     version: str
     step: int
@@ -19,9 +19,10 @@ class VersionRunInfo(Answer):
 
 
 class SampledVersions(Answer):
-    """`samples` has the versions of each sample's tokens, in their order. It is empty for a
-    request that was not in flight: all of its tokens are from `weight_version`, with which one
-    in flight ended."""
+    """`samples` has the versions of each sample's tokens, in order. It is empty for a request that
+    was not in flight: then all tokens are from `weight_version`. An in-flight request ended with
+    `weight_version`.
+    """
 
     request_id: str
     weight_version: str
@@ -30,9 +31,10 @@ class SampledVersions(Answer):
 
 @router.operation("GET", "/samples/{request_id}/versions", role="reader", errors=[UnknownRequest])
 async def sampled_versions(request_id: PathText, access: AccessDep) -> SampledVersions:
-    """Return which weight versions a request was sampled from, once it has ended. Its id is what
-    the `sequence_id` of each of its samples begins with: `ID:0`, `ID:1` and so on. It is forgotten
-    with the gateway, or when 50,000 others, or four million pieces of samples, have come since."""
+    """Return the weight versions of an ended request. Its id is the prefix of its samples'
+    `sequence_id`: `ID:0`, `ID:1` and so on. It is forgotten with the gateway, or after 50,000 other
+    requests or four million pieces of samples.
+    """
     await access.request(request_id)
     samples = access.gateway.samples
     span, found = samples.find(request_id), samples.versions.find(request_id)

@@ -1,6 +1,6 @@
-"""What runs, the base models, settings and version, under /api/tandem/v1; /metrics; /openapi.json.
+"""Status, base models, settings and version, under /api/tandem/v1; /metrics; /openapi.json.
 
-They are for the command line and for scripts. Times are seconds since 1970.
+For the command line and scripts. Times are in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class SessionStatus(Answer):
 
 
 class OperationUnderWay(Answer):
-    """The operation at which a run's trainer works. `says` is all of it in words; `seconds` since
-    its turn came, or, before the trainer was asked, since it was accepted. Tokens are those of its
-    batch, 0 for an operation without one."""
+    """The operation that a run's trainer works on. `says` describes it in words. `seconds` counts
+    from its turn, or from its acceptance before the trainer was asked. Tokens are its batch's, 0
+    without a batch.
+    """
 
     seq_id: int
     kind: str
@@ -73,10 +74,10 @@ class OperationUnderWay(Answer):
 
 
 class RunStatus(Answer):
-    """`restored` counts how often its trainer was brought back after it died. `snapshot_step` is
-    that of the newest snapshot, 0 without one, and `snapshot_problem` why there is none since, or
-    why it would be of no use. `micro_batch_tokens` are computed at once, at most: fewer once memory
-    ran out."""
+    """`restored` counts restorations of its trainer. `snapshot_step` is the newest snapshot's step,
+    or 0. `snapshot_problem` explains a missing or useless newer snapshot. `micro_batch_tokens` is
+    the largest micro-batch, which shrinks after running out of memory.
+    """
 
     id: str
     session_id: str
@@ -98,10 +99,11 @@ class RunStatus(Answer):
 
 
 class SamplerStatus(Answer):
-    """One engine of a sampler; `replica` is its number. `leaving`: the sampler was scaled down, and
-    the engine ends what it was sent. `session_id` is the session that it was made for; "" if the
-    caller does not see that one. `waiting` is how many samples of the sampler have not ended, and
-    `under_way` how many requests this engine has."""
+    """One engine of a sampler, with the number `replica`. `leaving`: the sampler was scaled down,
+    and the engine finishes its requests. `session_id` is the sampler's original session, "" if
+    hidden from the caller. `waiting` counts the sampler's unfinished samples, `under_way` this
+    engine's requests.
+    """
 
     session_id: str
     base_model: str
@@ -124,9 +126,9 @@ class SamplingSessionStatus(Answer):
 
 
 class WorkerStatus(Answer):
-    """One that was made for a session that the caller does not see, and is shared, is called by its
-    kind. `version` is that of Tandem in it, and the tag of its image where that is another; ""
-    until it has answered its first heartbeat."""
+    """A shared worker of a hidden session is called by its kind. `version` is its Tandem version,
+    with the image's tag if that differs, "" before its first heartbeat.
+    """
 
     id: str
     kind: str
@@ -154,8 +156,9 @@ class Status(Answer):
 
 
 class ModelEntry(Answer):
-    """`path` is for admins, empty for others. `max_length` in tokens, null where the model does not
-    say. `note` says what does not work with a model of this name, if anything."""
+    """`path` is for admins, empty for others. `max_length` is in tokens, null if unknown. `note`
+    names a limitation of the model's name, if any.
+    """
 
     name: str
     path: str
@@ -168,7 +171,7 @@ class RegisteredModels(Answer):
 
 
 class Settings(Answer):
-    """The resolved settings, by name; without secrets."""
+    """The resolved settings by name, without secrets."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]
@@ -180,14 +183,15 @@ class Version(Answer):
 
 @router.operation("GET", "/status", role="reader")
 async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
-    """Return what runs: everything for an admin; for others their own, without how workers are
-    reached and where files lie."""
+    """Return the status of everything for an admin. Others see their own things, without the
+    addresses of workers and the paths of files.
+    """
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
     admin = caller.role == "admin"
 
     def seen(session_id: str) -> bool:
-        """Whether the caller may know the session that a worker was made for."""
+        """Return whether the caller may know the worker's session."""
         return admin or session_id in mine
 
     def name_of(worker: Worker | None) -> str:
@@ -299,7 +303,7 @@ def _under_way(call: Call | None) -> OperationUnderWay | None:
 
 @router.operation("GET", "/models", role="reader")
 async def list_models(gateway: GatewayDep, caller: CallerDep) -> RegisteredModels:
-    """List the base models; where their files lie for an admin alone."""
+    """List the base models. Only an admin sees their paths."""
     found = gateway.models.all()
     if caller.role != "admin":
         found = [replace(entry, path="") for entry in found]
@@ -314,7 +318,7 @@ async def list_models(gateway: GatewayDep, caller: CallerDep) -> RegisteredModel
     rules=["The path must be the absolute path of a readable model."],
 )
 async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> ModelEntry:
-    """Register a base model. A name that is registered already gets the new path."""
+    """Register a base model. A registered name gets the new path."""
     audit.note(body.name)
     return ModelEntry.of(await gateway.models.add(name=body.name, path=body.path))
 
@@ -328,14 +332,15 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
     rules=["The record of a model of the models directory must be removable."],
 )
 async def remove_model(name: PathText, gateway: GatewayDep) -> None:
-    """Remove a base model's name, and its record in the models directory. What runs with the
-    model continues, and its files stay."""
+    """Remove a base model's name, and its record in the models directory. Its files stay, and its
+    runs continue.
+    """
     await gateway.models.remove(name)
 
 
 @router.operation("GET", "/config", role="admin")
 async def config(gateway: GatewayDep) -> Settings:
-    """Return the resolved settings, without keys and without the database's password."""
+    """Return the resolved settings, without keys and the database's password."""
     settings = gateway.settings.model_dump(mode="json")
     settings["database_url"] = without_password(settings["database_url"])
     return Settings.model_validate(settings)
@@ -365,16 +370,17 @@ async def metrics(gateway: GatewayDep) -> Response:
     responses={200: file_response("application/json", "An OpenAPI 3.1 document")},
 )
 async def openapi(request: Request) -> Response:
-    """Return this description. It holds nothing of this server but its version."""
+    """Return this description. It reveals only the server's version."""
     return json_response(request.app.openapi())
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's document, built once, without what the gateway does otherwise: wrong
-    fields are refused with 400 (see `errors.py`), and HEAD is GET without a body."""
+    """Return FastAPI's document, built once and corrected: wrong fields give 400 (see `errors.py`),
+    and HEAD is GET without a body.
+    """
     if app.openapi_schema is None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Duplicate Operation ID")  # of GET, and its HEAD
+            warnings.filterwarnings("ignore", "Duplicate Operation ID")  # of GET and its HEAD
             found = get_openapi(
                 title="Tandem",
                 version=__version__,

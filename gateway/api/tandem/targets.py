@@ -1,6 +1,5 @@
-"""Where Prometheus finds the workers' metrics: its HTTP service discovery asks for it.
-
-Workers come and go with sessions, so that a list in a file would be wrong within minutes.
+"""The workers' metrics addresses, for Prometheus' HTTP service discovery. Workers change with
+sessions, so a static list would soon be wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class TargetGroup(Answer):
-    """`targets` are addresses, HOST:PORT, which answer GET /metrics. The labels are `worker`,
-    `kind`, `__meta_tandem_session_id` and `__meta_tandem_run_id`; Prometheus drops those that begin
-    with `__meta_`, unless it is told to keep them. The name of a worker begins with its kind and
-    its session's id: who reads the metrics sees which sessions there are, and not whose."""
+    """`targets` are addresses, HOST:PORT, that answer GET /metrics. The labels are `worker`,
+    `kind`, `__meta_tandem_session_id` and `__meta_tandem_run_id`. Prometheus drops `__meta_` labels
+    by default. A worker's name contains its kind and session id, so metrics reveal session ids but
+    not their owners.
+    """
 
     targets: list[str]
     labels: dict[str, str]
@@ -25,8 +25,9 @@ class TargetGroup(Answer):
 
 @router.operation("GET", "/metrics/targets", role="metrics")
 async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
-    """Return the addresses of the workers' metrics, as Prometheus' HTTP service discovery asks for
-    them. The gateway's own are at /metrics."""
+    """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
+    The gateway's own are at /metrics.
+    """
     return [_target(record.worker) for record in gateway.fleet.all() if record.worker is not None]
 
 

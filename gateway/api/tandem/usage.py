@@ -1,4 +1,4 @@
-"""What each owner and run used, under /api/tandem/v1, for the command line and for scripts."""
+"""The usage of owners and runs, for the command line and scripts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class OwnerUsage(Answer):
-    """Tokens trained; of samples, prompt tokens (`cached_tokens` of them from the prefix cache) and
-    sampled ones; accelerator seconds; the checkpoints kept now."""
+    """Trained tokens; the samples' prompt tokens (`cached_tokens` of them from the prefix cache)
+    and sampled tokens; accelerator seconds; present checkpoints.
+    """
 
     owner: str
     training_tokens: int
@@ -28,7 +29,7 @@ class OwnerUsage(Answer):
 
 
 class RunUsage(OwnerUsage):
-    """`owner` is who trained the run, or sampled from its weights."""
+    """`owner` trained the run or sampled from its weights."""
 
     run_id: str
     base_model: str
@@ -46,9 +47,10 @@ async def usage_summary(
     since: Annotated[float, Query(ge=0, le=2**53)] = 0.0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 50,
 ) -> UsageSummary:
-    """Sum up what each owner and run used since a time, to the hour: everything for an admin, for
-    others their own. At most `limit` runs, those with the most accelerator seconds first. What was
-    sampled from base models belongs to an owner and to no run."""
+    """Sum the usage of owners and runs since a time, to the hour. An admin sees everything, others
+    their own. Return at most `limit` runs, those with the most accelerator seconds first. Samples
+    from base models belong to an owner and to no run.
+    """
     owners, runs = await gateway.usage_reports.summary(caller, since=since, max_runs=limit)
     return UsageSummary(
         owners=[OwnerUsage.of(used) for used in owners], runs=[RunUsage.of(used) for used in runs]

@@ -1,4 +1,4 @@
-"""Tokens for keys, what a key may know of itself, and the audit log as the SDK reads it."""
+"""Tokens, information about a key, and the audit log in the SDK's form."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class OwnKey(Answer):
 
 
 class AuditEntry(Answer):
-    """`event_details` has the actor, the target, the address, the status, and what the action
-    notes beside them. The fields after it are those that older SDKs read of checkpoints."""
+    """`event_details` has the actor, target, address, status and further details of the action. The
+    later fields are for older SDKs, about checkpoints.
+    """
 
     timestamp: Time
     event: str
@@ -49,16 +50,17 @@ class AuditLogPage(Answer):
 
 @router.operation("POST", "/token", role="reader", audit=None)
 async def exchange_token(gateway: GatewayDep, caller: CallerDep) -> Token:
-    """Exchange the key for a JWT, which the SDK presents from then on."""
+    """Exchange the key for a JWT, which the SDK then presents."""
     return Token(jwt=gateway.identity.issue(caller))
 
 
 @router.operation("GET", "/apikey/me", role="reader")
 async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
-    """Describe the key: `tinker auth login` asks before it stores one. There are no email
-    addresses here: the owner's name stands in their place."""
+    """Describe the key. `tinker auth login` calls this before storing a key. The owner's name
+    replaces the email address.
+    """
     key = gateway.keys.get(caller.key_id)
-    if key is None:  # it was replaced since the request came in
+    if key is None:  # replaced since the request arrived
         raise Unauthenticated("the API key is no longer valid")
     return OwnKey(
         key_id=key.number,
@@ -71,13 +73,14 @@ async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
 @router.operation(
     "DELETE",
     "/apikey/me",
-    role="reader",  # whoever holds a key may give it up
+    role="reader",  # every holder of a key may give it up
     audit="apikey_delete",
     errors=[PermissionDenied],
 )
 async def delete_own_key(gateway: GatewayDep, caller: CallerDep, audit: AuditDep) -> None:
-    """Revoke the key that the caller presents, or that its token stands for. The local key
-    stays: the commands on this machine work with it."""
+    """Revoke the caller's key, or the key of its token. The local key cannot be deleted, because
+    the commands on this machine use it.
+    """
     audit.note(caller.key_id)
     key = gateway.keys.get(caller.key_id)
     if key is not None and key.local:

@@ -1,4 +1,4 @@
-"""Usage, in the SDK's form. There are no prices here: costs and rates are null."""
+"""Usage in the SDK's form. There are no prices, so costs and rates are null."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def usage_events(
 async def checkpoint_storage(
     gateway: GatewayDep, caller: CallerDep, project_id: Annotated[ProjectFilter, Query()] = None
 ) -> CheckpointStorage:
-    """Return the number of checkpoints and their bytes now, by project and owner."""
+    """Return the present checkpoints and their bytes, by project and owner."""
     items = await gateway.checkpoints.storage_use(caller, project_id=project_id)
     return CheckpointStorage(
         effective_rate_usd_per_gigabyte_month=None,

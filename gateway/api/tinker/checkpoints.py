@@ -1,4 +1,4 @@
-"""Checkpoints: lists, publishing, times to live, deletion, copies and download addresses."""
+"""Checkpoints: lists, publishing, expiry, deletion, copies and download addresses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "external_weights": "external",
 }
 _LARGEST_PAGE = 1000
-"""As many as the `tinker` command asks for at once; a page is made in memory."""
+"""The page size of the `tinker` command. A page is built in memory."""
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 router = Router("/api/v1", tag="SDK")
@@ -63,7 +63,7 @@ class TinkerPath(BaseModel):
 
 
 class Ttl(BaseModel):
-    """Without a default: to leave the field out would remove a time to live by accident."""
+    """No default: a missing field would remove the expiry by accident."""
 
     ttl_seconds: int | None
 
@@ -104,21 +104,21 @@ class RunCheckpoints(Answer):
 
 
 class SignedUrls(Answer):
-    """Addresses by file name, which need no key until they expire."""
+    """Addresses by file name. They need no key until they expire."""
 
     urls: dict[str, str]
     expires: Time
 
 
 class OptimizerName(Answer):
-    """As the SDK has it: only Dimuon has a version."""
+    """The SDK's form: only Dimuon has a version."""
 
     type: Literal["adamw", "dimuon"]
     version: int | None = None
 
 
 class WeightsInfo(Answer):
-    """The last four only where the checkpoint is of an adapter."""
+    """The last four fields are present only for an adapter's checkpoint."""
 
     base_model: str
     is_lora: bool
@@ -141,8 +141,9 @@ class Copied(Answer):
     responses={200: {"model": RunCheckpoints}},
 )
 async def run_checkpoints(run_id: PathText, access: AccessDep) -> StreamingResponse:
-    """Return all the checkpoints of one run, oldest first. The SDK asks for no pages, so the
-    answer is generated as it is sent."""
+    """Return all checkpoints of one run, oldest first. The SDK asks for no pages, so the answer is
+    streamed.
+    """
     run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
     return StreamingResponse(_of_run(run.id, access), media_type="application/json")
 
@@ -164,7 +165,7 @@ async def user_checkpoints(
     limit: Annotated[int, Query(ge=0, lt=10**12)] = 100,
     offset: Annotated[int, Query(ge=0, lt=10**12)] = 0,
 ) -> CheckpointPage:
-    """Return a page of the caller's checkpoints, newest first; 1000 at most."""
+    """Return a page of the caller's checkpoints, newest first, at most 1000."""
     limit = min(limit, _LARGEST_PAGE)
     found, total = await access.gateway.checkpoints.of_owner(
         access.caller.owner, limit=limit, offset=offset
@@ -183,13 +184,13 @@ async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> N
 
 @router.operation("POST", f"{_ONE}/publish", role="member", audit="checkpoint_publish")
 async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
-    """Let everybody with a key read the checkpoint. Idempotent."""
+    """Let every key holder read the checkpoint. Idempotent."""
     await gateway.checkpoints.change(checkpoint, public=True)
 
 
 @router.operation("DELETE", f"{_ONE}/publish", role="member", audit="checkpoint_unpublish")
 async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
-    """Make a published checkpoint its owner's alone again."""
+    """Make a published checkpoint private again."""
     await gateway.checkpoints.change(checkpoint, public=False)
 
 
@@ -201,7 +202,7 @@ async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -
     rules=["From an hour to ten years."],
 )
 async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
-    """Set when a checkpoint expires, counted from now; null: never."""
+    """Set a checkpoint's expiry in seconds from now; null: never."""
     check_ttl(body.ttl_seconds)
     await gateway.checkpoints.set_ttl(checkpoint, body.ttl_seconds)
 
@@ -215,7 +216,7 @@ async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: Gate
 async def external_weights_urls(
     checkpoint: ReadableCheckpoint, gateway: GatewayDep, base_url: BaseUrl
 ) -> SignedUrls:
-    """Return signed addresses of the files of an export, which need no key for an hour."""
+    """Return signed addresses of an export's files. They need no key for an hour."""
     if checkpoint.path.kind != "external_weights":
         raise InvalidRequest(
             f"{checkpoint.path} is not for download; export the weights with "
@@ -229,13 +230,13 @@ async def external_weights_urls(
 async def checkpoint_files(
     path: Annotated[str, Query(), CHECKPOINT], access: AccessDep, base_url: BaseUrl
 ) -> SignedUrls:
-    """Return signed addresses of the files of any checkpoint (`?path=tinker://…`)."""
+    """Return signed addresses of any checkpoint's files (`?path=tinker://…`)."""
     return await _signed(access.gateway, await access.checkpoint(path), base_url)
 
 
 @router.operation("POST", "/weights_info", role="reader", audit=None)
 async def weights_info(body: Annotated[TinkerPath, CHECKPOINT], access: AccessDep) -> WeightsInfo:
-    """Return what a client must know to load a checkpoint."""
+    """Return the information needed to load a checkpoint."""
     checkpoint = await access.checkpoint(body.tinker_path)
     training = (await access.gateway.checkpoints.origin(checkpoint.path.run_id)).training
     info = WeightsInfo(
@@ -280,7 +281,7 @@ async def copy_weights(
         str, Header(description="The same key again returns the first copy")
     ] = "",
 ) -> Copied:
-    """Copy a checkpoint into a project, or into a session. Answers when it is copied."""
+    """Copy a checkpoint into a project or a session. Answers after the copy."""
     check_ttl(body.ttl_seconds)
     token = x_tinker_weights_access_token or body.weights_access_token
     readers = access.readers(token=token)
@@ -289,7 +290,7 @@ async def copy_weights(
     if body.session_id is not None:
         if body.model_seq_id is None:
             raise InvalidRequest("copy_weights with a session_id needs a model_seq_id, too")
-        # A copy in a session is of the session's project, and of its owner.
+        # A copy in a session belongs to the session's project and owner.
         session = await access.session(body.session_id)
         owner, project_id = session.owner, session.project_id
         run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
@@ -323,8 +324,7 @@ async def _pinned_file(
     expires: Annotated[str, Query()] = "",
     signature: Annotated[str, Query()] = "",
 ) -> AsyncIterator[Path]:
-    """Yield the file, which stays on the disk until the last byte is sent, even when its
-    checkpoint is deleted meanwhile."""
+    """Yield the file and pin it until the last byte is sent, even if its checkpoint is deleted."""
     address = Address(run_id, kind, name, file, folder, expires, signature)
     async with gateway.downloads.reading(address, method=request.method) as path:
         yield path
@@ -338,7 +338,7 @@ async def _pinned_file(
     responses={200: _FILE, 206: _FILE},
 )
 async def download(file: Annotated[Path, Depends(_pinned_file)]) -> FileResponse:
-    """Return a file of a checkpoint, whole, or the part that a Range header asks for."""
+    """Return a checkpoint's file, or the part in a Range header."""
     return FileResponse(
         file,
         media_type="application/octet-stream",

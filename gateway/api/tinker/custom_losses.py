@@ -1,8 +1,8 @@
-"""Custom losses: clients register traced graphs; trainers receive them with the request.
+"""Custom losses: clients register traced graphs, and trainers receive them with the request.
 
-A plug-in: `router` serves `create_custom_loss`, and `provide` adds the definitions of the loss
-"custom" to a gateway (`Gateway.loss_definitions`). Graphs are data here; only a trainer computes
-them (`tandem.custom_losses.interpreter`).
+`router` serves `create_custom_loss`. `provide` adds the definitions of the loss "custom" to a
+gateway (`Gateway.loss_definitions`). The gateway only stores graphs, and a trainer computes them
+(`tandem.custom_losses.interpreter`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LOSSES = 256
 
 
 class CreateCustomLoss(BaseModel):
-    """The fields that the gateway needs; `tandem.custom_losses` reads the rest of the body."""
+    """The fields for the gateway. `tandem.custom_losses` reads the rest."""
 
     session_id: str = Field(max_length=64)
     custom_loss_seq_id: int = Field(ge=0, lt=10**9)
@@ -44,17 +44,17 @@ class CreateCustomLoss(BaseModel):
 class CustomLossStore:
     """The definitions in the database, by loss id: `SESSION:loss:NUMBER`.
 
-    A loss id is also the id of the request that created the loss. A loss is usable in its own
-    session only, and is deleted when the session ends.
+    A loss id is also its creating request's id. A loss is usable in its own session only, and ends
+    with it.
     """
 
     database: Database
     limits: Quotas
 
     async def create(self, *, session_id: str, owner: str, number: int, definition: bytes) -> str:
-        """Check and store a definition; return its loss id.
+        """Check and store a definition, and return its loss id.
 
-        Idempotent: a repeated number with the same definition returns the same id. Raises
+        Idempotent: a repeated number with an equal definition returns the first id. Raises
         `MalformedPayload`, `CustomLossInvalid` or `LimitExceeded`.
         """
         graph = read_custom_loss(definition)
@@ -72,7 +72,7 @@ class CustomLossStore:
             try:
                 await self.database.write(sa.insert(losses), row)
                 return loss_id
-            except IntegrityError:  # the same request arrived twice at once
+            except IntegrityError:  # two equal requests at once
                 stored = await self._find(loss_id)
         if stored != definition:
             raise CustomLossInvalid(
@@ -82,9 +82,8 @@ class CustomLossStore:
         return loss_id
 
     async def definition(self, loss_id: str, *, session_id: str) -> bytes:
-        """Return what create_custom_loss received.
-
-        Raises `UnknownLoss`, also for a loss of another session.
+        """Return the body of create_custom_loss. Raises `UnknownLoss`, also for another session's
+        loss.
         """
         found = await self._find(loss_id) if loss_id.startswith(f"{session_id}:loss:") else None
         if found is None:
@@ -95,14 +94,13 @@ class CustomLossStore:
         return found
 
     async def recall(self, request_id: str) -> Result | None:
-        """Return the result of a create_custom_loss, or None for any other request."""
+        """Return a create_custom_loss request's result, None for other requests."""
         if await self._find(request_id) is None:
             return None
         body = orjson.dumps({"type": "create_custom_loss", "loss_id": request_id})
         return Result(media="json", body=body)
 
     def end_session(self, session_id: str) -> None:
-        """Delete the session's losses."""
         self.database.write_soon(sa.delete(losses).where(losses.c.session_id == session_id))
 
     async def _find(self, loss_id: str) -> bytes | None:
@@ -125,7 +123,7 @@ class CustomLossStore:
 
 
 class CustomLossAccepted(Answer):
-    """`request_id` is the loss id, too."""
+    """`request_id` is also the loss id."""
 
     request_id: str
 
@@ -144,8 +142,9 @@ router = Router("/api/v1", tag="SDK")
 async def create_custom_loss(
     body: CreateCustomLoss, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CustomLossAccepted:
-    """Register a traced loss. One that is not allowed is refused at once, so that the SDK raises
-    its typed error at once."""
+    """Register a traced loss. An invalid one is refused at once, so that the SDK raises its typed
+    error.
+    """
     session = await access.session(body.session_id)
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(
@@ -159,7 +158,6 @@ async def create_custom_loss(
 
 
 def provide(gateway: Gateway) -> None:
-    """Provide the definitions of the loss "custom"."""
     gateway.loss_definitions["custom"] = CustomLossStore(
         database=gateway.database, limits=gateway.limits
     )

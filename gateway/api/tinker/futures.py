@@ -1,4 +1,4 @@
-"""Results of accepted requests: long polls for one, or for all samples of a client."""
+"""Results of accepted requests: long polls for one request, or for all samples of a client."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSa
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 
 LONG_POLL = 30.0
-"""Seconds for which a request waits for its result at most."""
+"""Most seconds that a request waits for its result."""
 
 INLINE_BYTES = 2**20
-"""The largest result that is sent at once to a client that would rather hear its size first.
-The SDK holds 50 MiB of results at once: fifty small ones more do no harm, and a question for
-each of them would cost a round trip each."""
+"""The largest result sent at once to a client that prefers the size first. The SDK's limit of 50
+MiB for concurrent results has room for these, and each question would cost a round trip.
+"""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -53,7 +53,7 @@ class Cancel(BaseModel):
 
 
 class FailedOperation(Answer):
-    """An accepted operation that failed: 200, since the question was answered."""
+    """An accepted operation that failed. The status is 200, because the question was answered."""
 
     error: str
     type: str
@@ -61,7 +61,7 @@ class FailedOperation(Answer):
 
 
 class ResultSize(Answer):
-    """The size of a large result, for a client that asked to hear it first."""
+    """The size of a large result, for a client that asked for it."""
 
     request_id: str
     status: Literal["complete_metadata"] = "complete_metadata"
@@ -84,7 +84,7 @@ class StateSaved(Answer):
 
 
 class SavedForSampler(Answer):
-    """Either the path of a named checkpoint, or the sampling session of an ephemeral one."""
+    """The path of a named checkpoint, or the sampling session of an ephemeral one."""
 
     type: Literal["save_weights_for_sampler"]
     path: str | None = None
@@ -149,10 +149,9 @@ _RESULT_BYTES = binary(
 )
 
 
-# Raw: called more often than any other route, and its answers are mostly bytes that are ready.
-# Parsing, validating and serialising take 41 us, and 80 us by FastAPI (median of 600 calls in
-# process, both ways in turn). For retrieve_futures, one poll for many samples, it is 171 us and
-# 234 us with 64 samples: not worth it.
+# Raw: this is the most frequent route, and its answers are mostly finished bytes. It takes half the
+# time of FastAPI's parsing and serialising. retrieve_futures answers many samples at once, so there
+# it is not worth it.
 @router.operation(
     "POST",
     "/retrieve_future",
@@ -173,9 +172,9 @@ _RESULT_BYTES = binary(
 async def retrieve_future(request: BoundedRequest) -> Response:
     """Return the result of an accepted request.
 
-    200 with the result, or with `{"error", "category", "type"}` where the operation failed; 408
-    while it has not finished; 410 for a sample that is to be asked for again; 404 otherwise. A
-    large result is answered with its size alone where the client allows that.
+    200 with the result, or with `{"error", "category", "type"}` if the operation failed. 408 while
+    it is not finished, 410 for a sample to request again, 404 otherwise. A large result is answered
+    with its size if the client allows that.
     """
     access = access_of(request)
     gateway = access.gateway
@@ -190,7 +189,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
         size = outcome.size if isinstance(outcome, Result) else 0
         if body.allow_metadata_only and size > INLINE_BYTES:
             return model_response(ResultSize(request_id=request_id, response_payload_size=size))
-        if access.caller.may_change:  # what only a reader has seen stays for its owner
+        if access.caller.may_change:  # a reader's look does not count as the owner's fetch
             gateway.futures.note_fetched(future)
         return _result(outcome)
     recalled = await gateway.recall(request_id)
@@ -205,15 +204,16 @@ async def retrieve_future(request: BoundedRequest) -> Response:
 @router.operation(
     "POST",
     "/retrieve_futures",
-    role="member",  # it also says which samples are not needed any more
+    role="member",  # it also drops samples
     audit=None,
     errors=[UnknownSampler],
     response_model=FinishedSamples,
     responses={410: {"model": FailedOperation, "description": "A cursor of an earlier gateway."}},
 )
 async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSamples | Response:
-    """Return which samples of a client have finished since its last poll. 410 when the cursor is
-    of an earlier gateway: what the client waits for is not known here."""
+    """Return a client's samples that finished since its last poll. 410 for a cursor of an earlier
+    gateway, which lost the client's samples.
+    """
     target = body.target
     await access.past_sampling_session(target.sampling_session_id)
     longest = LONG_POLL
@@ -246,8 +246,9 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
     rules=["Only samples can be cancelled."],
 )
 async def cancel_future(body: Cancel, gateway: GatewayDep, access: AccessDep) -> None:
-    """Cancel a sample, here and in its engine. Idempotent: 204 also for one that has finished or
-    is not known any more. Operations of a run cannot be cancelled: later ones build on them."""
+    """Cancel a sample, here and in its engine. Idempotent: 204 also for a finished or forgotten
+    one. Operations of a run cannot be cancelled, because later ones build on them.
+    """
     request_id = body.request_id
     await access.request(request_id)
     owner = split_request_id(request_id)
@@ -267,7 +268,7 @@ def _gone(sentence: str) -> Response:
 
 def _result(outcome: Outcome) -> Response:
     if isinstance(outcome, TandemError):
-        # The SDK shows its user the sentence alone, so that the type is part of it.
+        # The SDK shows only the sentence, so it includes the type.
         sentence = f"{outcome.type}: {outcome.message}"
         return model_response(FailedOperation.of(outcome, error=sentence))
     headers = {WEIGHT_VERSION_HEADER: outcome.weight_version} if outcome.weight_version else None

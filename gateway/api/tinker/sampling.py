@@ -1,7 +1,7 @@
 """Sampling sessions and samples.
 
-A request that cannot succeed is refused at once, as far as the gateway knows the model
-(`tandem/protocol/sample_limits.py`). The sampler checks it again and says the rest in its answer.
+The gateway refuses an impossible request at once, as far as it knows the model
+(`tandem/protocol/sample_limits.py`). The sampler checks it completely.
 """
 
 from __future__ import annotations
@@ -91,11 +91,10 @@ class TokenTensor(BaseModel):
 
 
 class Sample(BaseModel):
-    """Either in a sampling session, with a place in it, or, as the protocol's oldest form has
-    it, of a `base_model` or a `model_path`.
+    """A request for samples in a sampling session, or, in the protocol's oldest form, from a
+    `base_model` or a `model_path`.
 
-    `record_stability_info` asks a server to keep what it needs for the loss stable_reinforce;
-    ours takes that from the logprobs that the client sends, so that nothing is kept.
+    `record_stability_info` is ignored: our loss stable_reinforce needs only the client's logprobs.
     """
 
     sampling_session_id: str | None = None
@@ -116,7 +115,7 @@ class Sample(BaseModel):
 
 _MESSAGE = sampler_pb2.SampleRequest.DESCRIPTOR
 _SAME = {name for name in Sample.model_fields if name in _MESSAGE.fields_by_name}
-"""The fields that a sample and the message for the engine have in common."""
+"""The common fields of a sample and the engine's message."""
 
 
 class CreateSamplingSession(BaseModel):
@@ -131,7 +130,7 @@ class Join(BaseModel):
 
 
 class SampleAccepted(Answer):
-    """`sample_sequence_ids`: one for each sample to come."""
+    """`sample_sequence_ids` has one id per sample."""
 
     request_id: str
     sample_sequence_ids: list[str]
@@ -153,9 +152,8 @@ class SamplerInfo(Answer):
     model_path: str | None
 
 
-# Raw: pydantic parses and validates a long prompt in one step. 120 us with 2000 tokens and 1.6 ms
-# with 32,000; by FastAPI, which parses first, 191 us and 2.9 ms (median of 600 calls in process,
-# both ways in turn).
+# Raw: pydantic parses and validates a long prompt in one step, in a little more than half of
+# FastAPI's time.
 @router.operation(
     "POST",
     "/asample",
@@ -184,14 +182,15 @@ class SamplerInfo(Answer):
 )
 async def asample(request: BoundedRequest) -> Response:
     """Ask for samples. Idempotent: a repeated seq_id with the same request returns the original
-    request_id. 429 when too many samples wait."""
+    request_id. 429 when too many samples wait.
+    """
     access = access_of(request)
     gateway = access.gateway
 
     def read(raw: bytes) -> tuple[Sample, sampler_pb2.SampleRequest, bytes]:
         body = parse(Sample, raw, most_values=request.most_values)
         message = _sample_request(body)
-        body.prompt = Prompt(chunks=[])  # free the tokens here, which may be in a thread
+        body.prompt = Prompt(chunks=[])  # free the tokens here, perhaps in a thread
         return body, message, digest_of("asample", raw)
 
     body, message, digest = await request.read(read)
@@ -231,7 +230,7 @@ async def asample(request: BoundedRequest) -> Response:
     return model_response(
         SampleAccepted(
             request_id=request_id,
-            # The SDK wants one identity for each sample before there is one.
+            # The SDK wants an id for each future sample.
             sample_sequence_ids=[f"{request_id}:{i}" for i in range(body.num_samples)],
         )
     )
@@ -249,7 +248,8 @@ async def create_sampling_session(
     body: CreateSamplingSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSamplingSession:
     """Begin to sample from a base model or a checkpoint. The engine starts with the first
-    sample."""
+    sample.
+    """
     await access.session(body.session_id)
     session = await gateway.sampling.create(
         session_id=body.session_id,
@@ -267,8 +267,7 @@ async def create_sampling_session(
     "POST", "/join_sampling_session", role="member", audit=None, errors=[UnknownSampler]
 )
 async def join_sampling_session(body: Join, gateway: GatewayDep, access: AccessDep) -> Joined:
-    """Return a number for one more client of a sampling session, such as one that was unpickled
-    elsewhere."""
+    """Return a number for another client of a sampling session, such as an unpickled one."""
     await access.sampling_session(body.sampling_session_id)
     number = await gateway.sampling.join(body.sampling_session_id)
     return Joined(type="join_sampling_session", client_counter=number)
@@ -276,7 +275,7 @@ async def join_sampling_session(body: Join, gateway: GatewayDep, access: AccessD
 
 @router.operation("GET", "/samplers/{sampler_id}", role="reader")
 async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
-    """Return what a sampling session samples from."""
+    """Return a sampling session's base model and checkpoint."""
     return SamplerInfo.of(session, sampler_id=session.id, model_path=session.model_path or None)
 
 
@@ -306,8 +305,9 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
 
 
 def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
-    """Return the session's sampler, started if needed. One that runs continues when its model's
-    name is no longer registered."""
+    """Return the session's sampler, created if needed. A running one continues without its model's
+    name.
+    """
     all_weights = bool(session.version.run_id) and not session.version.adapter
     run = gateway.runs.get(session.version.run_id)
     kept = run.sampler if run is not None else ""
@@ -327,7 +327,7 @@ def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
 
 
 def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
-    """Return the message for the engine, without whose sample it is. Raises a `UserError`."""
+    """Return the engine's message, without its sampling session. Raises a `UserError`."""
     params, targets = body.sampling_params, body.target_prompt_logprobs
     if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
         raise InvalidRequest(
@@ -358,8 +358,7 @@ def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
 
 
 def _tensor(tensor: TokenTensor) -> tinker_pb2.Tensor:
-    """As the trainer's tensors are: int64, little endian. Their numbers are the sampler's to
-    check."""
+    """Encode as little-endian int64, like the trainer's tensors. The sampler checks the values."""
     if tensor.dtype != "int64":
         raise InvalidRequest(
             f"target_prompt_logprobs is of {tensor.dtype[:40]!r}; token ids are int64"
@@ -398,7 +397,7 @@ def _prompt_tokens(prompt: Prompt) -> bytes:
 
 
 def _packed(typecode: Literal["i", "q"], numbers: Iterable[int], what: str) -> bytes:
-    """Return int32 or int64, little endian, as all machines that vLLM runs on have them."""
+    """Return little-endian int32 or int64, the byte order of all machines for vLLM."""
     try:
         return array(typecode, numbers).tobytes()
     except OverflowError as error:

@@ -1,4 +1,4 @@
-"""Health, configuration of the client, its release, capabilities, telemetry."""
+"""Health, client configuration, SDK versions, capabilities and telemetry."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ASKS = (
 )
 
 OLDEST = (0, 25)
-"""The first SDK that sends forward_backward as protobuf alone, as this gateway takes it."""
+"""The first SDK that sends forward_backward only as protobuf."""
 
 TESTED = (0, 27)
-"""The first that the conformance suite runs with."""
+"""The first SDK in the conformance suite."""
 
 _WANTED = f"tinker>={TESTED[0]}.{TESTED[1]}"
 _RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.\d+)?")
@@ -54,7 +54,7 @@ class Accepted(Answer):
 
 
 class ClientConfig(Answer):
-    """Everything that is not said here has the SDK's default."""
+    """Absent options have the SDK's default."""
 
     pjwt_auth_enabled: bool
     credential_default_source: str
@@ -84,48 +84,47 @@ class Capabilities(Answer):
 
 @router.operation("GET", "/healthz", role="none")
 async def healthz() -> Health:
-    """Answer while the gateway is there."""
+    """Answer while the gateway runs."""
     return Health(status="ok")
 
 
 @router.operation("GET", "/readyz", role="none", errors=[StorageFailed, StorageFull])
 async def readyz(gateway: GatewayDep) -> Readiness:
-    """Answer while the gateway can take on work: the database takes writes, and the disk has
-    `TANDEM_MIN_FREE_BYTES` free."""
+    """Answer while the gateway can accept work: the database is writable, and the disk has
+    `TANDEM_MIN_FREE_BYTES` free.
+    """
     await gateway.check_ready()
     return Readiness(status="ready")
 
 
 @router.operation("POST", "/client/config", role="reader", audit=None, rules=SDK_VERSION)
 async def client_config(gateway: GatewayDep, body: ClientVersion = _NO_VERSION) -> ClientConfig:
-    """Return how the client should behave. The first call of every client that makes it, so that
-    one that is too old is told before anything else."""
+    """Return the client's configuration. Clients call it first, so an SDK that is too old is
+    refused before anything else.
+    """
     check_sdk_version(body.sdk_version)
     return ClientConfig(
-        # The SDK exchanges its key for a token, without which `whoami` would not work.
+        # The SDK exchanges its key for a token, which `whoami` needs.
         pjwt_auth_enabled=True,
         credential_default_source="api_key",
-        # Chunks of one batch are sent at once, and their sequence numbers keep the order. Their
-        # sizes are the SDK's (1024 datums, 5 MB): large enough for a full micro-batch each,
-        # small enough that the first is computed while the others still arrive.
+        # Chunks of one batch are sent at once, and sequence numbers keep the order. The SDK's
+        # chunks (1024 datums, 5 MB) fill a micro-batch each, and the first is computed while others
+        # arrive.
         parallel_fwdbwd_chunks=True,
-        # Costs more than the loopback or a local network does, and pays on a slow line.
+        # Compression pays only on slow networks.
         proto_compress_fwdbwd=gateway.settings.compress_payloads,
-        # A poll of its own for each sample is as fast (300 short samples with a real engine on a
-        # loopback: 1.1 to 2.0 s either way), and survives a restart of the gateway: a client of
-        # the common poll could not be told which of its samples are gone.
+        # A poll per sample is as fast and survives a restart of the gateway. The common poll cannot
+        # report lost samples.
         sample_use_retrieve_futures=False,
         custom_loss_server_side=True,
-        # Clients of one sampling session get numbers that nobody else has, where they would
-        # draw random ones.
+        # Clients of one sampling session get unique numbers instead of random ones.
         sample_join_sampling_session=True,
     )
 
 
 @router.operation("POST", "/client/dynamic_config", role="reader", audit=None)
 async def dynamic_config() -> DynamicConfig:
-    """Return what the client asks for again and again: clients tell the gateway of samples that
-    they gave up, so many at once."""
+    """Return the client's changing configuration. Clients report cancelled samples in batches."""
     return DynamicConfig(
         refresh_interval_sec=300, sample_cancel_enabled=True, sample_cancel_max_batch_size=64
     )
@@ -133,8 +132,9 @@ async def dynamic_config() -> DynamicConfig:
 
 @router.operation("GET", "/get_server_capabilities", role="reader")
 async def capabilities(gateway: GatewayDep) -> Capabilities:
-    """Return the registered base models. `max_context_length` is what the model allows, and once an
-    engine of it has answered, what its KV cache holds, if that is less."""
+    """Return the registered base models. `max_context_length` is the model's limit, or its last
+    engine's KV cache if that is smaller.
+    """
     found = [
         SupportedModel(
             model_name=m.name,
@@ -155,22 +155,21 @@ async def capabilities(gateway: GatewayDep) -> Capabilities:
     rules=["Always refused: the SDK that calls it is too old."],
 )
 async def forward_of_old_sdk() -> NoReturn:
-    """Refuse what SDKs before 0.25 call; newer ones send forward to forward_backward."""
+    """Refuse the call of SDKs before 0.25. Newer ones send forward to forward_backward."""
     raise json_refused("forward")
 
 
 @router.operation("POST", "/telemetry", role="reader", audit=None)
 async def telemetry(batch: TelemetryBatch, gateway: GatewayDep) -> Accepted:
-    """Count and drop: what a client sends about itself is not kept."""
+    """Count and drop the client's telemetry."""
     gateway.metrics.telemetry_events.inc(len(batch.events))
     return Accepted(status="accepted")
 
 
 def check_sdk_version(version: str) -> str | None:
-    """A warning for the client's log, if any. Raises `SdkTooOld`.
+    """Return a warning for the client's log, if any. Raises `SdkTooOld`.
 
-    What is no release number (a build of one's own) is let through: it can still be told by
-    what it sends.
+    Other version texts, such as custom builds, pass.
     """
     found = _RELEASE.match(version)
     if found is None:
@@ -187,7 +186,7 @@ def check_sdk_version(version: str) -> str | None:
 
 
 def json_refused(what: str) -> SdkTooOld:
-    """The error for a body as only an old SDK sends it."""
+    """Return the error for an old SDK's body."""
     return _too_old(
         f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
         "this server takes protobuf alone"

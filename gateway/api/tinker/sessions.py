@@ -1,4 +1,4 @@
-"""Sessions: their life, lists, search, projects, traces."""
+"""Sessions: their life, lists, search, projects and traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.errors import AddressExpired, AddressForged, SessionFinished, Unknow
 from tandem.settings.chosen_names import Label
 
 _LONGEST_DETAIL = 4000
-"""Characters. Every operation that the end of a session fails repeats them."""
+"""Characters. Every operation that the session's end fails repeats them."""
 
 router = Router("/api/v1", tag="SDK")
 files_router = Router(tag="SDK")
@@ -54,8 +54,7 @@ class FinishReason(BaseModel):
 
 
 class Finish(BaseModel):
-    """How a session ended, as its client says it. The end of a longer `detail`, such as a whole
-    traceback, is not kept."""
+    """The client's reason for a session's end. A long `detail`, such as a traceback, is cut."""
 
     reason: FinishReason
     detail: str | None = None
@@ -70,7 +69,7 @@ class SearchCursor(Cursor):
 
 
 class Search(SessionFilters):
-    """An unknown field is refused: a filter that is not applied would show what was not meant."""
+    """Unknown fields are refused, because an ignored filter would show too much."""
 
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None
@@ -108,7 +107,7 @@ class SessionState(Answer):
 
 
 class SessionSummary(Answer):
-    """The status is null for a session that expired: it neither finished nor runs."""
+    """The status is null for an expired session."""
 
     session_id: str
     created_at: Time
@@ -147,7 +146,7 @@ class TraceExport(Answer):
     errors=[UnknownSession, SessionFinished],
 )
 async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
-    """Keep a session alive. 410 for one that has ended, which stops the SDK's loop."""
+    """Keep a session alive. 410 for an ended one, which stops the SDK's loop."""
     await access.session(body.session_id)
     return Beat(type="session_heartbeat")
 
@@ -163,8 +162,9 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
 async def create_session(
     body: CreateSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSession:
-    """Begin a session. An SDK that is too old is refused; one that was not tested gets a warning
-    for its log."""
+    """Begin a session. An SDK that is too old is refused. An untested one gets a warning for its
+    log.
+    """
     warning = check_sdk_version(body.sdk_version)
     asks_of(
         None,
@@ -191,10 +191,11 @@ async def create_session(
 async def finish_session(
     session_id: PathText, body: Finish, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> None:
-    """End a session. Answers when its workers are stopped, or when they should have been; the
-    first reason counts."""
+    """End a session. Answers when its workers have stopped, or should have. Only the first reason
+    counts.
+    """
     audit.note(session_id, reason=body.reason.type)
-    with suppress(SessionFinished):  # the first reason counts; this only waits for the end
+    with suppress(SessionFinished):  # an ended session keeps its reason; this waits for the end
         await access.session(session_id)
     await gateway.end_session(
         session_id=session_id,
@@ -227,7 +228,7 @@ async def list_sessions(
     rules=["A cursor must be that of a page before, for the same filters."],
 )
 async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) -> SessionPage:
-    """Return a page of summaries, newest first, and the cursor of the next one."""
+    """Return a page of summaries, newest first, and the next cursor."""
     sessions, next_cursor = await gateway.session_queries.search(
         body, caller, limit=body.limit, cursor=body.cursor
     )
@@ -245,7 +246,7 @@ async def get_session(
     caller: CallerDep,
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> SessionContents:
-    """Return what a session has: its runs, its samplers, its metadata."""
+    """Return a session's runs, samplers and metadata."""
     session = await gateway.session_queries.session(session_id, caller, scope=access_scope)
     run_ids, sampler_ids = await gateway.session_queries.contents(session_id)
     return SessionContents.of(session, training_run_ids=run_ids, sampler_ids=sampler_ids)
@@ -255,14 +256,14 @@ async def get_session(
 async def assign_session_project(
     body: Project, session: PastSession, gateway: GatewayDep, audit: AuditDep
 ) -> None:
-    """Move the session, its runs and what they used into a project."""
+    """Move the session, its runs and their usage into a project."""
     audit.note(session.id, project_id=body.project_id, before=session.project_id)
     await gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
 
 
 @router.operation("GET", "/sessions/{session_id}/trace_export", role="reader")
 async def trace_export(session: PastSession, gateway: GatewayDep, base_url: BaseUrl) -> TraceExport:
-    """Return the signed address of the session's trace up to now."""
+    """Return the signed address of the session's trace until now."""
     url = f"{base_url}{gateway.traces.address(session.id)}"
     return TraceExport(status="ready", url=url, error=None)
 
@@ -280,7 +281,7 @@ async def trace_file(
     expires: Annotated[str, Query()] = "",
     signature: Annotated[str, Query()] = "",
 ) -> StreamingResponse:
-    """Return a session's trace, generated as it is sent."""
+    """Return a session's trace, generated while it is sent."""
     content = gateway.traces.generate(file=file, expires=expires, signature=signature)
     return StreamingResponse(
         content,

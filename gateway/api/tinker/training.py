@@ -1,7 +1,7 @@
 """The operations of a run's journal.
 
-A body that names its run and its sequence number but is wrong otherwise is accepted, takes that
-number, and fails at its turn, so that the operations after it do not wait for it.
+A wrong body with a valid run and sequence number is accepted, uses that number, and fails at its
+turn. Otherwise later operations would wait for it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _LATER = (
 )
 
 _ROUTING_BYTES = 256
-"""More than the two fields take that say whose operation a forward_backward is."""
+"""Enough bytes for the run and the sequence number of a forward_backward."""
 
 Saved = TypeVar("Saved", SaveWeights, SaveWeightsForSampler, SaveWeightsExternal)
 
@@ -91,7 +91,7 @@ class Addressed(BaseModel):
 
 
 class AddressedOrNew(BaseModel):
-    """Either a run and a sequence number in its journal, or the session of a new run."""
+    """A run and a sequence number in its journal, or the session of a new run."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -128,8 +128,9 @@ async def _submit(
     *,
     raw: bytes | None = None,
 ) -> OperationAccepted:
-    """Put an operation of the caller into its run's journal, or, where `read` refuses its
-    fields, its failure. `raw` is what the journal keeps of the body, where that is not all."""
+    """Put an operation, or its failure if `read` refuses its fields, into the run's journal. `raw`
+    is the part of the body for the journal, if not all.
+    """
     access, audit = access_of(request), audit_note_of(request)
     raw = await request.body() if raw is None else raw
     run_id, seq_id = addressed.model_id, addressed.seq_id
@@ -155,15 +156,16 @@ async def _submit(
 
 
 def _unchanging(raw: bytes, body: Body | None) -> bytes:
-    """Return what the SDK sends alike each time that it asks for one operation: for an ephemeral
-    save, it takes the number of the sampling session anew, though the first may be accepted."""
+    """Return the part of the body that is equal in repetitions. The SDK repeats an ephemeral save
+    with a new sampling session number, even after the first was accepted.
+    """
     if not isinstance(body, SaveWeightsForSampler) or body.sampling_session_seq_id is None:
         return raw
     return json.dumps(json.loads(raw) | {"sampling_session_seq_id": 0}).encode()
 
 
-# Raw: the journal keeps the protobuf as it came. The endpoint reads the first bytes of a body that
-# is too large, and FastAPI would refuse that body before.
+# Raw: the journal stores the protobuf unchanged. The endpoint reads the first bytes of a body that
+# is too large, which FastAPI would refuse.
 @router.operation(
     "POST",
     "/forward_backward",
@@ -182,8 +184,8 @@ async def forward_backward(request: BoundedRequest) -> Response:
     """Compute a batch's loss, and its gradients unless `forward_only` is set."""
     if request.headers.get("content-type", "").startswith(JSON):
         raise json_refused("forward_backward")
-    # A body that is refused takes the sequence number that its first bytes name, so that the
-    # operations after it do not wait.
+    # A refused body uses the sequence number in its first bytes, so that later operations do not
+    # wait.
     payload: bytes | None = None
     refused: UserError | None = None
     try:
@@ -200,7 +202,7 @@ async def forward_backward(request: BoundedRequest) -> Response:
         )
     access = access_of(request)
     await access.run(routing.model_id)
-    # Which registered loss is meant, if any; the trainer refuses a missing id.
+    # The registered loss, if any. The trainer refuses a missing id.
     loss = routing.loss_fn_config_v2.get("loss_id")
     await access.gateway.admission.submit(
         run_id=routing.model_id,
@@ -265,12 +267,13 @@ async def load_weights(
     body: Annotated[AddressedOrNew, _JOURNAL], request: Request
 ) -> OperationAccepted:
     """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
-    (`model_id`)."""
+    (`model_id`).
+    """
     access, raw = access_of(request), await request.body()
     gateway = access.gateway
     readers = access.readers(token=body.weights_access_token)
     fields = body.model_dump(exclude={"weights_access_token"}, exclude_unset=True)
-    if "weights_access_token" in body.model_fields_set:  # which the journal must not keep
+    if "weights_access_token" in body.model_fields_set:  # the journal must not store the token
         raw = json.dumps(fields).encode()
 
     def read(fields: dict[str, object]) -> LoadWeights:
@@ -303,13 +306,13 @@ async def load_weights(
 
 
 def check_small(raw: bytes) -> None:
-    """Bound what memory and the journal hold until its turn. Raises `PayloadTooLarge`."""
+    """Bound the memory and the journal until the operation's turn. Raises `PayloadTooLarge`."""
     if len(raw) > SMALL_BODY:
         raise PayloadTooLarge(f"the request has {len(raw)} bytes, {SMALL_BODY} at most")
 
 
 def _target(run_id: str, body: Body) -> str:
-    """Return what the audit log calls the thing that is saved or loaded."""
+    """Return the audit log's name of the saved or loaded thing."""
     match body:
         case LoadWeights():
             return body.path
@@ -324,7 +327,7 @@ def _target(run_id: str, body: Body) -> str:
 
 
 def _optim_step(fields: dict[str, object]) -> OptimStep:
-    """The SDK sends `adam_params`, or `optimizer_params` with the type of another optimizer."""
+    """Read the SDK's `adam_params`, or its `optimizer_params` with another optimizer's type."""
     given = {name: one for name, one in validate(OptimStepFields, fields) if one is not None}
     if len(given) != 1:
         raise OptimizerSetting("a step takes either adam_params or optimizer_params")
@@ -340,11 +343,12 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
 
 
 def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting:
-    """Read the run id and the seq_id from the first bytes of a message that cannot be parsed;
-    both are missing where it does not begin with them. Protobuf writers put fields in the order
-    of their numbers, and these are the first two."""
+    """Read the run id and the seq_id from the first bytes of a broken message. Both are missing if
+    it does not begin with them. Protobuf writers order fields by number, and these are the first
+    two.
+    """
     for end in range(4, min(len(prefix), _ROUTING_BYTES) + 1):
-        with suppress(DecodeError):  # it is cut within a field
+        with suppress(DecodeError):  # cut within a field
             routing = tinker_pb2.ForwardBackwardRouting.FromString(prefix[:end])
             if _is_complete(routing):
                 return routing

@@ -1,5 +1,4 @@
-"""Training runs: how they begin, what they train, and how they are listed, also long after they
-have ended."""
+"""Training runs: their creation, their training and their lists, even after their end."""
 
 from __future__ import annotations
 
@@ -40,8 +39,9 @@ from tandem.errors import (
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 TRAINING_KEY = "tandem_training"
-"""The key of `user_metadata` that chooses the kind of training; its only value is `full`. An
-unmodified client has no other place for it."""
+"""The key of `user_metadata` that requests full training with the value `full`. An unmodified
+client has no other field for it.
+"""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -52,7 +52,7 @@ class OptimizerConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """As the SDK has it. No seed: one is drawn."""
+    """The SDK's form. Without a seed, one is drawn."""
 
     rank: int = Field(ge=1, le=512)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -71,7 +71,7 @@ class CreateModel(BaseModel):
 
 
 class OperationAccepted(Answer):
-    """An operation in a run's journal; `retrieve_future` returns its result."""
+    """An operation in a run's journal. `retrieve_future` returns its result."""
 
     request_id: str
     model_id: str
@@ -131,8 +131,9 @@ class RunPage(Answer):
 async def create_model(
     body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> OperationAccepted:
-    """Begin a training run. A user's mistake is answered at once, so that the SDK raises its
-    typed error at once."""
+    """Begin a training run. A user's mistake is answered at once, so that the SDK raises its typed
+    error.
+    """
     await access.session(body.session_id)
     optimizer = known_optimizer(body.optimizer_config)
     model, full = model_of(gateway, body.base_model, body.user_metadata)
@@ -156,7 +157,7 @@ async def create_model(
     "POST", "/get_info", role="reader", audit=None, errors=[UnknownRun, SessionFinished]
 )
 async def get_info(body: ModelId, access: AccessDep) -> TrainingInfo:
-    """Return what a run trains; also once it has ended, while its session is active."""
+    """Describe a run's training, even after its end while its session is active."""
     await access.run(body.model_id)
     run = access.gateway.runs.get(body.model_id)
     if run is None:
@@ -171,7 +172,7 @@ async def get_info(body: ModelId, access: AccessDep) -> TrainingInfo:
         model_data=ModelData(
             arch=run.about.architecture or None,
             model_name=run.model.name,
-            # The SDK takes it as it is, where it would cut a name or a path in pieces.
+            # The SDK takes a path unchanged, but would split a name.
             tokenizer_id=run.model.path,
         ),
         optimizer_config=optimizer_name(run.training.optimizer),
@@ -202,7 +203,7 @@ async def training_run(
     access: AccessDep,
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> RunInfo:
-    """Describe a run, also long after it has ended."""
+    """Describe a run, even long after its end."""
     run = await access.gateway.run_queries.run(run_id, access.caller, scope=access_scope)
     return _run(run, access.caller)
 
@@ -212,7 +213,7 @@ def accepted(run_id: str, seq_id: int) -> OperationAccepted:
 
 
 def known_optimizer(config: OptimizerConfig) -> Literal["adamw", "dimuon"]:
-    """Return the optimizer asked for. Raises `OptimizerSetting`."""
+    """Return the requested optimizer. Raises `OptimizerSetting`."""
     if config.type == "dimuon" and config.version in (None, 1):
         return "dimuon"
     if config.type == "adamw":
@@ -226,8 +227,9 @@ def known_optimizer(config: OptimizerConfig) -> Literal["adamw", "dimuon"]:
 def model_of(
     gateway: Gateway, base_model: str, user_metadata: Metadata | None
 ) -> tuple[BaseModelEntry, bool]:
-    """Return the model, and whether full training is asked for: by the suffix of its name, or in
-    the metadata. Raises `UnknownModel` or `InvalidRequest`."""
+    """Return the model, and whether its suffix or the metadata request full training. Raises
+    `UnknownModel` or `InvalidRequest`.
+    """
     name, full = split_model_name(base_model)
     model = gateway.models.get(name)
     choice = (user_metadata or {}).get(TRAINING_KEY)
@@ -237,14 +239,14 @@ def model_of(
 
 
 def _lora_spec(config: LoraConfig) -> LoraSpec:
-    """Raises `UnsuitableLora` where nothing would be trained."""
+    """Raises `UnsuitableLora` if nothing would be trained."""
     if not (config.train_attn or config.train_mlp or config.train_unembed):
         raise UnsuitableLora(
             "lora_config trains nothing; set one of train_attn, train_mlp and train_unembed"
         )
     return LoraSpec(
         rank=config.rank,
-        alpha=32.0,  # of every rank: a learning rate then suits all of them about as well
+        alpha=32.0,  # for every rank, so that one learning rate suits all ranks
         seed=secrets.randbits(31) if config.seed is None else config.seed,
         attention=config.train_attn,
         mlp=config.train_mlp,
@@ -253,7 +255,7 @@ def _lora_spec(config: LoraConfig) -> LoraSpec:
 
 
 def _run(run: RunRecord, caller: Caller) -> RunInfo:
-    """Of another owner's run, which has a published checkpoint, only what goes with that."""
+    """Describe a run. Another owner's run shows only its published checkpoint."""
     lora = run.training.lora
     own = caller.may_see(run.owner)
     training, sampler = (
