@@ -32,32 +32,31 @@ class KubernetesSettings(BaseSettings):
         "",
         max_length=63,
         pattern=f"{_LABEL}|^$",
-        description="The namespace of the workers' objects; without it, the gateway's own.",
+        description="The namespace of the workers' objects (default: the gateway's).",
     )
     instance: str = Field(
         "tandem",
         max_length=40,
         pattern=_LABEL,
-        description="The name of the gateway's Deployment, which owns all objects and names the "
-        "workers' service accounts NAME-trainer and NAME-sampler.",
+        description="The name of the gateway's Deployment, which owns all objects (service "
+        "accounts: NAME-trainer, NAME-sampler).",
     )
     pod: str = Field(
         "",
         max_length=253,
-        description="The gateway's own pod, which gets the label of its Service while it serves.",
+        description="The gateway's own pod, which has the label of the Service while it leads.",
     )
     kubeconfig: Path | None = Field(
         None, description="A kubeconfig for a gateway outside the cluster."
     )
     placement: Literal["strict", "shared"] = Field(
         "strict",
-        description="Whether trainers and samplers have nodes of their own (`strict`) or the "
-        "same nodes (`shared`).",
+        description="Trainers and samplers have nodes of their own (`strict`) or share "
+        "nodes (`shared`).",
     )
     templates: Path | None = Field(
         None,
-        description="The folder of trainer-pod.yaml and sampler-pod.yaml; without one of them, "
-        "that of the package.",
+        description="The folder of trainer-pod.yaml and sampler-pod.yaml (default: the package's).",
     )
     trainer_image: str = Field("", description="The image of trainers.")
     sampler_image: str = Field("", description="The image of samplers.")
@@ -65,16 +64,16 @@ class KubernetesSettings(BaseSettings):
         "tandem-data",
         max_length=253,
         pattern=f"{_SUBDOMAIN}|^$",
-        description="The PersistentVolumeClaim with the data directory, which workers mount; "
-        "empty: the templates have it.",
+        description="The PersistentVolumeClaim of the data directory, which workers mount "
+        "(empty: the templates mount it).",
     )
     keep_compiled: bool = Field(
         False,
-        description="Whether workers share compiled code on the volume; an attacker in one of "
-        "them could then run code in all.",
+        description="Workers share compiled code on the volume, so that an attacker in one "
+        "of them can run code in all.",
     )
     cpus: float = Field(
-        4.0, gt=0, description="The cores that each rank of a trainer, and each sampler, requests."
+        4.0, gt=0, description="The cores that each trainer rank and each sampler requests."
     )
     pending_timeout: float = Field(
         600.0,
@@ -84,7 +83,7 @@ class KubernetesSettings(BaseSettings):
     node_lost: float = Field(
         60.0,
         ge=0,
-        description="A worker whose node was not reached for this many seconds is given up.",
+        description="A worker on a node without contact for this many seconds is given up.",
     )
 
 
@@ -133,23 +132,24 @@ class ClaimPoolSettings(_DeviceChoice):
 
     name: str = Field(max_length=40, pattern=_LABEL)
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
-    claims: int = Field(1, ge=1, le=1000, description="How many claims at most.")
+    claims: int = Field(1, ge=1, le=1000, description="The largest number of claims.")
     device_class: str = Field(
         "",
         max_length=253,
         pattern=f"{_SUBDOMAIN}|^$",
-        description="The DeviceClass; empty, and no alternatives: no claims, workers use the CPU.",
+        description="The DeviceClass (empty, without alternatives: no claims, and workers "
+        "use the CPU).",
     )
     devices: int = Field(
         1,
         ge=1,
         le=_MOST_DEVICES,
-        description="Of each node: devices, or, where workers use the CPU, ranks.",
+        description="Devices of each node, or ranks if workers use the CPU.",
     )
     compute: Literal["gpu", "cpu"] = Field(
         "gpu",
-        description="What the devices of a claim are: NVIDIA devices, or something else, such as "
-        "the cores of a driver for CPUs, beside which workers compute on the CPU.",
+        description="The kind of devices: NVIDIA devices (`gpu`), or others such as cores, "
+        "beside which workers compute on the CPU (`cpu`).",
     )
     nodes: int = Field(
         1, ge=1, le=64, description="Pods of a trainer, each with a claim of its own."
@@ -158,23 +158,23 @@ class ClaimPoolSettings(_DeviceChoice):
         None,
         min_length=1,
         max_length=8,
-        description="Instead of device_class and selectors: the first that there is.",
+        description="Classes in order of preference, instead of device_class and selectors.",
     )
     sharing: DeviceSharing | None = None
-    awake: int = Field(1, ge=0, description="Workers of a claim awake at once; 0: all, always.")
+    awake: int = Field(
+        1, ge=0, description="Workers of a claim that are awake at once (0: all, always)."
+    )
     workers: int = Field(
         16, ge=1, le=256, description="Workers that may share a claim, awake or asleep."
     )
-    memory_bytes: int = Field(0, ge=0, description="Of each device; 0: not bounded.")
+    memory_bytes: int = Field(0, ge=0, description="The memory of a device (0: no bound).")
     node_memory_bytes: int = Field(
         0,
         ge=0,
-        description="What the workers of a claim may request of each of its nodes together, so "
-        "that no pod waits for memory that others on the claim hold; 0: not bounded.",
+        description="The host memory that the workers of a claim may request together on "
+        "each node (0: no bound).",
     )
-    idle: float = Field(
-        300.0, ge=0, description="Seconds for which a claim is kept that nobody uses."
-    )
+    idle: float = Field(300.0, ge=0, description="Seconds until an unused claim is deleted.")
 
     @property
     def has_claims(self) -> bool:

@@ -43,23 +43,22 @@ class GatewaySettings(BaseSettings):
         8000,
         ge=0,
         le=65535,
-        description="The port that the gateway listens on; 0 means any free port.",
+        description="The port that the gateway listens on (0: any free port).",
     )
     public_url: str = Field(
         "",
-        description="The URL under which clients reach the gateway; without it, addresses name "
-        "the host of the request.",
+        description="The URL of the gateway for clients (default: the request's host).",
     )
     data_dir: Path = Field(Path(".tandem"), description="The data directory.")
     private_dir: Path | None = Field(
         None,
-        description="The directory of the gateway's keys and its clients' requests and results, "
-        "if workers must not read them; without it, the data directory.",
+        description="The directory of the gateway's keys and of clients' requests and "
+        "results, which workers must not read (default: the data directory).",
     )
     database_url: str = Field(
         "",
-        description="The PostgreSQL database, as postgresql://USER:PASSWORD@HOST/NAME; without "
-        "it, SQLite in the data directory.",
+        description="The PostgreSQL database, as postgresql://USER:PASSWORD@HOST/NAME "
+        "(default: SQLite in the data directory).",
         repr=False,
     )
     database_url_file: OptionalFile = Field(
@@ -68,13 +67,13 @@ class GatewaySettings(BaseSettings):
     lease_ttl: float = Field(
         5.0,
         gt=0,
-        description="With PostgreSQL, a standby takes over from a gateway that was silent for "
-        "this many seconds.",
+        description="With PostgreSQL, a standby takes over from a leader that was silent "
+        "for this many seconds.",
     )
     api_key: str = Field(
         "",
-        description="The local admin key; without it, the gateway makes one and keeps it in the "
-        "data directory.",
+        description="The local admin key (default: the gateway makes one and keeps it in "
+        "the data directory).",
         repr=False,
         exclude=True,
     )
@@ -89,28 +88,26 @@ class GatewaySettings(BaseSettings):
     )
     models_dir: Path | None = Field(
         None,
-        description="The directory of downloaded base models; without it, `models` in the data "
-        "directory.",
+        description="The directory of downloaded base models (default: `models` in the data "
+        "directory).",
     )
     groups: list[GroupSettings] = Field(
         default_factory=list,
-        description="The device groups; without them, the gateway makes groups of the devices "
-        "that it finds.",
+        description="The device groups (default: groups of the devices found).",
     )
     claim_pools: list[ClaimPoolSettings] = Field(
         default_factory=list,
-        description="Pools of ResourceClaims, whose device groups pods share.",
+        description="Pools of ResourceClaims for pods.",
     )
     host_memory_bytes: int = Field(
         0,
         ge=0,
-        description="The memory of the host that all workers may use together; 0 means nine "
-        "tenths of it.",
+        description="The host memory that all workers may use together (0: nine tenths).",
     )
     spill_dir: Path | None = Field(
         None,
-        description="The directory for the state of sleeping trainers when the host's memory is "
-        "full; without it, `spill` in the data directory.",
+        description="The directory for sleeping trainers' state when host memory is full "
+        "(default: `spill` in the data directory).",
     )
     model_defaults: dict[str, dict[str, str | int | float]] = Field(
         default_factory=dict,
@@ -120,7 +117,7 @@ class GatewaySettings(BaseSettings):
         "info", description="The least severe level that the logs contain."
     )
     recovery_enabled: bool = Field(
-        True, description="Whether a trainer that dies is restored; otherwise its run ends."
+        True, description="Restore a trainer that dies, instead of ending its run."
     )
     recovery_share: float = Field(
         0.02, gt=0, le=1, description="The share of the training time that snapshots may take."
@@ -133,9 +130,9 @@ class GatewaySettings(BaseSettings):
     )
     agents: dict[Literal["trainer", "sampler"], str] = Field(
         default_factory=dict,
-        description='The agents in other containers or on other hosts, as {"trainer": '
-        '"HOST:PORT", "sampler": "HOST:PORT"}; without them, the agent of the data '
-        "directory.",
+        description='Agents in other containers or on other hosts, as {"trainer": '
+        '"HOST:PORT", "sampler": "HOST:PORT"} (default: the agent of the data '
+        "directory).",
     )
     tls_dir: Path | None = Field(
         None,
@@ -149,8 +146,8 @@ class GatewaySettings(BaseSettings):
     stop_timeout: float = Field(
         30.0,
         ge=0,
-        description="A stopping gateway saves its runs for this many seconds at most; 0 means "
-        "that it saves none.",
+        description="The most seconds that a stopping gateway takes to save runs (0: it "
+        "saves none).",
     )
     worker_start_timeout: float = Field(
         300.0,
@@ -170,8 +167,7 @@ class GatewaySettings(BaseSettings):
     )
     compress_payloads: bool = Field(
         False,
-        description="Whether clients are asked to compress their batches with zstd, for slow "
-        "networks.",
+        description="Ask clients to compress batches with zstd, for slow networks.",
     )
     max_payload_bytes: int = Field(
         64 * 2**20,
@@ -182,7 +178,7 @@ class GatewaySettings(BaseSettings):
     max_engines: int = Field(
         8,
         ge=1,
-        description="The number of engines on groups that are not leased; more of them wait.",
+        description="The most engines on groups whose workers take no turns (more of them wait).",
     )
     openai_idle_ttl: float = Field(
         900.0,
@@ -204,13 +200,13 @@ class GatewaySettings(BaseSettings):
     )
     delta_versions: Literal["auto", "on", "off"] = Field(
         "off",
-        description="Whether weights for a run's own sampler are written as changes of earlier "
-        "ones; auto: where they are in bfloat16.",
+        description="Write weights for a run's own sampler as changes of earlier ones "
+        "(auto: if they are in bfloat16).",
     )
     weights_handoff: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether an engine takes new weights from the memory of a trainer on the "
-        "same device; auto: on a GPU.",
+        description="An engine takes new weights from the memory of a trainer on its device "
+        "(auto: on a GPU).",
     )
 
     trainer: TrainerEnvironment = Field(default_factory=TrainerEnvironment)

@@ -17,23 +17,22 @@ class LimitSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
 
-    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; 403 beyond them.")
+    sessions: int = Field(2000, ge=1, description="Active sessions of an owner (403 beyond).")
     runs: int = Field(
-        128, ge=1, description="Training runs of an owner that have not ended; 403 beyond them."
+        128, ge=1, description="Training runs of an owner that have not ended (403 beyond)."
     )
-    samplers: int = Field(128, ge=1, description="Samplers of an owner; 403 beyond them.")
+    samplers: int = Field(128, ge=1, description="Samplers of an owner (403 beyond).")
     checkpoint_bytes: int = Field(
-        2**40, ge=0, description="Bytes of an owner's checkpoints; 403 beyond them."
+        2**40, ge=0, description="Bytes of an owner's checkpoints (403 beyond)."
     )
     unnamed_bytes: int = Field(
         16 * 2**30,
         ge=0,
-        description="Bytes of an owner's weights without a name; older ones are removed beyond "
-        "them.",
+        description="Bytes of an owner's weights without a name (older ones are removed beyond).",
     )
     queued_operations: int = Field(
-        16_384, ge=1, description="Unfinished operations of an owner; 429 beyond them."
+        16_384, ge=1, description="Unfinished operations of an owner (429 beyond)."
     )
     waiting_samples: int = Field(
-        16_384, ge=1, description="Unfinished samples of an owner; 429 beyond them."
+        16_384, ge=1, description="Unfinished samples of an owner (429 beyond)."
     )

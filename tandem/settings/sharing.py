@@ -22,9 +22,8 @@ class SharingSettings(BaseSettings):
 
     policy: Literal["deferred", "eager", "idle_after"] = Field(
         "deferred",
-        description="When a worker sleeps although nobody waits for its devices: `deferred`: "
-        "never; `eager`: when it has nothing to do; `idle_after`: some seconds "
-        "later.",
+        description="A worker without waiters for its devices sleeps never (`deferred`), as "
+        "soon as it is idle (`eager`), or some seconds later (`idle_after`).",
     )
     idle_after: float = Field(60.0, ge=0, description="The seconds of the policy `idle_after`.")
     quantum: float = Field(
@@ -35,12 +34,12 @@ class SharingSettings(BaseSettings):
     max_wait: float = Field(
         120.0,
         gt=0,
-        description="A worker that has waited for this many seconds is next, whatever the holder "
-        "computes.",
+        description="A worker that has waited for this many seconds is next, even if the "
+        "holder is busy.",
     )
     weights: dict[str, float] = Field(
         default_factory=dict,
-        description='The weights of owners that share devices, as {"OWNER": 2.0}; 1 for others.',
+        description='The weights of owners that share devices, as {"OWNER": 2.0} (others have 1).',
     )
     switch_timeout: float = Field(
         120.0,
@@ -50,11 +49,11 @@ class SharingSettings(BaseSettings):
     )
     lora_runs: Share = Field(
         "when_full",
-        description="When LoRA runs of one base model share a trainer and an engine, if they do "
-        "not say so themselves.",
+        description="When LoRA runs of one base model share a trainer and an engine, unless "
+        "a run chooses.",
     )
     across_owners: bool = Field(
-        False, description="Whether runs of several owners may share a trainer and an engine."
+        False, description="Runs of several owners may share a trainer and an engine."
     )
 
 
@@ -66,8 +65,10 @@ class GroupSettings(BaseModel):
     name: str = Field(pattern=GROUP_PATTERN)
     devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
-    awake: int = Field(1, ge=0, description="Workers awake at once; 0: all, always.")
+    awake: int = Field(1, ge=0, description="Workers awake at once (0: all, always).")
     workers: int = Field(16, ge=1, description="Workers that may be there, awake or asleep.")
     memory_bytes: int = Field(
-        0, ge=0, description="Of each device; 0: what an NVIDIA device has, unbounded for cores."
+        0,
+        ge=0,
+        description="The memory of a device (0: an NVIDIA device's own, no bound for cores).",
     )

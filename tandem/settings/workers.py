@@ -36,27 +36,26 @@ class TrainerEnvironment(BaseSettings):
     backend: str = Field("fsdp2", description="The trainer backend of runs that name none.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device of trainers where no groups are declared; auto: GPUs if there "
-        "are any.",
+        description="The device of trainers without declared groups (auto: GPUs if present).",
     )
     threads: int = Field(
-        0, ge=0, description="The CPU threads of a rank; 0 means the cores divided by the ranks."
+        0, ge=0, description="The CPU threads of a rank (0: cores divided by ranks)."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of a trainer's computation; auto: bfloat16 on a GPU, float32 on a "
-        "CPU.",
+        description="The dtype of a trainer's computation (auto: bfloat16 on a GPU, float32 "
+        "on a CPU).",
     )
     micro_batch_tokens: int = Field(
         0,
         ge=0,
-        description="The tokens of a forward pass; 0 means 2048 on a CPU and 16384 on a GPU.",
+        description="The tokens of a forward pass (0: 2048 on a CPU, 16384 on a GPU).",
     )
     memory_bytes: int = Field(
         0,
         ge=0,
-        description="The memory that a trainer may use of each GPU, or of the host of CPU ranks; "
-        "0 means nine tenths of the free memory.",
+        description="The memory that a trainer may use of each GPU, or of the host for CPU "
+        "ranks (0: nine tenths of the free memory).",
     )
     collective_timeout: float = Field(
         120.0,
@@ -65,8 +64,8 @@ class TrainerEnvironment(BaseSettings):
     )
     interface: str = Field(
         "",
-        description="The network interface by which ranks on several nodes meet; without it, the "
-        "one with the route to node 0.",
+        description="The network interface between ranks on several nodes (default: the one "
+        "with the route to node 0).",
     )
 
 
@@ -124,33 +123,31 @@ class SamplerEnvironment(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device of samplers where no groups are declared; auto: GPUs if there "
-        "are any.",
+        description="The device of samplers without declared groups (auto: GPUs if present).",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of an engine's computation; auto: bfloat16 on a GPU, float32 on a "
-        "CPU.",
+        description="The dtype of an engine's computation (auto: bfloat16 on a GPU, float32 "
+        "on a CPU).",
     )
     ranks: int = Field(
         1,
         ge=1,
         le=64,
-        description="The devices of an engine, over which its weights are split.",
+        description="The devices over which an engine splits its weights.",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether an engine has a process of its own beside its sampler's; auto: on a "
-        "GPU.",
+        description="An engine has a process of its own beside its sampler's (auto: on a GPU).",
     )
     max_model_len: int = Field(
         0,
         ge=0,
-        description="The longest sequence of prompt and sample; 0 means the model's own, or the "
-        "longest that the KV cache holds.",
+        description="The longest sequence of prompt and sample (0: the model's limit, or "
+        "the KV cache's).",
     )
     max_num_seqs: int = Field(
-        256, ge=1, description="The samples that an engine computes at a time; more of them wait."
+        256, ge=1, description="The samples that an engine computes at a time (more of them wait)."
     )
     kv_cache_bytes: int = Field(
         512 * 2**20, ge=2**20, description="The bytes of an engine's KV cache on a CPU."
@@ -194,6 +191,5 @@ class PoolSettings(BaseSettings):
         1,
         ge=0,
         le=16,
-        description="The idle processes of each kind that an agent keeps for the next workers; 0 "
-        "means none.",
+        description="The idle processes of each kind that an agent keeps for the next workers.",
     )
