@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-# Both are read when grpc is imported.
+# grpc reads both variables at import.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# uvloop starts processes by fork. With gRPC's fork support on, its handlers start threads in the
-# child, and one child in four dies of a segmentation fault before it becomes the program, when
-# workers are being talked to meanwhile. A child that becomes another program needs none.
+# uvloop forks to start processes. With gRPC's fork support, handlers start threads in the child,
+# and one child in four dies of a segmentation fault before its exec. The child needs no gRPC.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 from pydantic import ValidationError

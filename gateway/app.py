@@ -1,5 +1,6 @@
-"""The FastAPI application (routers, middleware, error handlers, lifespan), and the process that
-serves it: a uvicorn server, announced in `gateway.json` while it listens."""
+"""The FastAPI application, and the uvicorn server that runs it and announces itself in
+`gateway.json`.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +70,9 @@ _SUPERSEDED = (
     "another gateway has taken over from this one; if there is no other, start the agent again, too"
 )
 _COLLECTIONS = (2_000, 5, 100)
-"""How many new objects, and collections of the generation before, start one of the garbage
-collector's three generations. A burst of requests keeps so many objects alive that the second one
-stopped the event loop for 0.15 s when it looked through 100,000 of them."""
+"""Thresholds of the garbage collector's three generations. A burst of requests keeps many objects
+alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s.
+"""
 
 ROUTERS = (
     futures.router,
@@ -98,11 +99,11 @@ ROUTERS = (
     targets.router,
     status.root_router,
 )
-"""In the order of how often they are called: routes are tried one after the other."""
+"""The most frequent routes first, since routes are tried in order."""
 
 
 def _exit() -> None:
-    """End this process at once, without its `finally` clauses."""
+    """End this process at once, without `finally` clauses."""
     os._exit(1)
 
 
@@ -112,11 +113,11 @@ def create_app(
     launcher: Launcher | None = None,
     end: Callable[[], object] = _exit,
 ) -> FastAPI:
-    """Return the gateway as an application; it lives as long as the lifespan.
+    """Return the gateway as an application, with the lifetime of its lifespan.
 
-    `launcher` starts the workers (by default the one that the settings name). While it runs, the
-    `Gateway` is `app.state.gateway`. `end` is called when another gateway has taken over: what this
-    one still has in hand is that one's, and it must not even stop its workers.
+    `launcher` starts workers (default: the one in the settings). The running `Gateway` is
+    `app.state.gateway`. `end` is called after another gateway's takeover: this one must then touch
+    nothing, not even its workers.
     """
     metrics, stop = Metrics(), Stop(tell=_tell)
     opened = asyncio.Event()
@@ -147,7 +148,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            # A standby that could not take over does not start.
+            # A standby that could not take over must not start.
             read_bootstrap_key(settings)
             load_launcher(settings)
             if is_postgresql(settings.database_url):
@@ -191,7 +192,7 @@ def create_app(
         errors=errors,
     )
     app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
-    app.add_middleware(PathBoundary)  # the outermost of requests: all others look at the path
+    app.add_middleware(PathBoundary)  # the outermost, because all others read the path
     app.add_middleware(_StartBoundary)
     app.router.default = _unknown_path
     path_operations(app)
@@ -199,7 +200,7 @@ def create_app(
 
 
 class _StartBoundary:
-    """Keeps the traceback of a user's mistake at the start out of the log: a sentence says it."""
+    """Replaces the traceback of a user's mistake at the start by a sentence."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -223,8 +224,9 @@ async def _serving_with_lease(
     opened: asyncio.Event,
     end: Callable[[], object],
 ) -> AsyncIterator[None]:
-    """Let the gateway serve when it has the lease: at once, if that is free, or later, while the
-    application answers as a standby."""
+    """Serve when the lease is taken, at once or later. Meanwhile the application answers as a
+    standby.
+    """
     async with GatewayLease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
         async with AsyncExitStack() as stack:
 
@@ -251,17 +253,17 @@ async def _serving_with_lease(
             if not opened.is_set():
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
-        following.cancel()  # until here it has counted the beats
+        following.cancel()  # it has counted the beats until here
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Say that there is no such path, to whoever has a key."""
+    """Answer an unknown path, only for a valid key."""
     identify(scope)
     raise HTTPException(404)
 
 
 def path_operations(app: FastAPI) -> list[PathOperation]:
-    """Return every route. Raises `TypeError` for one that was registered without a role."""
+    """Return all routes. Raises `TypeError` for a route without a role."""
     found = [route for route in app.routes if isinstance(route, PathOperation)]
     if len(found) != len(app.routes):
         raise TypeError("a route was registered without a role; use `gateway.api.routing.Router`")
@@ -269,7 +271,7 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
 
 
 class GatewayServer(uvicorn.Server):
-    """Announces itself when it listens, and ends the long polls when it shuts down."""
+    """Announces itself when it listens, and ends long polls at shutdown."""
 
     def __init__(self, config: uvicorn.Config, *, malformed: CountedLines) -> None:
         super().__init__(config)
@@ -278,7 +280,7 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except SystemExit as stop:  # with which uvicorn answers that it cannot listen
+        except SystemExit as stop:  # uvicorn raises it if it cannot listen
             if isinstance(cause := stop.__context__, OSError):
                 cast(FastAPI, self.config.app).state.start_error = self._why_deaf(cause)
             raise
@@ -289,7 +291,7 @@ class GatewayServer(uvicorn.Server):
             state.on_opened = self._announce
             if hasattr(state, "gateway"):
                 self._announce()
-            # Not before: loading all this stops the event loop, for long on a machine that is slow.
+            # Not before, because loading blocks the event loop, for long on a slow machine.
             self._heart = asyncio.create_task(send_heartbeats())
 
     async def on_tick(self, counter: int) -> bool:
@@ -305,7 +307,7 @@ class GatewayServer(uvicorn.Server):
         write_private(self._announcement, endpoint.model_dump_json().encode())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM and SIGINT, also those that come before the server serves or after it."""
+        """Handle SIGTERM and SIGINT, also before the start and after the end."""
         cast(FastAPI, self.config.app).state.stop.ask(sig)
         self.should_exit = True
 
@@ -326,7 +328,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def gateway(self) -> Gateway:
-        """The gateway that the application serves, once it has started."""
+        """The started gateway."""
         return cast(Gateway, cast(FastAPI, self.config.app).state.gateway)
 
     @property
@@ -335,14 +337,14 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where clients of this machine reach it."""
+        """Its address for clients on this machine."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
-    """Return a server for an application of `create_app`. It does not run yet."""
+    """Return a server for an application of `create_app`, not yet running."""
     metrics = app.state.metrics
     malformed = CountedLines(first="malformed_request", more="malformed_requests")
     protocol = partial(
@@ -370,14 +372,15 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
 
 
 def _tell(sentence: str) -> None:
-    """Tell whoever started the gateway, if they still listen."""
+    """Print a sentence for the starting process, if it still reads."""
     with suppress(OSError):
         print(f"{SENTENCE}{sentence}", file=sys.stderr, flush=True)
 
 
 def _sentence(error: Exception) -> str:
-    """Return on one line why the gateway does not start or go on, to whoever started it: for an
-    error of the storage the cause, which clients are not told."""
+    """Return a one-line reason for the starting process. It includes the cause of a storage
+    error.
+    """
     if isinstance(error, StorageFailed) and isinstance(error.__cause__, Exception):
         error = getattr(error.__cause__, "orig", None) or error.__cause__
     if isinstance(error, TandemError):
@@ -388,16 +391,16 @@ def _sentence(error: Exception) -> str:
 
 
 def _keep_what_is_loaded() -> None:
-    """Take what was loaded so far out of the garbage collector's sight: classes, routes and
-    schemas live as long as the process, and a full collection that looks through them stops the
-    event loop for 0.1 s and more."""
+    """Freeze the loaded classes, routes and schemas, because a full collection over them stops the
+    event loop for 0.1 s.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTIONS)
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+    """Serve until SIGTERM or SIGINT. Return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
     set_process_limits()
     app = create_app(settings)

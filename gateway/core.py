@@ -1,4 +1,4 @@
-"""The gateway as a whole: how it is made of its parts, and what concerns all of them."""
+"""The `Gateway`: it builds all parts and does the work that concerns several of them."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _BEYOND_STOP = 30.0
-"""Seconds that a worker which did not end when it was asked to may take to be killed."""
+"""Seconds to kill a worker that did not end when asked."""
 
 
 class Gateway:
-    """Every part of a running gateway. `Gateway.open` makes one."""
+    """All parts of a running gateway. `Gateway.open` creates one."""
 
     @classmethod
     @asynccontextmanager
@@ -81,13 +81,13 @@ class Gateway:
         leased: bool = False,
         stop: Stop | None = None,
     ) -> AsyncIterator[Gateway]:
-        """Opens the data directory and everything in it; closes it at the end of the block.
+        """Open the data directory and everything in it, and close it at the end of the block.
 
-        Sessions and runs of an earlier gateway go on; what it left of others is failed or removed
-        first. At the end sessions and runs stay, and clients come back to the next gateway; `stop`
-        says what becomes of the workers. `leased`: the `epoch` is that of the lease, which stands
-        for the lock of the directory. Raises `InvalidRequest` when another gateway uses the
-        directory, or when others could reach this one without a key.
+        Sessions and runs of an earlier gateway continue; its other unfinished things fail or are
+        removed. At the end, sessions and runs stay for the next gateway, and `stop` decides about
+        the workers. `leased`: the `epoch` comes from the database lease, which replaces the
+        directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or other
+        machines could reach this one without a key.
         """
         with locked_data_directory(settings.data_dir, shared=leased):
             gateway = cls(
@@ -134,7 +134,7 @@ class Gateway:
         self.audit = AuditLog(database=database)
         self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
-        # Large request bodies, of which one each is decompressed and parsed at a time.
+        # One large request body at a time is decompressed, and one parsed.
         self.decompression, self.parsing = FairSemaphore(slots=1), FairSemaphore(slots=1)
         self.sessions = SessionRegistry(
             database=database, limits=self.limits, ttl=settings.session_ttl
@@ -301,7 +301,7 @@ class Gateway:
         self._register_gauges()
 
     async def _restore(self) -> None:
-        """Takes over from an earlier gateway, and the workers that it left."""
+        """Take over from an earlier gateway, with its workers."""
         await self.database.open()
         await self.keys.open()
         self.keys.set_local(self.api_key)
@@ -312,7 +312,8 @@ class Gateway:
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
         host = await self.fleet.launcher.describe_host()
-        groups = groups_of(self.settings, host)  # before there are workers to lose by a mistake
+        # a mistake ends the start before workers are adopted
+        groups = groups_of(self.settings, host)
         check_defaults(self.settings, groups)
         await self.fleet.open()
         most = host_memory_budget(self.settings, host)
@@ -344,9 +345,9 @@ class Gateway:
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
-        await self.leases.close()  # first: who is cancelled leaves its devices to nobody
+        await self.leases.close()  # first: cancelled waiters then pass no devices on
         await self.runs.close(patience=self._patience)
-        self.usage.write()  # what follows can take longer than whoever asked is willing to wait
+        self.usage.write()  # the rest may outlast the user's patience
         await self.samplers.close()
         await self.fleet.close(leaving=self.stop.hand_over)
         await self.copies.close()
@@ -361,10 +362,10 @@ class Gateway:
         await self.versions.check_space(expected_bytes=0, what="take on work")
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """End a session; return when its workers are stopped and its unnamed files are removed, or
-        when that takes longer than workers that are killed do: then it goes on by itself.
+        """End a session. Return when its workers have stopped and its unnamed files are removed, or
+        after the time to kill workers; then the work continues in the background.
 
-        Idempotent: repeated calls wait for the same end, and the first reason counts.
+        Idempotent: repeated calls wait for one end, and only the first reason counts.
         """
         task = self._ending.get(session_id)
         if task is None:
@@ -380,26 +381,27 @@ class Gateway:
 
     @property
     def _patience(self) -> float:
-        """Seconds for which the end of workers is waited for: they keep their places and leases
-        until it is known (`Fleet`), which can take longer."""
+        """Seconds to wait for workers to end. They keep their places and leases until that is known
+        (`Fleet`), which can take longer.
+        """
         return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
-        """Return the outcome of a request that memory no longer holds, None if there is none."""
+        """Return the outcome of a request that is no longer in memory, or None."""
         outcome = await self.journal.recall(request_id)
         for definitions in self.loss_definitions.values():
             outcome = outcome or await definitions.recall(request_id)
         return outcome
 
     async def drain(self, group: DeviceGroup, *, drained: bool) -> None:
-        """Let a group take no more workers, and those there sleep when they are idle; or undo it.
-        Raises `StorageFailed`."""
+        """Drain a group or undo it. Raises `StorageFailed`."""
         await self.places.drain(group, drained=drained)
         self.leases.of(group.name).drain(drained)
 
     async def collect(self, run_id: str) -> bool:
-        """Remove the run's files that nothing names or uses. Return False if some are unnamed and
-        still in use."""
+        """Remove the run's unused, unnamed files. Return False if unnamed files are still in
+        use.
+        """
         return await self.collector.collect(run_id, ended=self.runs.get(run_id) is None)
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
@@ -407,7 +409,7 @@ class Gateway:
             await self.sessions.end(
                 session_id=session_id, state=state, reason=reason, detail=detail
             )
-        finally:  # its workers stop even if the database refuses the write
+        finally:  # its workers stop even if the write fails
             self._log.info(
                 "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
             )
@@ -417,7 +419,7 @@ class Gateway:
                 self.samplers.end_session(session_id, error),
             )
             ended = sorted({*run_ids, *self.sampling.end_session(session_id)})
-            for run_id in ended:  # in case its files are in use now, or the storage fails
+            for run_id in ended:  # for files that are still in use, or a failing storage
                 self.checkpoints.mark(run_id)
             for definitions in self.loss_definitions.values():
                 definitions.end_session(session_id)
@@ -425,7 +427,7 @@ class Gateway:
                 await self.collect(run_id)
 
     def _register_gauges(self) -> None:
-        """Register the gauges that are computed at each scrape."""
+        """Register gauges that are computed at each scrape."""
         watch, limits = self.metrics.watch, self.limits
         watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
         watch(

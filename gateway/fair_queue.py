@@ -1,4 +1,4 @@
-"""Round robin between owners, for a resource that serves few at a time."""
+"""Round robin between owners, for a scarce resource."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """First in, first out for each owner; owners take turns.
+    """A queue per owner; owners take turns.
 
     Literal example: a1, a2, a3 of one owner and then b1 of another come out as a1, b1, a2, a3.
     """
@@ -27,7 +27,7 @@ class FairQueue(Generic[Item]):
         self._queues.setdefault(owner, deque()).append(item)
 
     def take(self) -> Item:
-        """Remove and return the next item. The queue must not be empty."""
+        """Remove and return the next item of a nonempty queue."""
         owner, queue = next(iter(self._queues.items()))
         item = queue.popleft()
         if queue:
@@ -38,7 +38,7 @@ class FairQueue(Generic[Item]):
 
 
 class FairSemaphore:
-    """Lets at most `slots` in at once; the owners of those who wait take turns."""
+    """Admits at most `slots` callers at once. Owners of waiting callers take turns."""
 
     def __init__(self, *, slots: int) -> None:
         self._free = slots

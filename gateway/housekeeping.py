@@ -1,5 +1,6 @@
-"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers, the
-removal of old history, the search for new base models, and a measurement of the event loop."""
+"""Periodic work: expiry of sessions, results, checkpoints and idle samplers, removal of old
+history, search for new base models, and a measurement of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ _RETENTION_INTERVAL = 600.0
 _MODELS_INTERVAL = 10.0
 
 LOG_MAX_BYTES = 64 * 2**20
-"""A larger log is rotated into LOG.1, LOG.2 and LOG.3."""
+"""Larger logs are rotated into LOG.1, LOG.2 and LOG.3."""
 _LOG_COPIES = 3
 LOG_TTL = 30 * 86_400.0
 """Seconds. Older rotated logs, and logs of ended workers, are removed."""
 
 
 class Housekeeping:
-    """Level-triggered: each round looks at the current state. A round that fails is logged, and
-    the next one does its work; while the storage fails, its begin and its end are logged."""
+    """Level-triggered: each round looks at the present state. A failed round is logged, and the
+    next one repeats its work. A storage outage is logged at its start and end only.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -38,8 +40,9 @@ class Housekeeping:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Do a round every `ROUND_INTERVAL` seconds while the block runs. Removing old history can
-        take minutes, a look at a shared models directory seconds; neither holds anything up."""
+        """Run a round every `ROUND_INTERVAL` seconds during the block. Slow work has tasks of its
+        own.
+        """
         gateway = self._gateway
         rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
@@ -83,9 +86,9 @@ class Housekeeping:
             await asyncio.sleep(interval)
 
     async def _do_round(self) -> None:
-        """End the sessions whose heartbeats stopped. Drop results that were fetched, or not
-        fetched in time. Delete the names of expired checkpoints, end idle sampling sessions, and
-        remove the unused files of what lost its name since the last round."""
+        """End silent sessions, drop fetched and old results, expire checkpoints, end idle sampling
+        sessions, and remove unused files of names lost since the last round.
+        """
         gateway = self._gateway
         await asyncio.gather(
             *(
@@ -112,8 +115,9 @@ class Housekeeping:
             await self.keep_house()
 
     async def keep_house(self) -> None:
-        """Do what is needed less often: large and old logs, unused weight versions, files that were
-        still in use before, and expired results."""
+        """Do less frequent work: logs, unused weight versions, files that were in use before, and
+        expired results.
+        """
         gateway = self._gateway
         await self._tidy_logs()
         touched = set(self._in_use)
@@ -136,11 +140,11 @@ class Housekeeping:
                     *(worker.worker_id for worker in self._gateway.fleet.all()),
                 },
             )
-        except OSError as error:  # such as a full disk: the rest of the house is kept all the same
+        except OSError as error:  # such as a full disk; the other work continues
             self._log.error("logs_not_tidied", reason=describe(error))
 
     async def _collect(self, run_ids: list[str]) -> None:
-        self._in_use.update(run_ids)  # if this fails, the next `keep_house` does it
+        self._in_use.update(run_ids)  # after a failure, the next `keep_house` repeats it
         for run_id in run_ids:
             if await self._gateway.collect(run_id):
                 self._in_use.discard(run_id)

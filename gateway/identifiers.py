@@ -1,4 +1,4 @@
-"""Builds, checks and parses the names of sessions, runs, checkpoints, requests and files."""
+"""Builds, checks and parses names of sessions, runs, checkpoints, requests and files."""
 
 from __future__ import annotations
 
@@ -44,38 +44,37 @@ def sampling_session_id_of(*, session_id: str, number: int) -> str:
 
 
 def request_id_of(*, owner: str, seq_id: int) -> str:
-    """Return the id of a request to a run or a sampling session: `s-ab12:train:0:17`."""
+    """Return a request id of a run or a sampling session: `s-ab12:train:0:17`."""
     return f"{owner}:{seq_id}"
 
 
 def split_request_id(request_id: str) -> tuple[str, int] | None:
-    """Return the owner and the seq_id, or None for what cannot be a request id of ours."""
+    """Return the owner and the seq_id, None for any other text."""
     owner, _, number = request_id.rpartition(":")
-    # ASCII digits only: with those of other scripts, a request would have many names.
+    # ASCII digits only, since other scripts' digits would give a request many names.
     if not owner or not re.fullmatch(r"[0-9]{1,19}", number) or int(number) >= 2**63:
         return None
     return owner, int(number)
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint, which becomes part of a folder's name. Raise
-    `InvalidRequest` if it cannot."""
+    """Return a checkpoint's name, part of a folder's name. Raises `InvalidRequest`."""
     if why := name_fault(name):
         raise InvalidRequest(why)
     return name
 
 
 def check_model_name(name: str) -> None:
-    """Raise `InvalidRequest` for what is no name of a base model."""
+    """Raise `InvalidRequest` for an invalid name of a base model."""
     if why := model_name_fault(name):
         raise InvalidRequest(why)
 
 
 def split_model_name(name: str) -> tuple[str, bool]:
-    """Return the registered name, and whether full-parameter training is asked for.
+    """Return the registered name, and whether it requests full-parameter training.
 
-    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for any
-    other suffix.
+    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for other
+    suffixes.
     """
     base, colon, suffix = name.partition(":")
     if colon and suffix != "full":
@@ -87,7 +86,7 @@ def split_model_name(name: str) -> tuple[str, bool]:
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
-    """Raise `InvalidRequest` for a time to live that is too short or too long."""
+    """Raise `InvalidRequest` for an expiry that is too short or too long."""
     if ttl_seconds is not None and not SHORTEST_TTL <= ttl_seconds <= LONGEST_TTL:
         raise InvalidRequest(
             f"ttl_seconds is {ttl_seconds}; it must be from {SHORTEST_TTL} (an hour) to "
@@ -96,11 +95,10 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def parse_checkpoint_path(path: str) -> CheckpointPath:
-    """Raise `InvalidRequest` for text that is not such a path, `UnknownWeights` for an unknown
-    kind.
+    """Parse a checkpoint path. Raises `InvalidRequest` for malformed text, `UnknownWeights` for an
+    unknown kind.
 
-    A parsed path cannot lead out of a folder: neither run nor name may contain a slash or begin
-    with a dot.
+    A parsed path cannot lead out of a folder: run and name contain no slash and begin with no dot.
     """
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
@@ -113,7 +111,7 @@ def parse_checkpoint_path(path: str) -> CheckpointPath:
 
 
 def make_checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Check the parts and build a path. Raise as `parse_checkpoint_path`."""
+    """Check the parts and build a path. Raises as `parse_checkpoint_path`."""
     known = next((k for k in KINDS if k == kind), None)
     if known is None:
         raise UnknownWeights(f"there are no {kind[:100]!r}; known: {', '.join(KINDS)}")
@@ -137,13 +135,15 @@ def result_blob(data_dir: Path, *, request_id: str) -> Path:
 
 def new_state_folder(*, run_id: str, name: str, suffix: str = "") -> str:
     """Return a new folder for a trainer's state, relative to the data directory:
-    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. Its end is random, or the `suffix`, because a
-    name that is overwritten keeps the old folder until the new one is complete."""
+    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. It ends in a random or given suffix, because an
+    overwritten name keeps the old folder until the new one is complete.
+    """
     return f"checkpoints/{run_folder_name(run_id)}/{name}-{suffix or secrets.token_hex(4)}"
 
 
 def relative_version_folder(name: str) -> str:
-    """Return the folder of a weight version, relative to the data directory:
-    `weights/s-ab12_train_0/v000003-9f2c41d0`."""
+    """Return a weight version's folder, relative to the data directory:
+    `weights/s-ab12_train_0/v000003-9f2c41d0`.
+    """
     run_id, _, leaf = name.rpartition("/")
     return f"weights/{run_folder_name(run_id)}/{leaf}"

@@ -1,4 +1,4 @@
-"""The metrics of the gateway. Labels are routes, kinds and states, which are all bounded."""
+"""The gateway's metrics. Labels are routes, kinds and states, all bounded in number."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ class Metrics:
         }
 
     def watch_group(self, group: str, values: Mapping[str, Callable[[], float]]) -> None:
-        """Let the gauges of a device group, by `GROUP_GAUGES`, be computed at each scrape."""
+        """Compute a group's `GROUP_GAUGES` at each scrape."""
         for name, value in values.items():
             self._group_gauges[name].labels(group).set_function(value)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Register a gauge whose value is computed at each scrape."""
+        """Register a gauge that is computed at each scrape."""
         gauge = Gauge(f"tandem_gateway_{name}", help_text, registry=self.registry)
         gauge.set_function(value)
 
