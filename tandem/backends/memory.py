@@ -1,11 +1,10 @@
-"""The memory of a trainer: a formula over a model's shapes, a run's training and the settings.
+"""A trainer's memory: a formula over a model's shapes, a run's training and the settings.
 
-A trainer chooses its micro-batch with it, before it loads anything
-(`trainer_service/backends/planning.py`). The gateway requests pods with it
-(`gateway/workers/launchers/kubernetes/resources.py`).
-
-Weights, gradients and moments are exact. Activations and logits are estimates: a micro-batch that
-runs out of memory is halved and computed again, and so they need not be exact.
+A trainer chooses its micro-batch with it before it loads anything
+(`trainer_service/backends/planning.py`). The gateway computes pods' requests with it
+(`gateway/workers/launchers/kubernetes/resources.py`). Weights, gradients and moments are exact.
+Activations and logits are estimates, because a micro-batch that runs out of memory is halved and
+computed again.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from tandem.settings.workers import TrainerSettings
 from tandem.weights.model_config import Json, experts_of
 
 SPARE = 0.1
-"""This part of the free memory is left for needs outside of the formula."""
+"""The part of the free memory reserved for needs outside of the formula."""
 PLAIN_TOKENS = 4096
-"""A micro-batch is halved down to so many tokens before blocks are checkpointed: checkpointed
-blocks compute a third more."""
+"""A micro-batch is halved down to this before blocks are checkpointed, which costs a third more
+computation."""
 LEAST_TOKENS = 256
-"""A micro-batch is not planned smaller than this, unless the settings want a smaller one."""
+"""The smallest planned micro-batch, unless the settings ask for less."""
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 SAFETY = 1.4
-"""The factor on kept activations: norms and softmaxes keep more than the formula knows."""
+"""The factor on kept activations: norms and softmaxes keep more than the formula counts."""
 _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""The wanted micro-batch of the default settings. On a CPU the activations of a larger one fall out
-of the cache."""
+"""The default micro-batch. On a CPU the activations of a larger one exceed the cache."""
 _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 _LOGITS_AT_ONCE = 3
-"""The logits of a chunk, their log-softmax, and the gradient of one of them."""
+"""A chunk's logits, their log-softmax, and one of their gradients."""
 _FLOAT32 = 4
 _GIB = 2**30
 _BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
-"""The names of all tensors of one block begin with one such prefix, as `model.layers.3.`."""
+"""The common prefix of a block's tensors, such as `model.layers.3.`."""
 _EXPERTS = ".experts."
 
 
@@ -49,12 +47,12 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The numbers of a model: its `parameters`, those of each of its `blocks`, and those of an
-    adapter of rank 1 on all its matrices (`adapter_width`).
+    """The counts of a model's numbers.
 
-    A token goes through the matrices of all blocks, but of few experts: `width` adds up the inputs
-    and outputs of these. `rounded` adds up the parameters, each tensor's up to a power of two. The
-    `vocabulary` and the `hidden` size are 0 where the configuration does not say them.
+    They are all `parameters`, those of each of the `blocks`, and those of a rank-1 adapter on all
+    matrices (`adapter_width`). `width` adds the inputs and outputs of the matrices that a token
+    passes, so only of its experts. `rounded` adds the parameters of each tensor, rounded up to a
+    power of two. `vocabulary` and `hidden` are 0 if the configuration lacks them.
     """
 
     parameters: int
@@ -66,8 +64,8 @@ class ModelSize:
     hidden: int = 0
 
     def divided(self, ranks: int) -> ModelSize:
-        """Return the part of one of the ranks that divide the matrices, without the little that
-        each of them has whole."""
+        """Return the part of one of the ranks that divide the matrices. Small undivided parts are
+        ignored."""
         if ranks == 1:
             return self
         return replace(
@@ -80,7 +78,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
-        """Return the size of a model by the shapes of its named tensors and its `config.json`."""
+        """Return a model's size from the shapes of its named tensors and its `config.json`."""
         blocks: Counter[str] = Counter()
         adapter_width, width = 0, 0.0
         experts, chosen = experts_of(config)
@@ -114,9 +112,9 @@ def _number(config: Json, *names: str) -> int:
 class TrainerMemory:
     """The memory of one rank of a trainer.
 
-    `model` is the rank's part where ranks divide matrices. `trained` and `moments` are the numbers
-    that the run trains and the moments of these. A rank on a CPU may compute several micro-batches
-    `at_once`. `device` is "cpu" or "cuda".
+    `model` is the rank's part if ranks divide matrices. `trained` and `moments` count the run's
+    trained numbers and their moments. A CPU rank may compute several micro-batches `at_once`.
+    `device` is "cpu" or "cuda".
     """
 
     model: ModelSize
@@ -130,26 +128,31 @@ class TrainerMemory:
 
     @property
     def wanted_tokens(self) -> int:
-        """The tokens of a micro-batch where memory allows them."""
+        """The tokens of a micro-batch if memory allows."""
         return wanted_tokens(self.settings.micro_batch_tokens, device=self.device)
 
     @property
     def width(self) -> int:
-        """The bytes of a number in the compute type."""
+        """The bytes of a number in the compute dtype."""
         return compute_width(self.settings.dtype, device=self.device)
 
     @property
     def may_copy(self) -> bool:
-        """Whether a rank computes with copies of the weights that it trains, in the compute type,
-        made after each step. A single rank does so, if there is memory for them."""
+        """Whether a rank may compute with copies of its weights in the compute dtype, made after
+        each step.
+
+        A single rank does so if memory allows.
+        """
         kept = self.training.state_bytes.weight
         alone = self.ranks == 1 and self.training.lora is None
         return alone and not self.training.weights_on_host and self.width < kept == _FLOAT32
 
     def sharded(self, *, copied: bool) -> bool:
-        """Whether FSDP holds the weights and gathers them in the compute type. It does so for
-        several ranks, for weights on the host, and for weights of another type than the compute
-        type without copies."""
+        """Return whether FSDP holds the weights and gathers them in the compute dtype.
+
+        It does so for several ranks, for weights on the host, and without copies if the dtypes
+        differ.
+        """
         return (
             self.ranks > 1
             or self.training.weights_on_host
@@ -158,12 +161,13 @@ class TrainerMemory:
 
     @property
     def unreduced(self) -> int:
-        """The bytes of the whole model's gradients, in float32, if each rank adds them up during a
-        call and they are reduced at its end; else 0.
+        """The bytes of the whole model's float32 gradients if each rank adds them up during a call,
+        else 0.
 
-        The free memory does not decide it: a restored trainer must add in the same order.
+        They are reduced at the end of the call. Free memory has no influence, because a restored
+        trainer must add in the same order.
         """
-        several = self.ranks > 1 and self.training.lora is None  # adapters: once for a step
+        several = self.ranks > 1 and self.training.lora is None  # adapters: once per step
         limit = self.settings.unreduced_gradients_bytes or _UNREDUCED_BYTES[self.device]
         size = _FLOAT32 * self.model.parameters
         return size if several and size <= limit else 0
@@ -174,7 +178,7 @@ class TrainerMemory:
         shards = self._shards(copied=copied)
         frozen, unreduced = 0, self.unreduced
         gradients = self.trained
-        if training.lora is not None:  # adapters are float32 and lie whole on every rank
+        if training.lora is not None:  # adapters are float32 and whole on every rank
             frozen, shards = self.width * _part(self.model.parameters, shards), 1
             states = TrainingSpec().state_bytes
         elif training.weights_on_host and self.device == "cuda":
@@ -183,7 +187,7 @@ class TrainerMemory:
         moments = _part(self.moments * states.moments // 2, shards)
         if training.layout.replicas > 1 and training.lora is None and not unreduced:
             unreduced = _FLOAT32 * trained  # a replica's, until the last micro-batch of a call
-        several = 1 + self.at_once if self.at_once > 1 else 1  # each thread adds up its own
+        several = 1 + self.at_once if self.at_once > 1 else 1  # each thread has its own sum
         parts = {
             "frozen weights": frozen,
             "weights": states.weight * trained,
@@ -196,7 +200,7 @@ class TrainerMemory:
         return {name: size for name, size in parts.items() if size}
 
     def parts(self, tokens: int, *, checkpointed: bool, copied: bool) -> dict[str, int]:
-        """Return the bytes of all parts while micro-batches of so many tokens are computed."""
+        """Return the bytes of all parts during micro-batches of `tokens` tokens, by name."""
         activations = self.at_once * self._activations(tokens, checkpointed=checkpointed)
         logits = self.at_once * self._logits(tokens)
         passing = {
@@ -207,7 +211,7 @@ class TrainerMemory:
         return self.lasting(copied=copied) | {name: size for name, size in passing.items() if size}
 
     def on_host(self) -> set[str]:
-        """Return the names of the parts that a rank with a GPU has in its host's memory."""
+        """Return the names of the parts that a GPU rank keeps in host memory."""
         if self.device == "cpu":
             return set()
         parts = {"snapshot"}
@@ -227,8 +231,11 @@ class TrainerMemory:
         return self.width if self.training.lora is not None else self.training.state_bytes.weight
 
     def _activations(self, tokens: int, *, checkpointed: bool) -> int:
-        """A layer keeps its inputs and its outputs for the backward pass. Checkpointed blocks keep
-        their inputs alone, and one block at a time is computed again."""
+        """Return the bytes of activations.
+
+        A layer keeps its inputs and outputs for the backward pass. Checkpointed blocks keep only
+        their inputs, and one block at a time is computed again.
+        """
         model, layers = self.model, len(self.model.blocks)
         kept = SAFETY * tokens * model.width
         if checkpointed and layers:
@@ -236,7 +243,8 @@ class TrainerMemory:
         return round(self.width * kept)
 
     def _logits(self, tokens: int) -> int:
-        """A chunk of logits, and the gradient of the head: in float32 and in the compute type."""
+        """Return the bytes of a logits chunk and the head's gradient, in float32 and the compute
+        dtype."""
         model = self.model
         limit = self.settings.logits_bytes or LOGITS_BYTES[self.device]
         chunk = min(limit, _FLOAT32 * tokens * model.vocabulary)
@@ -244,15 +252,18 @@ class TrainerMemory:
         return _LOGITS_AT_ONCE * chunk + (_FLOAT32 + self.width) * head
 
     def _gathered(self, passing: int, *, copied: bool) -> int:
-        """FSDP has gathered the root, with the embeddings and the head, and two other groups, one
-        of which comes while the other is computed. It reduces gradients by group, in float32.
-        The root's gradients are the last, and take the place of the `passing` activations."""
+        """Return the bytes of weights and gradients that FSDP has gathered.
+
+        It gathers the root (embeddings and head) and two other groups, one of them in advance. It
+        reduces gradients by group, in float32. The root's gradients come last and replace the
+        `passing` activations.
+        """
         if not self.sharded(copied=copied):
             return 0
         groups = [0, 0, *self._groups()]
         largest, root = max(groups), self.model.parameters - sum(groups)
         gathered = self.width * (root + sum(sorted(groups)[-2:]))
-        if self.training.weights_on_host:  # a rank's part comes and goes, in both types
+        if self.training.weights_on_host:  # a rank's part, in both dtypes
             shards = self._shards(copied=copied)
             gathered += (self._kept_width + self.width) * _part(max(largest, root), shards)
         if self.training.lora is None:
@@ -273,12 +284,12 @@ class TrainerMemory:
 
 
 def wanted_tokens(setting: int, *, device: str) -> int:
-    """Return the tokens of a micro-batch where memory allows them."""
+    """Return the tokens of a micro-batch if memory allows."""
     return setting or _MICRO_BATCH_TOKENS[device]
 
 
 def compute_width(dtype: str, *, device: str) -> int:
-    """Return the bytes of a number in the compute type that a setting chooses."""
+    """Return the bytes of a number in the compute dtype of a setting."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else 4
 
 
@@ -299,8 +310,10 @@ class Available:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The chosen micro-batch, and the bytes that a rank needs, by part, on its `device` and its
-    `host`. On a CPU all are in `device`. All ranks have the same plan."""
+    """The chosen micro-batch, and a rank's bytes by part on its `device` and `host`.
+
+    On a CPU all bytes are in `device`. All ranks have the same plan.
+    """
 
     micro_batch_tokens: int
     checkpointing: bool
@@ -314,8 +327,10 @@ class MemoryPlan:
         return "copies" in self.device
 
     def checkpoints(self, tokens: int) -> bool:
-        """Whether blocks are checkpointed in a micro-batch of so many tokens. One sequence may be
-        longer than a planned micro-batch, and its activations grow with it."""
+        """Return whether blocks are checkpointed in a micro-batch of `tokens` tokens.
+
+        One sequence may exceed a planned micro-batch, and its activations grow with it.
+        """
         if self.checkpointing or tokens <= self.micro_batch_tokens:
             return self.checkpointing
         activations = self.device.get("activations", 0)
@@ -325,8 +340,10 @@ class MemoryPlan:
 
 def choose(memory: TrainerMemory, available: Available) -> MemoryPlan:
     """Return the plan with the largest micro-batch up to the wanted one, halved until it fits.
-    Blocks are checkpointed only where `PLAIN_TOKENS` do not fit otherwise. Weights are copied
-    where that makes no micro-batch smaller. Raises `WorkerStartFailed`, with the numbers."""
+
+    Blocks are checkpointed only if `PLAIN_TOKENS` do not fit otherwise. Weights are copied only if
+    that makes no micro-batch smaller. Raises `WorkerStartFailed` with the numbers.
+    """
     wanted, checkpointing = memory.wanted_tokens, memory.settings.checkpointing
     least = min(LEAST_TOKENS, wanted)
     halves = [wanted >> times for times in range(wanted.bit_length()) if wanted >> times >= least]
@@ -358,7 +375,7 @@ def _plan(
 
 
 def _missing(plan: MemoryPlan) -> str:
-    """Return where the memory is too small for a plan; "" if nowhere."""
+    """Return the memory that is too small for a plan: "host", "device" or ""."""
     if sum(plan.host.values()) > plan.available.host:
         return "host"
     return "device" if sum(plan.device.values()) > plan.available.device else ""
@@ -378,7 +395,7 @@ def _refusal(plan: MemoryPlan, missing: str) -> str:
 
 
 def _what_helps(memory: TrainerMemory) -> list[str]:
-    """Return the changes that make a model fit, and the settings that make them."""
+    """Return the changes that make a model fit, and their settings."""
     training, gpu = memory.training, memory.device == "cuda"
     helps = ["more ranks" if gpu else "more memory, or ranks on more hosts"]
     if training.layout.replicas > 1:

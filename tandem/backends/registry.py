@@ -1,7 +1,7 @@
-"""The names of trainer backends, which gateways and agents know without importing any.
+"""The names of trainer backends, found without importing them.
 
-A backend is built in (a file with `BACKEND` in the trainer's folder of backends), or a package
-registers it under its name in the entry-point group `tandem.trainer_backends`.
+A built-in backend is a file with `BACKEND` in the trainer's folder of backends. A package registers
+its backend's name in the entry-point group `tandem.trainer_backends`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ _DEFINES = re.compile(r"^BACKEND\b", re.MULTILINE)
 
 
 def known_backends() -> dict[str, str]:
-    """Return the name of each backend that is installed here, with the reason if it cannot be used,
-    or ""."""
+    """Return the installed backends, each with the reason why it is unusable, or ""."""
     names = {*_built_in(), *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}
     return {name: why_ambiguous(name) for name in sorted(names)}
 
 
 def registered(name: str) -> list[EntryPoint]:
-    """Return what installed packages register under this name: usually one or none."""
+    """Return the packages' registrations of a name, usually one or none."""
     return list(entry_points(group=ENTRY_POINT_GROUP, name=name))
 
 
 def why_ambiguous(name: str) -> str:
-    """Return a sentence that names those who register one name, or "" if there is one."""
+    """Return a sentence about several registrations of one name, or ""."""
     packages = [point.dist.name if point.dist else point.value for point in registered(name)]
     if name in _built_in():
         packages.insert(0, "tandem")

@@ -140,9 +140,7 @@ def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
     except InvalidRequest as error:
         raise UserError(f"{wanted.repository} is not whole at the hub: {error.message}") from error
     for path in wanted.folder.iterdir():
-        if (
-            path.is_file() and path.name not in files
-        ):  # left by an earlier download of another revision
+        if path.is_file() and path.name not in files:  # left by another revision's download
             path.unlink()
     record = ModelRecord(
         repository=wanted.repository,

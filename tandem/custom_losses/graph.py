@@ -1,4 +1,4 @@
-"""Read the body of create_custom_loss into a checked `Graph`, and refuse everything else."""
+"""Reads the body of create_custom_loss into a checked `Graph`, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ Argument = (
     | list["Argument"]
     | tuple["Argument", ...]
 )
-"""Devices, layouts and memory formats become None: a loss is computed where the trainer is."""
+"""Devices, layouts and memory formats become None, because the trainer's device computes the
+loss."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Node:
 
 
 class LossInput(BaseModel):
-    """An input of the client's function. `rank`: dimensions of each datum's value."""
+    """An input of the client's function. `rank`: the dimensions of each datum's value."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -92,7 +93,7 @@ class LossInput(BaseModel):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order of computation: first one for each of `inputs`, then the calls.
+    """Nodes in the order of computation: one for each of `inputs`, then the calls.
 
     The first input is `logprobs`. `loss` and `metrics` refer to the nodes that compute them.
     """
@@ -128,8 +129,8 @@ class _Definition(BaseModel):
 def read_custom_loss(body: bytes) -> Graph:
     """Return the graph of a JSON body of create_custom_loss.
 
-    Raises `MalformedPayload` for a body of another form, and `CustomLossInvalid`, which names
-    the node and the operation, for what a custom loss may not do.
+    Raises `MalformedPayload` for a body of another form. Raises `CustomLossInvalid`, which names
+    the node and the operation, for a forbidden graph.
     """
     if len(body) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(body)} bytes, {MAX_BYTES} at most")
@@ -143,13 +144,13 @@ def read_custom_loss(body: bytes) -> Graph:
 
 
 class _Reader:
-    """Reads the nodes once, in order. A node can refer to earlier ones only, so that a graph
-    that passes has no cycle."""
+    """Reads the nodes once, in order. A node can refer only to earlier ones, so a graph has no
+    cycle."""
 
     def __init__(self, name: str, inputs: tuple[LossInput, ...]) -> None:
         self._name = name
         self._inputs = inputs
-        self._index: dict[str, int] = {}  # of the nodes read so far, by name
+        self._index: dict[str, int] = {}  # indices of earlier nodes
         self._where = ""
 
     def read(self, nodes: Sequence[_Node]) -> Graph:
@@ -259,7 +260,7 @@ class _Reader:
         return [self._argument(value, depth=depth + 1) for value in values]
 
     def _tagged(self, kind: str, inner: JsonValue, *, depth: int) -> Argument:
-        """Read an argument of the form `{kind: inner}`: what JSON has no literal for."""
+        """Read an argument `{kind: inner}`, which JSON cannot express."""
         match kind, inner:
             case "ref", str():
                 return self._ref(inner)

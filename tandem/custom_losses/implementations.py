@@ -1,7 +1,7 @@
 """The function behind each operation of a custom loss.
 
-A node finds its function in `FUNCTIONS` or `METHODS` or nowhere: no string of a client is looked
-up in a module or on an object.
+A node finds its function only in `FUNCTIONS` or `METHODS`. No string of a client is looked up in a
+module or on an object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attribute(owner: object, name: object) -> object:
     if isinstance(owner, Tensor) and isinstance(name, str) and name in _TENSOR_ATTRIBUTES:
         return _TENSOR_ATTRIBUTES[name](owner)
     if isinstance(owner, tuple) and isinstance(name, str) and name in _PAIR_ATTRIBUTES:
-        # max, min, sort, topk and their like return a tuple of values and indices.
+        # max, min, sort, topk and similar functions return a tuple of values and indices.
         return owner[_PAIR_ATTRIBUTES[name]]
     raise TypeError(f"a {type(owner).__name__} has no attribute {name!r} here")
 
@@ -47,7 +47,7 @@ def item(owner: object, index: object) -> object:
 
 
 def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
-    """Return a tensor in another dtype, or in another tensor's; its device stays."""
+    """Return a tensor in another dtype, or in another tensor's dtype. Its device stays."""
     for value in (*wanted, keywords.get("dtype"), keywords.get("other")):
         if isinstance(value, torch.dtype):
             return tensor.to(value)
@@ -59,7 +59,7 @@ def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
 def arithmetic(function: Implementation, *values: object) -> object:
     """Compute a function of `operator` on tensors and numbers, or join two tuples (`add`).
 
-    Python's integers have no bounds of their own: a power of a power would run for ever.
+    Integers are bounded, because a power of a power would run for ever.
     """
     if function is operator.add and all(isinstance(value, tuple) for value in values):
         joined = function(*values)
@@ -84,7 +84,7 @@ def arithmetic(function: Implementation, *values: object) -> object:
 
 
 def number(function: Implementation, *values: object) -> object:
-    """Compute a function of `math`, which would cut a tensor's gradient off unnoticed."""
+    """Compute a function of `math` on numbers. On a tensor it would silently drop the gradient."""
     if any(isinstance(value, Tensor) for value in values):
         name = getattr(function, "__name__", "")
         raise TypeError(f"math.{name} takes numbers; for tensors there is torch.{name}")

@@ -1,10 +1,7 @@
-"""Compute a checked graph on the tensors of one datum. Needs torch.
+"""Computes a checked graph on the tensors of one datum. Needs torch.
 
-torch.fx has an interpreter too. It calls methods by name on whatever a node returned, so that it
-would save nothing here.
-
-The interpreter looks at its `deadline` between operations, and bounds nothing else. `process` runs
-it where the system bounds memory and time.
+The interpreter of torch.fx calls methods by name on any returned object, so it would save nothing
+here. This one checks its `deadline` between operations. `process` bounds memory and time.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ from tandem.custom_losses.implementations import DTYPES, FUNCTIONS, METHODS, Imp
 from tandem.errors import CustomLossFailed, describe
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "bad alloc")
-"""Parts of the messages of torch when the system refuses memory."""
+"""Parts of torch's messages when the system refuses memory."""
 
 
 @dataclass(frozen=True)
 class LossValue:
-    """`loss`: the value, finite. `gradient`: its derivative by the logprobs, in their shape, if it
-    was asked for."""
+    """`loss` is finite. `gradient`, if requested, is its derivative by the logprobs, in their
+    shape."""
 
     loss: float
     gradient: Tensor | None
@@ -35,8 +32,7 @@ class LossValue:
 
 
 class Interpreter:
-    """Computes one graph. `deadline`: seconds of processor time that this process may have used by
-    then."""
+    """Computes one graph. `deadline` is a limit of this process's processor time, in seconds."""
 
     def __init__(self, graph: Graph, *, deadline: float) -> None:
         self._graph = graph
@@ -47,7 +43,7 @@ class Interpreter:
             self._functions.append(table[node.target])
 
     def run(self, inputs: Sequence[Tensor], *, gradient: bool) -> LossValue:
-        """Compute the graph, and its `gradient`. `inputs` are in the order of the graph's.
+        """Compute the graph and, if requested, its `gradient`. `inputs` are in the graph's order.
 
         Raises `CustomLossFailed`, which names the node and the operation.
         """
@@ -78,7 +74,6 @@ class Interpreter:
         return CustomLossFailed(f"the custom loss {self._graph.name!r} failed: {sentence}")
 
     def _values(self, inputs: Sequence[Tensor]) -> list[object]:
-        """Return the value of every node."""
         values: list[object] = list(inputs)
         calls = self._graph.nodes[len(inputs) :]
         for node, function in zip(calls, self._functions, strict=True):
@@ -134,7 +129,7 @@ def _call(node: Node, function: Implementation, values: Sequence[object]) -> obj
 
 
 def _resolve(argument: Argument, values: Sequence[object]) -> object:
-    """Return an argument with the values of the nodes that it refers to."""
+    """Return an argument with the values of its referenced nodes."""
     match argument:
         case Ref(node=index):
             return values[index]

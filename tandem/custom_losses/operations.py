@@ -1,8 +1,8 @@
-"""The operations that a custom loss may use, by the names under which torch.fx records them.
+"""The operations of a custom loss, by the names under which torch.fx records them.
 
-Everything else is refused. Left out on purpose: operations that change a tensor in place, draw
-random numbers, leave torch (`item`, `tolist`, `numpy`), run modules or code, or make
-uninitialised tensors.
+Everything else is refused. Operations are left out if they change a tensor in place, draw random
+numbers, leave torch (`item`, `tolist`, `numpy`), run modules or code, or make uninitialised
+tensors.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ MODULES: Mapping[str, frozenset[str]] = MappingProxyType(
         "math": _words(_MATH),
     }
 )
-"""Functions by module. Those of `math` take numbers only, which come from shapes."""
+"""Functions by module. Those of `math` take only numbers, which come from shapes."""
 
 FUNCTIONS = frozenset(
     {"getattr", *(f"{module}.{name}" for module, names in MODULES.items() for name in names)}
 )
 
 ATTRIBUTES = _words("T device dtype indices mT ndim shape values")
-"""What `getattr` may read, of a tensor or of a pair such as `torch.max(x, dim=0)` returns."""
+"""Attributes that `getattr` may read, from a tensor or a pair such as `torch.max(x, dim=0)`."""
 
 DTYPES = _words("float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool")
 
@@ -118,4 +118,4 @@ PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""The public name of each function that torch.fx records by a private one."""
+"""The public names of functions that torch.fx records under private ones."""

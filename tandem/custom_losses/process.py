@@ -1,11 +1,9 @@
-"""The process in which the graphs of custom losses are computed, and its two ends.
+"""The process that computes custom losses, and the two ends of its pipe.
 
-A graph comes from a client, and a single operation can take any memory and any time. The system
-bounds both here: `RLIMIT_AS` refuses memory, and `RLIMIT_CPU` ends the process. The trainer itself
-only sends numbers and receives numbers. It counts processor time, so that a busy machine refuses
-no loss that an idle one accepts.
-
-A message is a JSON object and the tensors that it describes, byte for byte.
+A graph comes from a client, and a single operation can take any memory and time. The system bounds
+both: `RLIMIT_AS` refuses memory, and `RLIMIT_CPU` ends the process. The limit is processor time, so
+that a busy machine refuses no loss that an idle one accepts. A message is a JSON object, then the
+bytes of the tensors that it describes.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ _Json = dict[str, object]
 _LENGTH = struct.Struct("<Q")
 _START_SECONDS = 120.0
 _KILL_SECONDS = 10.0
-"""For the end of a process that was killed."""
+"""The wait for the end of a killed process."""
 _PATIENCE = 10.0
-"""Seconds of the clock that the process may take for each second of a processor, and
-`_START_SECONDS` besides: a machine may be busy, but no trainer waits for ever."""
+"""Seconds of the clock allowed for each second of a processor, in addition to `_START_SECONDS`. A
+busy machine is slow, but no trainer may wait for ever."""
 _RECYCLED_ABOVE = 2**28
-"""Bytes that a process may have kept of earlier graphs before another takes its place."""
+"""The bytes of leftovers at which a process is replaced."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`memory`: bytes that one datum's graph may take. `seconds`: of processor time, for all graphs
-    of a request on one rank."""
+    """`memory`: bytes for one datum's graph. `seconds`: processor time for all graphs of a request
+    on one rank."""
 
     memory: int = 2**30
     seconds: float = 30.0
@@ -60,9 +58,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The `losses` of some datums, float64. `gradients`: their derivatives by the logprobs, if they
-    were asked for. `metrics`: the sums, in the order of the graph's. `seconds`: the processor time
-    that all took."""
+    """The `losses` of some datums, float64.
+
+    `gradients` are their derivatives by the logprobs, if requested. `metrics` are sums, in the
+    graph's order. `seconds` is processor time.
+    """
 
     losses: Tensor
     gradients: Sequence[Tensor]
@@ -74,8 +74,10 @@ class Evaluation:
 
 
 class LossProcess:
-    """The process of one rank. It starts with the first graph, and again after it had to end. Calls
-    from several threads take turns."""
+    """The process of one rank. It starts with the first graph, and again after an end.
+
+    Calls from several threads take turns.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,11 +94,12 @@ class LossProcess:
         limits: Limits,
         used: float,
     ) -> Evaluation:
-        """Compute the graph on each datum. A datum's tensors, on the host, are in the order of the
-        graph's inputs. `definition` is the body that the graph was read from. Other datums of the
-        request have `used` so many seconds.
+        """Compute the graph on each datum.
 
-        Raises `CustomLossFailed` alone: its caller's peers may be in a collective.
+        A datum's tensors are on the host, in the order of the graph's inputs. `definition` is the
+        body that the graph was read from. `used` is the processor time of the request's other
+        datums, in seconds. Raises only `CustomLossFailed`, because the caller's peers may be in a
+        collective.
         """
         request: _Json = {
             "gradient": gradient,
@@ -134,11 +137,10 @@ class LossProcess:
             self._stop()
 
     def _running(self, name: str) -> subprocess.Popen[bytes]:
-        """Return the process, which is started if there is none. Raises `CustomLossFailed` for the
-        loss of this name."""
+        """Return the process, started if needed. Raises `CustomLossFailed` for the loss `name`."""
         if self._child is not None and self._child.poll() is None:
             return self._child
-        self._stop()  # closes the pipes of one that has ended
+        self._stop()  # closes the pipes of an ended process
         failed = f"the custom loss {name!r} failed: its process could not start"
         try:
             child = subprocess.Popen(
@@ -147,7 +149,7 @@ class LossProcess:
                 stdout=subprocess.PIPE,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             )
-        except OSError as error:  # no memory, or no more processes
+        except OSError as error:  # no memory, or too many processes
             raise CustomLossFailed(f"{failed}: {describe(error)}") from error
         self._stop = weakref.finalize(self, _kill, child)
         if _exchange(child, {}, [], seconds=0.0) is None:
@@ -164,7 +166,7 @@ def _exchange(
     *,
     seconds: float,
 ) -> tuple[_Json, list[Tensor]] | None:
-    """Return the reply of the process, or nothing if it ends instead."""
+    """Return the reply of the process, or None if it ends."""
     assert child.stdin is not None and child.stdout is not None
     patience = threading.Timer(_patience(seconds), child.kill)
     patience.daemon = True
@@ -179,12 +181,12 @@ def _exchange(
 
 
 def _patience(seconds: float) -> float:
-    """Return how many seconds of the clock a request may take that has so many of a processor."""
+    """Return the limit on the clock, in seconds, for a request with that processor time."""
     return _START_SECONDS + _PATIENCE * seconds
 
 
 def _cause(code: int, limits: Limits, *, late: bool) -> str:
-    """Return why the process ended; `late`: it had no time left by the clock."""
+    """Return the reason of the process's end. `late`: it exceeded the limit on the clock."""
     if code == -signal.SIGXCPU:
         return _too_long(limits.seconds)
     if late:
@@ -204,7 +206,7 @@ def _too_long(seconds: float) -> str:
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
     child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the system is at a disk that hangs
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk
         child.wait(_KILL_SECONDS)
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
@@ -252,7 +254,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, not a copy of them."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -260,8 +262,8 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def main() -> None:
-    """Serve the process that started this one, until it closes the pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer gets them, and closes the pipe
+    """Serve the parent process until it closes the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer handles them, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
@@ -283,7 +285,7 @@ def main() -> None:
 
 
 def _evaluate(request: _Json, tensors: list[Tensor]) -> tuple[_Json, list[Tensor]]:
-    """Return the answer to a request, and the losses and gradients."""
+    """Return the answer to a request, with losses and gradients."""
     graph = _read(bytes(_content(tensors[0])))
     gradient, count, memory = (request[name] for name in ("gradient", "inputs", "memory"))
     assert isinstance(count, int) and isinstance(memory, int)
@@ -318,7 +320,7 @@ def _read(definition: bytes) -> Graph:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set a limit that can be raised again, as far as the system lets us."""
+    """Set a soft limit, within the hard limit."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         most = hard if most == resource.RLIM_INFINITY else min(most, hard)
@@ -326,8 +328,8 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _size() -> int:
-    """Return how many bytes of addresses this process uses; 0 where the system does not say, and
-    does not limit them either."""
+    """Return this process's address space in bytes, or 0 if the system does not report, and so not
+    limit, it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except FileNotFoundError:

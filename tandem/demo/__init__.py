@@ -1,7 +1,8 @@
-"""`tandem demo`: a small policy learns one-digit addition by reinforcement learning.
+"""`tandem demo`: a small model learns one-digit addition by reinforcement learning.
 
-It does only what a user could do: write a base model in the Hugging Face layout (`tiny_model`),
-start the stack as `tandem up` does, and train over the unmodified `tinker` SDK, first on imperfect
-examples (`warm_up`), then by reinforcement (`reinforcement`). `addition` is the task, `data` makes
-its datums, `run` is the whole demo, and `report` is what it prints and keeps.
+It does only things that a user could do. It writes a base model in the Hugging Face layout
+(`tiny_model`) and starts the stack like `tandem up`. Then it trains with the unmodified `tinker`
+SDK, first on imperfect examples (`warm_up`), then by reinforcement (`reinforcement`). `addition` is
+the task, `data` makes datums, `report` prints and stores results, and `run` is the whole demo. To
+change the demo, start with `configuration`.
 """

@@ -8,7 +8,7 @@ from typing import Protocol
 
 REFUSAL = "?"
 MAX_ANSWER_TOKENS = 4
-"""Room for two digits, the end-of-sequence token, and one token too many."""
+"""Two digits, the end-of-sequence token, and one surplus token."""
 
 
 class Tokenizer(Protocol):
@@ -36,15 +36,15 @@ def all_problems() -> list[Problem]:
 
 
 def reward(problem: Problem, *, text: str, ended: bool) -> float:
-    """Return 1 for exactly the right digits followed by the end of the sequence, otherwise 0."""
+    """Return 1 for exactly the right digits and an end of the sequence, else 0."""
     return 1.0 if ended and text == problem.answer else 0.0
 
 
 def imperfect_label(problem: Problem, rng: random.Random) -> str:
     """Return a label for the warm-up: half are right, a quarter refuse, a quarter are off by one.
 
-    A policy that has learned this samples the right answer about half of the time, and still
-    prefers it to any other.
+    A policy trained on them samples the right answer about half of the time, and prefers it to any
+    other.
     """
     draw = rng.random()
     if draw < 0.5:

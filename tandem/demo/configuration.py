@@ -1,4 +1,4 @@
-"""The configuration of the demo, with defaults that are known to work."""
+"""The configuration of the demo, with defaults that work."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class WarmUp(BaseModel):
 
 
 class Reinforcement(BaseModel):
-    """Reinforcement learning. `learning_rate` is halved in the first step and decays linearly to a
-    tenth."""
+    """Reinforcement learning. `learning_rate` is halved in the first step and decays to a tenth."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,9 +45,11 @@ class Reinforcement(BaseModel):
 
 
 class DemoConfiguration(BaseModel):
-    """The resolved configuration, kept as `config.json` in the run directory. `endpoint` is a
-    gateway that runs already. It has the base model, and its own number of `ranks` (None here).
-    Without one, the demo starts its own. `save` names the trained weights, to keep them."""
+    """The resolved configuration, stored as `config.json` in the run directory.
+
+    `endpoint` is a running gateway with the base model and its own `ranks` (None here). Without it,
+    the demo starts a gateway. `save` is the name for the trained weights, if they are to be kept.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -71,6 +72,6 @@ class DemoConfiguration(BaseModel):
 
     @property
     def warm_up_name(self) -> str:
-        """Name the checkpoint by everything that its content depends on."""
+        """The checkpoint's name, a hash of everything that its content depends on."""
         decisive = f"{__version__} {self.seed} {self.warm_up.model_dump_json()}"
         return f"warm-up-{hashlib.sha256(decisive.encode()).hexdigest()[:12]}"

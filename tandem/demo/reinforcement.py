@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One row of the table. Times in seconds; `loss` per trained token; `staleness` is the mean
-    number of optimizer steps that the sampled policy was behind the one being updated."""
+    """One row of the table.
+
+    Times are in seconds, and `loss` is per trained token. `staleness` is the mean number of
+    optimizer steps between the sampling policy and the updated one.
+    """
 
     step: int
     reward_mean: float
@@ -43,7 +46,7 @@ class StepResult:
 
 
 class Loop:
-    """Reinforcement learning on the hundred sums, through the public SDK only."""
+    """Reinforcement learning on the hundred sums, with only the public SDK."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Loop:
         self.sampler: tinker.SamplingClient = client.save_weights_and_get_sampling_client().result()
 
     def steps(self) -> Iterator[StepResult]:
-        """Carry out the configured steps, yielding each one's result."""
+        """Carry out the configured steps, and yield each result."""
         for step in range(1, self._configuration.steps + 1):
             yield self._step(step)
 
@@ -123,7 +126,7 @@ class Loop:
         ]
 
     def save(self, name: str) -> str:
-        """Keep the newest weights under a name; return their path."""
+        """Keep the newest weights under a name. Returns their path."""
         return str(self._client.save_weights_for_sampler(name).result().path)
 
     def text(self, tokens: list[int]) -> str:
@@ -149,7 +152,8 @@ class Loop:
         advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
         rate: float,
     ) -> float:
-        """Train epochs of shuffled minibatches, all submitted ahead; return the summed loss."""
+        """Train epochs of shuffled minibatches, all submitted in advance. Returns the summed
+        loss."""
         from tinker import types
 
         configuration = self._configuration

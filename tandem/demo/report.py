@@ -1,4 +1,4 @@
-"""What the demo prints and keeps: a live table, a chart and four files."""
+"""The demo's output: a live table, a chart and four files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = ("step", "reward", "loss", "tokens/s", "sample s", "train s", "sync s
 
 
 class LiveTable:
-    """A table with a row for each step: redrawn on a terminal, plain lines elsewhere."""
+    """A table with a row per step, redrawn on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, console: Console, title: str) -> None:
         self._console = console
@@ -63,7 +63,7 @@ class LiveTable:
 
 
 class WarmUpProgress:
-    """A bar on a terminal; elsewhere a line for each tenth of the steps."""
+    """A bar on a terminal, elsewhere a line per tenth of the steps."""
 
     def __init__(self, *, console: Console, steps: int) -> None:
         self._console = console
@@ -99,7 +99,8 @@ class WarmUpProgress:
 
 
 class RunDirectory:
-    """`metrics.jsonl`, `summary.json`, `config.json`, `answers.json` and `reward.png` of a run."""
+    """The files of a run: `metrics.jsonl`, `summary.json`, `config.json`, `answers.json`,
+    `reward.png`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""The whole demo, from start to end."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ _PATIENCE = 120.0
 
 @dataclass
 class Timing:
-    """When the command started (monotonic), seconds until the workers were ready and of the
-    warm-up, and how many ranks the trainer has."""
+    """The demo's times and the trainer's number of ranks.
+
+    `started` is on the monotonic clock. `ready` and `warm_up` are durations in seconds.
+    """
 
     started: float
     ready: float = 0.0
@@ -54,7 +56,7 @@ class Timing:
 
 
 def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
-    """Run the whole demo; return the content of `summary.json`."""
+    """Run the whole demo. Returns the content of `summary.json`."""
     timing = Timing(started=time.monotonic())
     directory = RunDirectory(configuration.out)
     directory.write_configuration(configuration.model_dump(mode="json"))
@@ -97,8 +99,8 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
 
 @contextmanager
 def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[Endpoint]:
-    """Yield a gateway that has the base model: the one that runs elsewhere, if one is named, or
-    that of a stack which ends with the block."""
+    """Yield a gateway with the base model: the named one, or that of a stack which ends with the
+    block."""
     if configuration.endpoint is not None:
         yield configuration.endpoint
         return
@@ -115,7 +117,7 @@ def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[
 
 @contextmanager
 def _service(endpoint: Endpoint) -> Iterator[tinker.ServiceClient]:
-    """Connect the unmodified SDK to the gateway; its session ends with the block."""
+    """Connect the unmodified SDK to the gateway. Its session ends with the block."""
     import tinker
 
     with (
@@ -137,10 +139,10 @@ def _prepare(
     timing: Timing,
     console: Console,
 ) -> tuple[Loop, bool]:
-    """Return a loop that starts from the warm-up, and whether the warm-up existed already.
+    """Return a loop that starts from the warm-up, and whether that existed already.
 
-    Reinforcement always starts from the checkpoint, even right after it was saved, so that the
-    first demo and later ones compute the same.
+    Reinforcement always starts from the checkpoint, even right after its creation, so that all
+    demos compute the same.
     """
     client = _resume(service, configuration, console=console)
     reused = client is not None
@@ -179,7 +181,7 @@ def _note_ready(
     timing.ready = timing.since_start()
     with endpoint.client() as client:
         ranks = {str(each["id"]): int(each["ranks"]) for each in _status(client)["runs"]}
-    timing.ranks = ranks.get(run.model_id, 0)  # a gateway says how many, also one elsewhere
+    timing.ranks = ranks.get(run.model_id, 0)  # as the gateway reports it
     plural = "" if timing.ranks == 1 else "s"
     console.print(
         f"The trainer is ready after {timing.ready:.1f} s, with {timing.ranks} rank{plural}."
@@ -189,7 +191,8 @@ def _note_ready(
 def _tokenizer(
     client: tinker.TrainingClient, configuration: DemoConfiguration
 ) -> PreTrainedTokenizerBase:
-    """Return the base model's tokenizer. Where the gateway is elsewhere, so are its files."""
+    """Return the base model's tokenizer. A gateway elsewhere has the files, so they are written
+    here."""
     if configuration.endpoint is None:
         return client.get_tokenizer()
     from transformers import AutoTokenizer
@@ -201,7 +204,7 @@ def _tokenizer(
 def _resume(
     service: tinker.ServiceClient, configuration: DemoConfiguration, *, console: Console
 ) -> tinker.TrainingClient | None:
-    """Return a run that continues the warm-up's checkpoint; None when there is no usable one."""
+    """Return a run that continues the warm-up's checkpoint, or None without a usable one."""
     from tinker import APIStatusError, RequestFailedError
 
     path = _known(configuration).get(configuration.warm_up_name)
@@ -226,7 +229,7 @@ def _warm_up(
     timing: Timing,
     console: Console,
 ) -> str:
-    """Train the imperfect policy and save it; return its tinker:// path."""
+    """Train the imperfect policy and save it. Returns its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
     _note_ready(endpoint, client, timing=timing, console=console)
     tokenizer = _tokenizer(client, configuration)
@@ -249,7 +252,7 @@ def _warm_up(
 
 
 def _known(configuration: DemoConfiguration) -> dict[str, str]:
-    """Return the warm-ups of earlier demos in this data directory: name → tinker:// path."""
+    """Return the earlier warm-ups of this data directory: name → tinker:// path."""
     file = configuration.data_dir / _WARM_UPS
     if not file.exists():
         return {}
@@ -261,7 +264,7 @@ def _remember(configuration: DemoConfiguration, path: str) -> None:
     file = configuration.data_dir / _WARM_UPS
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(_known(configuration) | {configuration.warm_up_name: path}))
-    partial.rename(file)  # an interrupted demo leaves the old list, never half of one
+    partial.rename(file)  # an interrupted demo leaves the old list
 
 
 def _train(
@@ -289,7 +292,7 @@ def _train(
 
 
 def _status(client: httpx.Client) -> Status:
-    """Return what runs, also from a gateway that is started again meanwhile."""
+    """Return the gateway's status, also during its restart."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -303,13 +306,13 @@ def _status(client: httpx.Client) -> Status:
 
 
 def newest_version(status: Status) -> str:
-    """Return the weight version that the running training run published last."""
+    """Return the last published weight version of the active run."""
     versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
     return versions_[-1] if versions_ else ""
 
 
 def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float:
-    """Answer all problems greedily and keep the answers; return the share of right ones."""
+    """Answer all problems greedily and store the answers. Returns the share of right ones."""
     answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
     prompts = [loop.text(rollout.prompt) for rollout in answers]
     directory.write_answers(
@@ -326,8 +329,7 @@ def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Tandem, of the container image that it runs in, if any, and of the
-    libraries below it."""
+    """Return the versions of Tandem, its container image, if any, and its libraries."""
     found = {"tandem": __version__, "python": platform.python_version()}
     if image := os.environ.get("TANDEM_IMAGE_VERSION"):
         found["image"] = image

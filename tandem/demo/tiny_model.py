@@ -1,8 +1,8 @@
-"""Write a tiny base model in the Hugging Face layout, from a seed, without torch:
-`python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
+"""Writes a tiny base model from a seed: `python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
 
-Architecture Qwen3; a character-level tokenizer that `AutoTokenizer` loads. The weights are
-drawn by numpy, so the same seed gives the same bytes on every machine.
+It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer for
+`AutoTokenizer`. It needs no torch. numpy draws the weights, so a seed gives the same bytes on every
+machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -
 
 
 def write_layout(path: Path, shape: TinyShape) -> None:
-    """Write config and tokenizer, for weights that somebody else draws (`tensor_shapes`)."""
+    """Write config and tokenizer only. See `tensor_shapes` for the weights."""
     path.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(path, shape)
     _write_config(path, shape)
@@ -106,8 +106,10 @@ def _write_config(path: Path, shape: TinyShape) -> None:
 
 
 def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
-    """Return the names of all tensors, in the order in which they are drawn, with their shapes:
-    those of one dimension are norms, and of ones."""
+    """Return the shapes of all tensors by name, in the order of drawing.
+
+    Tensors of one dimension are norms and filled with ones.
+    """
     hidden, width = shape.hidden, shape.heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):

@@ -1,4 +1,4 @@
-"""The warm-up: train random weights into a policy that is right about half of the time."""
+"""The warm-up: trains random weights into a policy that is right about half of the time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tinker
 
 _AHEAD = 4
-"""Updates in flight at once: enough to hide the round trip."""
+"""Updates in flight, enough to hide the round trip."""
 
 
 def warm_up(
@@ -28,7 +28,7 @@ def warm_up(
     configuration: WarmUp,
     progress: Callable[[int, float], None],
 ) -> None:
-    """Carry out `configuration.steps` updates; call `progress` with each step and its mean loss."""
+    """Carry out `configuration.steps` updates. `progress` gets each step and its mean loss."""
     from tinker import types
 
     rng = random.Random(seed)

@@ -1,8 +1,7 @@
-"""The client-side library for training loops: advantages, selection and schedules in numpy.
+"""Client-side library for training loops: advantages, selection and schedules in numpy.
 
-It knows nothing of servers; what it returns goes into `tinker.types.Datum`. To add an estimator of
-advantages, write a function in `advantages` with its formula and paper, and list it in
-`ALGORITHMS`.
+It knows no server. Its results go into `tinker.types.Datum`. To add an estimator of advantages,
+write a function with its formula and paper in `advantages`, and list it in `ALGORITHMS`.
 """
 
 from tandem.rl.advantages import (

@@ -1,6 +1,6 @@
-"""Advantages of sampled groups: one function for each estimator.
+"""Advantages of sampled groups: one function per estimator.
 
-Rewards and advantages are [groups, samples]: a row holds the answers to one prompt.
+Rewards and advantages are [groups, samples]. A row holds the answers to one prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Floats = NDArray[np.float64]
 
 
 def reward(rewards: Floats) -> Floats:
-    """A = R. Plain REINFORCE without a baseline (Williams, 1992).
+    """A = R. REINFORCE without a baseline (Williams, 1992).
 
-    With rewards of 0 and 1, only right answers contribute; no answer is made less likely.
+    With rewards of 0 and 1, only right answers contribute, and no answer becomes less likely.
     """
     return rewards.copy()
 
@@ -24,9 +24,9 @@ def reward(rewards: Floats) -> Floats:
 def grpo(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
     """A_i = (R_i - mean) / (std + eps), within a group (arXiv 2402.03300).
 
-    Implementations differ: TRL uses the sample's standard deviation (`ddof` 1) and eps 1e-4, the
-    defaults here; verl `ddof` 1 and 1e-6; torchtitan the population's (`ddof` 0) and 1e-6. A
-    group of equal rewards has advantage 0.
+    A group of equal rewards has advantage 0. The defaults are TRL's: the sample's deviation (`ddof`
+    1) and eps 1e-4. verl uses `ddof` 1 and 1e-6, torchtitan the population's deviation (`ddof` 0)
+    and 1e-6.
     """
     enough = rewards.shape[1] > ddof
     std = rewards.std(axis=1, ddof=ddof, keepdims=True) if enough else 0.0
@@ -37,8 +37,8 @@ def grpo(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
 def dr_grpo(rewards: Floats) -> Floats:
     """A_i = R_i - mean, within a group (Dr. GRPO, arXiv 2503.20783).
 
-    Without the division, easy and hard prompts weigh alike. Use it with a loss that divides by a
-    constant (`aggregation` "constant").
+    Without the division, easy and hard prompts have equal weight. Use it with a loss that divides
+    by a constant (`aggregation` "constant").
     """
     centred: Floats = rewards - rewards.mean(axis=1, keepdims=True)
     return centred
@@ -47,7 +47,7 @@ def dr_grpo(rewards: Floats) -> Floats:
 def rloo(rewards: Floats) -> Floats:
     """A_i = R_i - the mean of the others' R, within a group (leave one out, arXiv 2402.14740).
 
-    Raises `ValueError` for groups of one, which have no others.
+    Raises `ValueError` for groups of one.
     """
     count = rewards.shape[1]
     if count < 2:
@@ -59,7 +59,7 @@ def rloo(rewards: Floats) -> Floats:
 def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
     """A_i = (R_i - mean) / (mean + eps), within a group (MaxRL, arXiv 2602.02710).
 
-    With rewards of 0 and 1, a right answer counts more the rarer it is.
+    With rewards of 0 and 1, a rarer right answer counts more.
     """
     means = rewards.mean(axis=1, keepdims=True)
     scaled: Floats = (rewards - means) / (means + eps)
@@ -69,7 +69,7 @@ def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
 def batch_std(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
     """A_i = (R_i - mean of the group) / (std of the whole batch + eps) (arXiv 2508.08221).
 
-    Unlike division by the group's own deviation, this does not amplify groups that nearly agree.
+    Unlike a group's own deviation, this does not amplify groups that nearly agree.
     """
     std = rewards.std(ddof=ddof) if rewards.size > ddof else 0.0
     scaled: Floats = dr_grpo(rewards) / (std + eps)
@@ -89,8 +89,8 @@ ALGORITHMS: dict[str, Callable[[Floats], Floats]] = {
 def advantages(algorithm: str, rewards: Floats) -> Floats:
     """Return the advantages [groups, samples] of rewards [groups, samples].
 
-    Literal example: `advantages("reward", [[1, 0]])` is `[[1, 0]]`. Raises `ValueError` for an
-    unknown algorithm.
+    Example: `advantages("reward", [[1, 0]])` is `[[1, 0]]`. Raises `ValueError` for an unknown
+    algorithm.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")

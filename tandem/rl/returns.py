@@ -1,6 +1,6 @@
-"""Advantages of tokens from rewards of tokens: returns to go, whitening and GAE.
+"""Advantages per token from rewards per token: returns to go, whitening and GAE.
 
-Arrays are [sequences, tokens]; `mask` has the same shape and is 1 for tokens that count.
+Arrays are [sequences, tokens]. `mask` has this shape and is 1 for tokens that count.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ Floats = NDArray[np.float64]
 
 
 def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Floats:
-    """Return G_t = r_t + discount · G_{t+1} for tokens that count, 0 for others.
+    """Return G_t = r_t + discount · G_{t+1} for tokens that count, else 0.
 
-    Literal example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]].
+    Example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]].
     """
     found = np.zeros_like(rewards)
     after = np.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
-        # A token that does not count passes on what comes after it, undiscounted.
+        # A token that does not count passes the later return on, undiscounted.
         after = np.where(mask[:, t] > 0, rewards[:, t] + discount * after, after)
         found[:, t] = after
     result: Floats = found * mask
@@ -27,7 +27,7 @@ def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Fl
 
 
 def whitened(values: Floats, mask: Floats, *, ddof: int = 0, eps: float = 1e-8) -> Floats:
-    """Return (x - mean) / sqrt(variance + eps) over all tokens that count, 0 for others.
+    """Return (x - mean) / sqrt(variance + eps) over all tokens that count, else 0.
 
     The variance is divided by the number of tokens minus `ddof`, which is 1 in verl.
     """
@@ -51,9 +51,9 @@ def reinforce_plus_plus(
 ) -> Floats:
     """Return advantages [sequences, tokens] of rewards [sequences], given at the last token.
 
-    Returns to go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262). With
-    `group`, the number of answers to a prompt, which must be adjacent, the mean of each group is
-    subtracted first (the "-baseline" form). `ddof` as in `whitened`.
+    They are returns to go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262).
+    With `group`, the number of adjacent answers to a prompt, each group's mean is subtracted first
+    (the "-baseline" form). `ddof` as in `whitened`. Raises `ValueError` for incomplete groups.
     """
     if group is not None:
         if len(rewards) % group:
@@ -73,8 +73,8 @@ def gae(
 ) -> tuple[Floats, Floats]:
     """Return advantages and returns [tokens] of a sequence (GAE, arXiv 1506.02438).
 
-    A_t = δ_t + discount·decay·A_{t+1} with δ_t = r_t + discount·V_{t+1} - V_t, and V = 0 after
-    the end. The return that a value function is fitted to is A + V. Nothing is whitened.
+    A_t = δ_t + discount·decay·A_{t+1} with δ_t = r_t + discount·V_{t+1} - V_t, and V = 0 after the
+    end. The return, the target of a value function, is A + V. Nothing is whitened.
     """
     advantages = np.zeros_like(rewards)
     after, value_after = 0.0, 0.0

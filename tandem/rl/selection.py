@@ -10,10 +10,10 @@ Booleans = NDArray[np.bool_]
 
 
 def soft_overlong(lengths: NDArray[np.int64], *, longest: int, buffer: int) -> Floats:
-    """Return what to add to the rewards of answers of these lengths, in tokens: 0 to -1.
+    """Return the penalty, 0 to -1, for answers of these lengths in tokens.
 
-    0 up to `longest - buffer`, then linearly down to -1 at `longest`, and -1 beyond.
-    Literal example: with longest 20480 and buffer 4096 a length of 18432 gives -0.5.
+    It is 0 up to `longest - buffer`, then linear down to -1 at `longest`, and -1 beyond. Example:
+    with longest 20480 and buffer 4096, a length of 18432 gives -0.5.
     """
     slope = (longest - buffer - lengths) / buffer
     result: Floats = np.clip(slope, -1.0, 0.0)
@@ -21,19 +21,19 @@ def soft_overlong(lengths: NDArray[np.int64], *, longest: int, buffer: int) -> F
 
 
 def overlong_mask(truncated: Booleans, mask: Floats) -> Floats:
-    """Return `mask` [sequences, tokens] with 0 for the truncated sequences [sequences].
+    """Return `mask` [sequences, tokens] with 0 for truncated sequences [sequences].
 
-    Whether a truncated answer would have been right is unknown, so nothing is learned from it.
+    Nothing is learned from a truncated answer, because its end is unknown.
     """
     kept: Floats = mask * ~truncated[:, None]
     return kept
 
 
 def dynamic_sampling(correct: Booleans) -> Booleans:
-    """Return which groups to keep [groups], given which answers are right [groups, samples].
+    """Return the groups to keep [groups], for right answers [groups, samples].
 
-    A group that is all right or all wrong has no advantages: keep 0 < #right < samples, and
-    sample other prompts for the rest.
+    A group that is all right or all wrong has no advantages. Keep 0 < #right < samples, and sample
+    other prompts for the rest.
     """
     right = correct.sum(axis=1)
     kept: Booleans = (right > 0) & (right < correct.shape[1])

@@ -1,4 +1,4 @@
-"""How old the weights are that tokens were sampled from, where samples are in flight."""
+"""The age of the weights behind sampled tokens, for in-flight samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ Steps = NDArray[np.int64]
 
 
 def staleness(runs: Sequence[Mapping[str, object]], *, step: int) -> Steps:
-    """Return, for each token of a sample [tokens], how many optimizer steps before `step` its
-    weights are from.
+    """Return each sampled token's staleness [tokens]: the optimizer steps from its weights to
+    `step`.
 
-    `runs` is what `GET /api/tandem/v1/samples/ID/versions` tells of the sample.
-    Literal example: `[{"step": 3, "tokens": 2}, {"step": 5, "tokens": 1}]` with step 6 gives
-    [3, 3, 1].
+    `runs` comes from `GET /api/tandem/v1/samples/ID/versions`. Example: `[{"step": 3, "tokens": 2},
+    {"step": 5, "tokens": 1}]` with step 6 gives [3, 3, 1].
     """
     steps = np.array([run["step"] for run in runs], np.int64)
     counts = np.array([run["tokens"] for run in runs], np.int64)

@@ -1,7 +1,9 @@
-"""The settings of Tandem, from the environment (`TANDEM_*`) or the command line.
+"""Tandem's settings, from the environment (`TANDEM_*`) or the command line.
 
-`gateway` has the settings of the gateway and of the whole platform; `cluster`, `requests`,
-`sharing` and `workers` are its parts. `variables` refuses unknown names of variables.
-`chosen_names` has the patterns of names that people choose. To add a setting, add a field to one of
-these classes.
+`gateway` holds the settings of the gateway and the platform. `cluster`, `requests`, `sharing` and
+`workers` are parts of it. `variables` refuses unknown variables. `chosen_names` has the patterns of
+names that people choose.
+
+To add a setting, add a field with a description to one of these classes, and its name to a subject
+in `scripts/settings_table.py`.
 """

@@ -1,7 +1,7 @@
-"""The names that people choose: no other module has a pattern of one.
+"""Patterns of the names that people choose. No other module has one.
 
-A name of letters, digits and a few punctuation characters becomes a part of a path, an address, a
-label or a log line as it is. A label is free text that is only shown.
+A name of letters, digits and some punctuation becomes part of a path, address, label or log line
+unchanged. A label is free text that is only shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FIRST, _FURTHER = "[A-Za-z0-9]", "[A-Za-z0-9._-]"
 GROUP_PATTERN = rf"^{_FIRST}{_FURTHER}{{0,63}}$"
 OWNER_PATTERN = rf"^{_FIRST}[A-Za-z0-9._@+-]{{0,63}}$"
 _LABEL = r"[^\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]*"
-"""No controls, no line ends, and nothing that hides or turns round the text beside it."""
+"""No control characters, no line ends, and no characters that hide or reverse text."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
 _MOST_MODEL_CHARACTERS = 200
@@ -34,8 +34,7 @@ Label = Annotated[
 
 
 def is_name(text: str) -> bool:
-    """Whether the text can be the name of a checkpoint or a worker, and so of a folder or a
-    file."""
+    """Return whether the text can name a checkpoint or worker, and so a folder or file."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -44,14 +43,14 @@ def is_run_id(text: str) -> bool:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether the text is NAME, ORG/NAME or ORG/NAME/VARIANT: folders below a directory."""
+    """Return whether the text is NAME, ORG/NAME or ORG/NAME/VARIANT: folders below a directory."""
     parts = text.split("/")
     whole = len(text) <= _MOST_MODEL_CHARACTERS and len(parts) <= _MOST_MODEL_PARTS
     return whole and all(map(is_name, parts))
 
 
 def name_fault(name: str) -> str:
-    """Return what is wrong with the name of a checkpoint, "" where nothing is."""
+    """Return the fault of a checkpoint's name, or ""."""
     if is_name(name):
         return ""
     return (
@@ -61,7 +60,7 @@ def name_fault(name: str) -> str:
 
 
 def model_name_fault(name: str) -> str:
-    """Return what is wrong with the name of a base model, "" where nothing is."""
+    """Return the fault of a base model's name, or ""."""
     if is_model_name(name):
         return ""
     return (

@@ -1,6 +1,6 @@
-"""The settings of workers that are pods of a Kubernetes cluster, and of the claims that they share.
+"""Settings of workers that are pods of a Kubernetes cluster, and of their shared claims.
 
-Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`; see `docs/deploy-kubernetes.md`.
+Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`. See `docs/deploy-kubernetes.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 _LABEL = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 _SUBDOMAIN = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
 _MOST_DEVICES = 32
-"""That Kubernetes allocates to one claim; more is accepted, and never scheduled."""
+"""Kubernetes' limit for one claim. It accepts more and never schedules them."""
 _MOST_PARAMETER_BYTES = 10 * 2**10
 
 Selector = Annotated[str, Field(min_length=1, max_length=10 * 2**10, pattern=r"\S")]
@@ -88,7 +88,7 @@ class KubernetesSettings(BaseSettings):
 
 
 class _DeviceChoice(BaseModel):
-    """Which devices a claim asks for."""
+    """The devices that a claim requests."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -97,15 +97,15 @@ class _DeviceChoice(BaseModel):
 
 
 class DeviceAlternative(_DeviceChoice):
-    """One of the devices that a claim may be given."""
+    """One of a claim's possible device choices."""
 
     device_class: str = Field(max_length=253, pattern=_SUBDOMAIN)
 
 
 class DeviceSharing(BaseModel):
-    """What a device's driver is told of how those who use one device share it.
+    """The driver's configuration for workers that share a device.
 
-    Literal example: `{"driver": "gpu.nvidia.com", "parameters": {"apiVersion":
+    Example: `{"driver": "gpu.nvidia.com", "parameters": {"apiVersion":
     "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "TimeSlicing",
     "timeSlicingConfig": {"interval": "Long"}}}}`.
     """
@@ -124,10 +124,10 @@ class DeviceSharing(BaseModel):
 
 
 class ClaimPoolSettings(_DeviceChoice):
-    """A pool of `TANDEM_CLAIM_POOLS`: device groups of which each is a ResourceClaim.
+    """A pool of `TANDEM_CLAIM_POOLS`: device groups that are one ResourceClaim each.
 
-    Literal example: `{"name": "train", "roles": ["trainer"], "claims": 4, "device_class":
-    "gpu.nvidia.com", "devices": 8}` is the groups `train-0` to `train-3`, of 8 GPUs each.
+    Example: `{"name": "train", "roles": ["trainer"], "claims": 4, "device_class": "gpu.nvidia.com",
+    "devices": 8}` makes the groups `train-0` to `train-3`, of 8 GPUs each.
     """
 
     name: str = Field(max_length=40, pattern=_LABEL)

@@ -1,6 +1,6 @@
-"""The settings of the whole platform, from the environment (`TANDEM_*`) or the command line.
+"""Settings of the whole platform. Durations are in seconds, sizes in bytes.
 
-`tandem config` prints the resolved values. Durations are in seconds, sizes in bytes.
+`tandem config` prints the resolved values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from tandem.settings.sharing import GroupSettings, SharingSettings
 from tandem.settings.workers import PoolSettings, SamplerEnvironment, TrainerEnvironment
 
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
-"""A file that a setting names; an empty variable names none."""
+"""An optional file. An empty variable means none."""
 
 
 def without_password(url: str) -> str:
-    """Return a database's URL without its user, and without its parameters: either may have the
-    password."""
+    """Return a database's URL without user and parameters, because both may hold the password."""
     address = url.partition("?")[0]
     scheme, _, place = address.partition("://")
     return f"{scheme}://…@{place.rpartition('@')[2]}" if "@" in place else address
@@ -235,15 +234,15 @@ class GatewaySettings(BaseSettings):
 
 
 def settings_fault(error: ValidationError | SettingsError) -> str:
-    """Return what is wrong with the settings. Literal example: `TANDEM_PORT is 'abc': Input should
-    be a valid integer, unable to parse string as an integer`."""
-    if isinstance(error, SettingsError):  # a list or an object that cannot be parsed
+    """Return the fault of the settings, such as `TANDEM_PORT is 'abc': Input should be a valid
+    integer, unable to parse string as an integer`."""
+    if isinstance(error, SettingsError):  # a list or object that cannot be parsed
         field = re.search(r'"(\w+)"', str(error))
         return f"TANDEM_{field[1].upper()} is not JSON" if field else str(error)
     prefix = _prefix_of(error.title)
 
     def named(where: tuple[int | str, ...], given: object) -> str:
-        """Return the setting with its value; "" where the fault is that of several."""
+        """Return the setting with its value, or "" for a fault of several settings."""
         return f"{prefix}{'_'.join(map(str, where)).upper()}{_shown(given)}: " if where else ""
 
     return "; ".join(
@@ -257,7 +256,7 @@ def _shown(value: object) -> str:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the prefix of the variables that a class of settings reads."""
+    """Return the prefix of a settings class's variables."""
     found = (kind for kind in BaseSettings.__subclasses__() if kind.__name__ == name)
     kind = next(found, GatewaySettings)
     return str(kind.model_config.get("env_prefix", ""))

@@ -1,4 +1,4 @@
-"""The settings of what clients may ask for at once, and for how long; see `docs/operations.md`."""
+"""Limits of clients' requests. See `docs/operations.md`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MOST_PAYLOAD_BYTES = 2**30
-"""The largest payload of an operation that a gateway may be set to accept."""
+"""The largest payload of an operation that a gateway can be set to accept."""
 
 
 class LimitSettings(BaseSettings):
-    """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
+    """Limits of an owner. Environment: `TANDEM_LIMIT_*`. See `docs/operations.md`.
 
-    The number at the end is the status of a request beyond the limit; see `docs/operations.md`.
+    The number in a description is the HTTP status of a request beyond the limit.
     """
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")

@@ -1,4 +1,4 @@
-"""The settings of device groups, and of how workers share their devices; see `docs/sharing.md`."""
+"""Settings of device groups, and of workers that share devices. See `docs/sharing.md`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from tandem.settings.chosen_names import GROUP_PATTERN
 
 Share = Literal["when_full", "always", "never"]
 MOST_RUNS = 8
-"""Runs that share a trainer."""
+"""The largest number of runs of one trainer."""
 
 
 class SharingSettings(BaseSettings):
-    """How workers share the devices of a group. Environment: `TANDEM_SHARING_*`; see
-    `docs/sharing.md`."""
+    """Settings of workers that share a group's devices. Environment: `TANDEM_SHARING_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SHARING_")
 
@@ -58,7 +57,7 @@ class SharingSettings(BaseSettings):
 
 
 class GroupSettings(BaseModel):
-    """A device group of `TANDEM_GROUPS`; see `docs/sharing.md`."""
+    """A device group of `TANDEM_GROUPS`. See `docs/sharing.md`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,8 +1,7 @@
-"""The names of all environment variables of Tandem, and the check of them when a process starts.
+"""The names of Tandem's environment variables, and their check at the start of a process.
 
-`settings_by_name` has the settings, `OTHER_NAMES` the rest. A process that reads a setting calls
-`check_environment` first: a name that nobody knows is a mistake, which would otherwise have no
-effect.
+`settings_by_name` has the settings, `OTHER_NAMES` the rest. A process calls `check_environment`
+before it reads a setting. An unknown name is a mistake that would otherwise have no effect.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _SERVICE = re.compile(
     r"TANDEM(_[A-Z0-9_]+)?"
     r"(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""Of the names that Kubernetes gives each pod for each Service of its namespace."""
+"""Variables that Kubernetes sets in each pod for each Service of its namespace."""
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-"""The beginning of the value of another one, NAME_PORT."""
+"""The start of the value of another such variable, NAME_PORT."""
 
 
 def settings_by_name() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield each setting by the name of its environment variable."""
+    """Yield each setting with the name of its environment variable."""
     for name, field in GatewaySettings.model_fields.items():
         part = field.annotation
         if isinstance(part, type) and issubclass(part, BaseSettings):
@@ -56,9 +55,11 @@ def settings_by_name() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def check_environment(environment: MutableMapping[str, str]) -> None:
-    """Raise `UnknownSetting` if a variable begins with TANDEM_, in small letters or capitals, and
-    has no known name. Remove the variables that Kubernetes adds for Services: TANDEM_PORT is an
-    address if a Service is called tandem."""
+    """Raise `UnknownSetting` for an unknown variable that begins with TANDEM_ in any case.
+
+    Variables that Kubernetes sets for Services are removed: TANDEM_PORT is an address if a Service
+    is called tandem.
+    """
     for name in [name for name in environment if _is_of_service(name, environment[name])]:
         del environment[name]
     known = {name for name, _ in settings_by_name()} | OTHER_NAMES.keys()

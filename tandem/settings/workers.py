@@ -1,7 +1,7 @@
-"""The settings of trainers and samplers, and of the processes that wait to become one.
+"""Settings of trainers and samplers, and of idle processes that wait to become one.
 
-The gateway reads the environment, and gives each worker its settings (`WorkerSpec`). What is in
-`TrainerSettings` or `SamplerSettings` alone, no deployment needs to change.
+The gateway reads the environment, and gives each worker its settings (`WorkerSpec`). No deployment
+needs to change the fields that only `TrainerSettings` or `SamplerSettings` has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _NotOfEnvironment(BaseSettings):
 
 
 class TrainerEnvironment(BaseSettings):
-    """What an operator may set for all trainers. Environment: `TANDEM_TRAINER_*`."""
+    """Settings of all trainers. Environment: `TANDEM_TRAINER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
@@ -70,7 +70,7 @@ class TrainerEnvironment(BaseSettings):
 
 
 class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
-    """The settings of one trainer. The gateway makes them; the environment has no part in them."""
+    """Settings of one trainer. They come from the gateway, not from the environment."""
 
     @classmethod
     def of(cls, environment: TrainerEnvironment, **more: object) -> TrainerSettings:
@@ -117,7 +117,7 @@ class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
 
 
 class SamplerEnvironment(BaseSettings):
-    """What an operator may set for all samplers. Environment: `TANDEM_SAMPLER_*`."""
+    """Settings of all samplers. Environment: `TANDEM_SAMPLER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
 
@@ -158,7 +158,7 @@ class SamplerEnvironment(BaseSettings):
 
 
 class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
-    """The settings of one sampler. The gateway makes them; the environment has no part in them."""
+    """Settings of one sampler. They come from the gateway, not from the environment."""
 
     @classmethod
     def of(cls, environment: SamplerEnvironment, **more: object) -> SamplerSettings:
@@ -182,8 +182,7 @@ class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
 
 
 class PoolSettings(BaseSettings):
-    """Processes that the agent keeps started for the next workers. Environment: `TANDEM_POOL_*`;
-    see docs/sharing.md."""
+    """Processes that the agent starts in advance. Environment: `TANDEM_POOL_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_POOL_")
 
