@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout for tests of the sampler, and the plain weights they amount to."""
+"""LoRA adapters in PEFT's layout, and the plain weights with an adapter added."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_adapter_files(
     modules: Sequence[str] = EVERYTHING,
     size: float = 0.02,
 ) -> Path:
-    """`adapter_config.json` and `adapter_model.safetensors` with random A [r, in] and B [out, r]
-    for every linear layer of `model` that is named so."""
+    """Write random A [r, in] and B [out, r] for every linear layer of `model` named in
+    `modules`."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ def write_adapter_files(
 
 
 def write_merged(path: Path, model: Path, adapter: Path) -> Path:
-    """The model with alpha / r · B·A added in; its output head is a tensor of its own."""
+    """Write the model with alpha / r · B·A added. Its output head becomes a separate tensor."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""What torch's allocator tells of tensors on a CPU."""
+"""Allocations by torch's allocator on a CPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocations(compute: Callable[[], object]) -> list[int]:
-    """Return the bytes of tensors as they come and, negative, go while `compute` runs."""
-    # Garbage of earlier calls would be counted when it goes, so it goes first. One collection may
-    # leave objects whose finalizers it has just called.
+    """Return the bytes of each allocation and, negative, each release during `compute`, in
+    order."""
+    # Collect earlier garbage first, so that its release is not counted. One collection may leave
+    # objects with just called finalizers.
     for _ in range(3):
         gc.collect()
     gc.disable()

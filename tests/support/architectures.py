@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, to which trainers and samplers are held."""
+"""Tiny models of many architectures, which trainers and samplers must support."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "qwen3": {**_COMMON, **_HEADS, **_TIED},
     # Biases of queries, keys and values.
     "qwen2": {**_COMMON, **_TIED},
-    # Rotary frequencies that are scaled for long texts.
+    # Scaled rotary frequencies for long texts.
     "llama": {**_COMMON, "rope_parameters": _LLAMA3},
     # A window for every layer.
     "mistral": {**_COMMON, **_HEADS, "sliding_window": WINDOW},
-    # A window for every other layer, caps on attention and on logits.
+    # A window for every other layer, caps on attention and logits.
     "gemma2": {
         **_COMMON,
         **_HEADS,
@@ -64,7 +64,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 32,
     },
-    # Windows for five layers of six, with rotary frequencies of their own.
+    # Windows for five layers of six, with separate rotary frequencies.
     "gemma3_text": {
         **_COMMON,
         **_HEADS,
@@ -73,7 +73,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 32,
     },
-    # Queries, keys and values in one layer; gate and up in another one.
+    # Queries, keys and values in one layer, gate and up in another.
     "phi3": _COMMON,
     # Absolute positions, transposed weights.
     "gpt2": _GPT2,
@@ -93,11 +93,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "logits_scaling": 5.0,
     },
-    # A bias of the head, too; blocks in parallel.
+    # A bias of the head too, blocks in parallel.
     "phi": _COMMON,
     # Biases everywhere, tied.
     "starcoder2": {**_COMMON, **_TIED, "sliding_window": None},
-    # Keys and values of one head, in one layer with the queries; absolute positions.
+    # Keys and values of one head, in one layer with the queries. Absolute positions.
     "gpt_bigcode": _GPT2,
     # Norms without weights, a clip of queries, keys and values.
     "olmo": {**_COMMON, "clip_qkv": 2.0},
@@ -115,7 +115,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "falcon": {**_COMMON, **_TIED, "multi_query": True},
     # A bias of the head, blocks in parallel.
     "gptj": {**_GPT2, "rotary_dim": 16, "tie_word_embeddings": False},
-    # Experts, each with tensors of its own in the files, all in one in memory.
+    # Experts with separate tensors in the files, but one tensor in memory.
     "qwen3_moe": {**_COMMON, **_HEADS, **_EXPERTS, "num_experts": 4},
     # A shared expert, with a gate.
     "qwen2_moe": {
@@ -126,7 +126,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     # Experts with other names.
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
-    # Latent attention, groups of experts, a shared one, a block without; a router with a bias.
+    # Latent attention, groups of experts, a shared one, one dense block, a router with a bias.
     "deepseek_v3": {
         **_COMMON,
         **_EXPERTS,
@@ -143,7 +143,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     # The same with ordinary attention.
     "glm4_moe": {**_COMMON, **_HEADS, **_EXPERTS, **_SHARED, "n_group": 1},
-    # Attention sinks, and experts that are one tensor in the files, too.
+    # Attention sinks, and experts in one tensor, also in the files.
     "gpt_oss": {
         **_COMMON,
         **_HEADS,
@@ -157,11 +157,11 @@ EXPERTS = frozenset(["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_m
 
 
 HEAD_ALONE = frozenset(["falcon", "gpt2", "gptj"])
-"""Of which engines serve adapters of the head, and of no other layer."""
+"""Architectures with served adapters only on the head."""
 
 
 def lora_of(architecture: str) -> LoraSpec:
-    """The largest choice of layers that the architecture allows."""
+    """Return the largest choice of layers that the architecture allows."""
     head_alone = architecture in HEAD_ALONE
     return LoraSpec(
         rank=4, seed=5, attention=not head_alone, mlp=not head_alone and architecture not in EXPERTS
@@ -169,8 +169,10 @@ def lora_of(architecture: str) -> LoraSpec:
 
 
 def write_model(path: Path, architecture: str, **changes: object) -> Path:
-    """Writes a model of some hundred thousand parameters with a tokenizer. Weights are larger than
-    usual, so that predictions are not flat."""
+    """Write a model of some hundred thousand parameters with a tokenizer.
+
+    Its weights are larger than usual, so that predictions are not flat.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,5 +1,5 @@
-"""The audit log since the tests began: the gateway shows one day of it (UTC), and midnight may pass
-during a test."""
+"""The audit log since the start of the tests. The gateway shows one UTC day of it, and midnight may
+pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIRST = dt.datetime.now(dt.UTC).date()
 
 
 def days_of_tests() -> list[dt.date]:
-    """Return the days, oldest first, in which this process has run tests."""
+    """Return the days of the test process, oldest first."""
     last = dt.datetime.now(dt.UTC).date()
     return [_FIRST + dt.timedelta(days=n) for n in range((last - _FIRST).days + 1)]
 

@@ -1,4 +1,4 @@
-"""Recipes of tinker-cookbook, as they are published, as other programs on a stack."""
+"""Runs published recipes of tinker-cookbook against a stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_recipe(
     stack: TestStack, module: str, folder: Path, *, timeout: float = 480, **options: object
 ) -> list[dict]:
-    """Runs it to its end in `folder`; returns the metrics that it logged, step by step."""
+    """Run a recipe to its end in `folder`. Returns its logged metrics, step by step."""
     endpoint = stack.stack.endpoint
     log = folder / "log" / module
     arguments = {"log_path": log, **options}
@@ -27,7 +27,7 @@ def run_recipe(
             **os.environ,
             "TINKER_BASE_URL": endpoint.url,
             "TINKER_API_KEY": endpoint.api_key,
-            # Else a data set of this name that another folder had is taken for this one's.
+            # Otherwise a data set of this name from another folder would be used.
             "HF_DATASETS_CACHE": str(folder / "cache"),
         },
         capture_output=True,
@@ -40,7 +40,7 @@ def run_recipe(
 
 
 def saved_last(folder: Path, module: str) -> dict:
-    """The last checkpoint that a recipe noted in its log: `state_path` and `sampler_path`."""
+    """Return the last checkpoint in a recipe's log: `state_path` and `sampler_path`."""
     return read_lines(folder / "log" / module / "checkpoints.jsonl")[-1]
 
 

@@ -1,5 +1,6 @@
-"""Sends requests through tinker-cookbook's capture proxy, as another program: the model is the
-argument, each line of the input is `[path, body]`, and each line of the output `[status, answer]`.
+"""Sends requests through tinker-cookbook's capture proxy.
+
+The argument is the model. Each input line is `[path, body]`, each output line `[status, answer]`.
 """
 
 from __future__ import annotations

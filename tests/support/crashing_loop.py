@@ -17,24 +17,24 @@ from weakref import WeakSet
 Result = TypeVar("Result")
 
 _MOST_STEPS = 200_000
-"""Of one life: more say that something goes round in circles."""
+"""The limit of steps in one life, against endless loops."""
 _EPOCH = 1_700_000_000.0
 
 
 class Crash(SystemExit):
-    """The process is dead: nothing of it runs any more, no `finally` either. (A `SystemExit`,
-    because asyncio hands every other error to a task or a log.)"""
+    """The process is dead: nothing of it runs, not even a `finally`. (asyncio raises only a
+    `SystemExit` through.)"""
 
 
 @dataclass
 class Clock:
-    """Seconds since the machine started; they go on when a process dies."""
+    """Seconds since the machine's start. The death of a process does not stop it."""
 
     now: float = 1e6
 
     @contextmanager
     def everywhere(self):
-        """Let `time.time` and `time.monotonic` tell this clock's time while the block runs."""
+        """Let `time.time` and `time.monotonic` return this clock's time during the block."""
         with (
             patch("time.monotonic", lambda: self.now),
             patch("time.time", lambda: _EPOCH + self.now),
@@ -43,16 +43,15 @@ class Clock:
 
 
 _PROCESS: ContextVar[str] = ContextVar("process", default="")
-"""To which process belongs what runs now."""
+"""The process of the running code."""
 
 
 class CrashingLoop(asyncio.SelectorEventLoop):
-    """Runs one callback a step, and jumps to the next timer when nothing else is to be done.
+    """Runs one callback per step, and jumps to the next timer when idle.
 
-    What runs belongs to a process, and so does all that it starts: a process lives in `live`, or
-    is one of a name of its own (`as_process`) which survives the others. Of one that is dead,
-    nothing runs any more. Work for threads is done in this thread, a random while later: its
-    caller hears of it in a further step.
+    All code belongs to a process: that of `live`, or a named one (`as_process`) that survives it.
+    Nothing of a dead process runs. Work for threads runs in this thread after a random delay, and
+    its caller gets the result in a later step.
     """
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
@@ -70,7 +69,7 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
     def step(self) -> None:
-        """Count a step, before which the process may die."""
+        """Count a step. The process may die before it."""
         self.steps += 1
         assert self.steps < _MOST_STEPS, "this does not end"
         self._at_step(self.steps)
@@ -120,7 +119,7 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         return handle._cancelled or dead
 
     def _timer_handle_cancelled(self, handle) -> None:
-        """Cancelled timers are passed over when they are due."""
+        """Do nothing: cancelled timers are skipped when due."""
 
     def live(
         self,
@@ -129,25 +128,25 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         *,
         at_step: Callable[[int], None] = lambda _number: None,
     ) -> Result:
-        """Run until `main` of a process ends. `at_step` is called before each step, and wherever
-        `step` is called; if it raises `Crash`, the process is dead, and so this is raised."""
+        """Run until a process's `main` ends. `at_step` is called before each step, and may raise
+        `Crash`."""
         self._at_step, self.steps = at_step, 0
         task = self.create_task(main, context=as_process(process))
         try:
             self.run_until_complete(task)
         except Crash:
-            if task.done():  # just before, and the loop is about to stop
+            if task.done():  # ended just before, and the loop is about to stop
                 self._at_step = lambda _number: None
                 self.run_forever()
-            # What a garbage collector would close, running its `finally`, is kept until `bury`.
+            # Keep the tasks until `bury`: the garbage collector would run their `finally`.
             self._dead[process] = list(self._tasks.pop(process))
             raise
         self._end(process)
         return task.result()
 
     def bury(self) -> None:
-        """Free what the dead processes held, and end the others. What they do now has no effect
-        any more."""
+        """Free the tasks of dead processes and end the others. Their actions have no effect any
+        more."""
         self._buried, self._at_step, self.steps = True, lambda _number: None, 0
         kept, self._dead = self._dead, {}
         self._ready.extend(self._undone)

@@ -1,4 +1,4 @@
-"""Custom losses as the SDK traces and sends them, for tests."""
+"""Custom losses as the SDK traces and sends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def traced(fn: CustomLossFn, **ranks: int) -> LossHandle:
 
 
 def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-test") -> bytes:
-    """What the SDK posts to create_custom_loss."""
+    """Return the body of create_custom_loss."""
     request = types.CreateCustomLossRequest(
         session_id=session_id,
         custom_loss_seq_id=number,
@@ -31,7 +31,7 @@ def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-te
 
 
 def metrics_of(loss: Loss, result: LossResult) -> dict[str, float]:
-    """The metrics of a request that is one micro-batch. Raises `CustomLossFailed`."""
+    """Return the metrics of a request with one micro-batch. Raises `CustomLossFailed`."""
     if failure := loss.failure():
         raise CustomLossFailed(failure)
     return loss.metrics(dict(zip(loss.sum_names, map(float, result.sums), strict=True)))
@@ -40,7 +40,7 @@ def metrics_of(loss: Loss, result: LossResult) -> dict[str, float]:
 def layout_of(
     logprobs: Sequence[torch.Tensor], arrays: Mapping[str, Sequence[torch.Tensor]]
 ) -> DatumLayout:
-    """Of datums whose targets have the shapes of these logprobs."""
+    """Return the layout of datums with targets in the shapes of these logprobs."""
     sizes = tuple(each.numel() for each in logprobs)
     datum = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     return DatumLayout(

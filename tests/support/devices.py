@@ -1,4 +1,4 @@
-"""For tests that run on the CPU and, where there is one, on an NVIDIA GPU."""
+"""Parameters for tests on the CPU and, if there is one, on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-"""The values of a parameter `device`."""
+"""Values of a parameter `device`."""
 
 
 def settings_on(device: str) -> dict[str, Any]:
-    """Return what `trainer_process` needs to be told for a trainer on "cpu" or on "cuda"."""
+    """Return the arguments of `trainer_process` for "cpu" or "cuda"."""
     return {"device": "cuda", "devices": ["cuda:0"], "threads": 0} if device == "cuda" else {}
 
 
 class Nobody:
-    """The other ranks, where there is one."""
+    """Stands for the other ranks of a single one."""
 
     def meet(self) -> list[str]:
         raise AssertionError("there is one rank")
@@ -50,8 +50,10 @@ def operations_on_gpu(
     max_length: int = 512,
     **settings: Any,
 ) -> Iterator[Operations]:
-    """Those of a trainer of one rank in this process, of a model whose state is 1 GiB or more.
-    `settings` are further ones of `TrainerSettings`."""
+    """Yield the operations of a one-rank trainer in this process, with 1 GiB of state or more.
+
+    `settings` are further ones of `TrainerSettings`.
+    """
     write_tiny_model(
         tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192, max_length=max_length)
     )

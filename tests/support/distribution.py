@@ -1,5 +1,4 @@
-"""Which tests go to the same process when `make test` runs them in several, and what is said when
-such a process dies."""
+"""Distributes tests over processes for `make test`, and reports the death of such a process."""
 
 from __future__ import annotations
 
@@ -9,24 +8,26 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 TOGETHER = ("tests/integration/", "tests/conformance/", "tests/component/sampler/")
-"""Folders whose tests share a stack, or engines."""
+"""Folders of tests that share a stack or engines."""
 
 
 class ByModule(LoadScopeScheduling):
-    """Gives a process that is free the next module, or the next of these folders."""
+    """Gives a free process the next module, or the next of these folders."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _shared_folder(nodeid) or nodeid.partition("::")[0]
 
 
 def begin_with_longest(items: list[pytest.Item]) -> None:
-    """So that at the end no process waits long for another."""
+    """Put long tests first, so that no process waits long at the end."""
     items.sort(key=lambda item: not _shared_folder(item.nodeid))
 
 
 def end_with(node: WorkerController, error: object) -> None:
-    """Report the test during which a process of tests has died, and end the session. The scheduler
-    would start another process, which is never given what is left to do."""
+    """Report the test during which a test process died, and end the session.
+
+    The scheduler would start another process, but never give it the remaining tests.
+    """
     session = node.config.pluginmanager.get_plugin("dsession")
     assert isinstance(session, DSession) and session.sched is not None
     test = session.sched.remove_node(node) if node in session.sched.nodes else None

@@ -1,7 +1,6 @@
 """A worker for the launcher's tests: `python dummy_worker.py BEHAVIOUR --report-fd N`.
 
-It speaks a worker's part of the handshake (specification, lifeline, reports, gRPC health behind
-the secret) and does nothing else.
+It performs only the handshake: specification, lifeline, reports, gRPC health behind the secret.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def main(behaviour: str, arguments: list[str]) -> None:
         case _:
             raise ValueError(behaviour)
     while True:
-        time.sleep(0.1)  # one that comes just before a pause would be noticed after the next one
+        time.sleep(0.1)  # short, so that a signal just before it is noticed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""`python -m tests.support.engine_scores FILE`: what real engines, one after the other in this
-process, compute of a sequence. The file is JSON, a list of `{"base", "tokens", "full", "adapter",
-"expected"}` with the paths of a base model and of versions, and what is expected of some of these;
-added to each is what was `"found"`: logprobs by the same names, or the error that was raised."""
+"""Scores sequences with real engines, one after the other: `python -m tests.support.engine_scores
+FILE`.
+
+The file is a JSON list of `{"base", "tokens", "full", "adapter", "expected"}` with paths of a base
+model and versions, and expected values of some of them. Each entry gets `"found"`: logprobs by
+those names, or the error.
+"""
 
 from __future__ import annotations
 

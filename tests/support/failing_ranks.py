@@ -1,4 +1,4 @@
-"""Trainer backends in which one rank raises an error of Python, for tests."""
+"""Trainer backends in which one rank raises a Python error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_service.optimizers import StepSettings
 
 
 class FailsInForward(Fsdp2Backend):
-    """The last rank raises an error without a sentence, while the others wait for it."""
+    """The last rank raises an error without a sentence while the others wait."""
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
         if self.is_last:
@@ -27,7 +27,7 @@ class FailsInForward(Fsdp2Backend):
 
 
 class FailsInStep(Fsdp2Backend):
-    """The last rank raises an error in the optimizer, whose norm the others wait for."""
+    """The last rank raises an error in the optimizer while the others wait for its norm."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -47,8 +47,7 @@ def _look_up(weights: dict[str, float]) -> None:
 
 
 def install(folder: Path) -> None:
-    """Make the backends `fails_in_forward` and `fails_in_step` known, as
-    `small_memory.install` does."""
+    """Register the backends `fails_in_forward` and `fails_in_step`."""
     register(
         folder,
         "failing-ranks",

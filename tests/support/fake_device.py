@@ -1,4 +1,4 @@
-"""A device with memory of its own, for tests without one."""
+"""A fake device with separate memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from trainer_service.service.operations import Operations
 
 
 class FakeDevice:
-    """The memory of a device that is the host's in truth. Copies have ended when they are waited
-    for, at the latest. `host_blocks` are the sizes of the allocations of host memory, of which no
-    more than `most` are possible."""
+    """Implements a device's memory in host memory. Copies have ended when they were awaited.
+
+    `host_blocks` lists the sizes of host allocations. At most `most` succeed.
+    """
 
     is_host = False
 
@@ -46,7 +47,7 @@ class FakeDevice:
 
 
 def offload_of(operations: Operations, device: FakeDevice | None = None) -> Offload:
-    """Lets the operations of one rank sleep as on a device with memory of its own."""
+    """Let the operations of one rank sleep as on a device with separate memory."""
     trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend], memory=device or FakeDevice())
     operations.switching._offload = offload

@@ -37,13 +37,12 @@ BASE, NEW, OTHER = (
 
 @dataclass
 class FakeEngine:
-    """Ends each request after `max_tokens` steps and records its calls. A step computes the first
-    `room` of them.
+    """Ends each request after `max_tokens` steps and records its calls.
 
-    `drawn` holds what each token of a request was computed with, an adapter's name or the weights'
-    directory; `together` the adapters of each step; `computed` the logprobs of each adapter's
-    canary, zeros by default. `weights` is the directory that was loaded, empty without any that
-    could be served; it refuses whatever cannot be done while weights or cache are asleep.
+    A step computes the first `room` requests. `drawn` lists, per request, the adapter or weights
+    directory of each token. `together` holds the adapters of each step. `computed` holds each
+    adapter's canary logprobs, zeros by default. `weights` is the loaded directory, or empty. The
+    engine refuses calls that sleeping weights or caches do not allow.
     """
 
     weights: str = BASE.path.name
@@ -198,8 +197,8 @@ class FakeEngine:
 
 @dataclass
 class FakeLoader:
-    """Records what is read and loaded. `errors` are raised, one by one, by the reading (or, if they
-    are `WeightsTouched`, the load) of a version."""
+    """Records reads and loads. `errors` are raised one by one by a version's reading, or by its
+    load if they are `WeightsTouched`."""
 
     engine: FakeEngine
     reads: list[str] = field(default_factory=list)
@@ -230,7 +229,7 @@ class FakeLoader:
 
 
 class LaterReads:
-    """Carries a reading out when the test says so, or `at_once`."""
+    """Carries out a reading on `finish`, or `at_once`."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.begun: list[Callable[[], None]] = []
@@ -242,14 +241,14 @@ class LaterReads:
             self.finish()
 
     def finish(self) -> None:
-        """Carry out those that have begun."""
+        """Carry out the begun readings."""
         begun, self.begun = self.begun, []
         for read in begun:
             read()
 
 
 class Bench:
-    """A scheduler with its clock, run in the test's own thread."""
+    """A scheduler with its clock, run in the test's thread."""
 
     def __init__(
         self,
@@ -262,8 +261,8 @@ class Bench:
         engine: FakeEngine | None = None,
         start_reading: Callable[[Callable[[], None]], None] = lambda read: read(),
     ) -> None:
-        """`rank` and `room` limit the adapters of the model in `base`. Versions are read at once,
-        unless `start_reading` leaves it for later."""
+        """`rank` and `room` limit the adapters of the model in `base`. `start_reading` can delay
+        readings."""
         self.engine = engine or FakeEngine()
         self.engine.facts = replace(
             self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0
@@ -298,7 +297,7 @@ class Bench:
     ) -> Future[Sampled]:
         request = EngineRequest(id=id_, prompt=[1], num_samples=1, max_tokens=steps)
         seq_id = next(self.numbers) if seq_id is None else seq_id
-        self.now += 0.001  # nothing arrives at the same instant
+        self.now += 0.001  # no two arrivals at one instant
         return self.scheduler.submit(
             SampleJob(
                 request=request,

@@ -1,5 +1,7 @@
-"""A hub on loopback, with the endpoints that `huggingface_hub` uses to download a model: its files
-with their sizes and checksums, and the files themselves, the large ones from another address."""
+"""A hub on loopback, with the endpoints that `huggingface_hub` uses for a download.
+
+Large files come from another address.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shards(count: int = 2, size: int = 40_000) -> dict[str, bytes]:
-    """The files of a model in some parts, which nobody could load."""
+    """Return the files of a model in several parts, without usable weights."""
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     index = {"weight_map": {f"layers.{number}": name for number, name in enumerate(names)}}
     return {
@@ -38,10 +40,12 @@ def shards(count: int = 2, size: int = 40_000) -> dict[str, bytes]:
 
 @dataclass
 class Hub:
-    """`models` have their files by revision. `refusals` are the status and the error code with
-    which requests end whose path has the text, as often as is said; `cuts` are after how many bytes
-    a file's connections break, one after the other. `wrong` are files sent otherwise than listed;
-    `token` is what a request must have."""
+    """The content and faults of the hub.
+
+    `models` hold files by revision. A refusal is a part of the path, a status, an error code, and a
+    count. `cuts` lists the bytes after which a file's connections break. `wrong` files differ from
+    their listing. `token` is required in requests.
+    """
 
     url: str = ""
     models: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
@@ -57,7 +61,7 @@ class Hub:
         self.models.setdefault(name, {})[revision] = files
 
     def sent(self, name: str) -> list[str]:
-        """The ranges of the requests for a file's content, "" for the whole."""
+        """Return the ranges of the requests for a file's content, "" for the whole file."""
         return [
             headers.get("range", "")
             for method, path, headers in self.requests
@@ -65,7 +69,7 @@ class Hub:
         ]
 
     def commit(self, name: str, revision: str) -> str:
-        """Return the commit of a revision, "" if there is none. Its name comes of its files."""
+        """Return a revision's commit, computed from its files, or ""."""
         for known, files in self.models[name].items():
             digest = hashlib.sha1()
             for file in sorted(files):

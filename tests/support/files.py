@@ -1,4 +1,4 @@
-"""Look into folders from which a running gateway removes files."""
+"""Looks into folders from which a running gateway removes files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def entries(folder: Path) -> list[Path]:
-    """The files and folders in a folder, by name; none where it is gone."""
+    """Return the entries of a folder, or none if it is gone."""
     with suppress(FileNotFoundError):
         return sorted(folder.iterdir())
     return []
 
 
 def watch_syncs(monkeypatch) -> list[Path]:
-    """The files and folders that this process syncs from now on, where they are at that time."""
+    """Return a list that collects the files and folders synced by this process."""
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -28,7 +28,7 @@ def watch_syncs(monkeypatch) -> list[Path]:
 
 
 def tree(folder: Path) -> set[Path]:
-    """All files and folders below a folder; `os.walk` passes over those removed meanwhile."""
+    """Return all files and folders below a folder. `os.walk` skips removed ones."""
     return {
         Path(parent, name)
         for parent, folders, files in os.walk(folder)
@@ -37,10 +37,10 @@ def tree(folder: Path) -> set[Path]:
 
 
 def memory_files(process: int | str = "self") -> int:
-    """How many copies of weights a process has open, for others or of others (`Handoff`)."""
+    """Return the number of weight copies that a process has open for a `Handoff`."""
     found = set()
     for file in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(FileNotFoundError):  # by this one the folder is read
+        with suppress(FileNotFoundError):  # the descriptor of this folder
             if "tandem-weights" in str(file.readlink()):
                 found.add(file.stat().st_ino)
     return len(found)

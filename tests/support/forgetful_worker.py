@@ -1,5 +1,7 @@
-"""A worker of vLLM's that leaves out what it is told to leave out, for engines of several. It
-stages what it loads, as on a GPU, in memory that is not pinned."""
+"""A vLLM worker that forgets parts on demand, for engines with several workers.
+
+It stages loads as on a GPU, in unpinned memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ worker_extension.staged = partial(
 
 
 class ForgetfulExtension(WeightsExtension):
-    """Worker 1 forgets to load, or to take an adapter in, while the file `FORGETFUL` is there."""
+    """While the file `FORGETFUL` exists, worker 1 loads no weights and no adapters."""
 
     rank: int
 

@@ -14,8 +14,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace. `address` is on the cable to the other host; `from_test` is where the
-    test itself reaches it, and nobody else."""
+    """A network namespace. `address` is on the cable. Only the test itself uses `from_test`."""
 
     name: str
     address: str
@@ -23,20 +22,20 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """What starts a command there, under a host name of its own."""
+        """The command prefix to run in it, under its own host name."""
         return [
             *("nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "sh", "-c"),
             *('hostname "$0" && exec "$@"', self.name),
         ]
 
     def unplug(self) -> None:
-        """Take the cable to the other host down."""
+        """Take the cable down."""
         _ip("-n", self.name, "link", "set", "cable", "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Skips the test where namespaces cannot be made."""
+    """Yield two hosts. Skips the test if namespaces cannot be made."""
     number = secrets.randbelow(2**14)  # other tests make theirs at the same time
     a, b, link = f"tandem-{number}-a", f"tandem-{number}-b", f"tandem-{number}"
     net, last = f"198.18.{number >> 6}", (number & 63) * 4

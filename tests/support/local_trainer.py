@@ -1,4 +1,4 @@
-"""Trainers of one rank in this process, with LoRA or without, for tests."""
+"""One-rank trainers in this process, with or without LoRA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)
 WITHOUT_MLP = SPEC.model_copy(update={"mlp": False})
-"""Of a model with fused experts."""
+"""For models with fused experts."""
 
 
 def spec_of(architecture: str) -> LoraSpec:
@@ -46,8 +46,11 @@ def make_rank(
     name: str = "tiny",
     **settings: object,
 ) -> RankTrainer:
-    """The only rank of a trainer, with `parallel` shares of a batch at once (0: no threads), each
-    of so many tokens at least."""
+    """Return the only rank of a trainer.
+
+    It computes `parallel` parts of a batch at once (0: no threads), with at least `least_tokens`
+    tokens each.
+    """
     threads = None
     if parallel:
         threads = ParallelMicroBatches(count=parallel, threads=1, least_tokens=least_tokens)
@@ -68,7 +71,7 @@ def make_rank(
 
 
 def make(path: Path, lora: LoraSpec | None = SPEC, **more: Any) -> Operations:
-    """The operations of a trainer of one rank; see `make_rank`."""
+    """Return the operations of a one-rank trainer. See `make_rank`."""
     return Operations(make_rank(path, lora, **more))
 
 
@@ -81,7 +84,7 @@ def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batch
 def output_of(
     trainer: RankTrainer, message: wire.ForwardBackwardRequest
 ) -> wire.ForwardBackwardOutput:
-    """What a client gets of a message, without the operations around it."""
+    """Return a client's answer to a message, without the operations around it."""
     batch = batch_of(trainer, message)
     computed = trainer.forward_backward(batch)
     assert computed is not None
@@ -98,13 +101,13 @@ def batch_of(
 
 
 def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
-    """The gradients held, by parameter."""
+    """Return the accumulated gradients by parameter."""
     named = parameters_of(trainer).items()
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def parameters_of(trainer: RankTrainer) -> dict[str, torch.nn.Parameter]:
-    """Those of the model, and of the run's adapters."""
+    """Return the parameters of the model and of the run's adapters."""
     backend = trainer.backend
     return {**dict(backend._model.named_parameters()), **backend._trainable}
 
@@ -127,18 +130,18 @@ def forward_backward(
 
 
 def logprobs(operations: Operations, data: Sequence[wire.Datum]) -> np.ndarray:
-    """Of all targets of all datums, one after the other."""
+    """Return the logprobs of all targets of all datums, concatenated."""
     output = forward_backward(operations, data, forward_only=True)
     return np.concatenate([one.reshape(-1) for one in logprobs_of(output)])
 
 
 def plain(path: Path) -> torch.nn.Module:
-    """The model that transformers alone loads from a directory."""
+    """Load the model with transformers alone."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.ndarray:
-    """What `logprobs` gives, by a plain model, one sequence at a time."""
+    """Return the result of `logprobs` by a plain model, one sequence at a time."""
     found = []
     for one in data:
         tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
@@ -161,7 +164,7 @@ def step(
 def optim_step(
     operations: Operations, *, lr: float = 1e-2, clip: float = 0.0, decay: float = 0.01
 ) -> trainer_pb2.OptimStepReply:
-    """The reply, be it a failure."""
+    """Return the reply, which may be a failure."""
     adamw = trainer_pb2.AdamWParams(
         learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay, grad_clip_norm=clip
     )
@@ -169,7 +172,7 @@ def optim_step(
 
 
 def train(operations: Operations, steps: int, *, seed: int = 0, lr: float = 1e-2) -> list[float]:
-    """The losses of some steps, on data that differ from step to step."""
+    """Return the losses of some steps with different data."""
     losses = []
     for number in range(seed, seed + steps):
         output = forward_backward(operations, data_of(number))
@@ -188,7 +191,7 @@ def weights(operations: Operations) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Bit for bit, sharded or not."""
+    """Compare bit by bit, sharded or not."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         one, other = (
@@ -222,7 +225,7 @@ def save(operations: Operations, path: Path) -> trainer_pb2.SaveCheckpointReply:
 def load(
     operations: Operations, path: Path, *, optimizer: bool = True
 ) -> trainer_pb2.LoadCheckpointReply:
-    """The reply, be it a failure."""
+    """Return the reply, which may be a failure."""
     return operations.load_checkpoint(
         trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
     )

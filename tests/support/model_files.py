@@ -1,4 +1,4 @@
-"""Files of models that have a size, or a form, and no weights that could be computed with."""
+"""Files of models that have a size or a form, but no usable weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def write_weights(folder: Path, name: str, shape: list[int]) -> None:
 
 
 def tensor_file(*names: str, size: int = 256, fill: bytes = b"\0") -> bytes:
-    """Return a whole safetensors file of so many bytes, whose first tensor has all numbers."""
+    """Return a whole safetensors file of `size` bytes. Its first tensor has all numbers."""
     header, rest = b"", size
-    while len(header) + 8 + rest != size:  # the header names the rest, and has a length of its own
+    while len(header) + 8 + rest != size:  # the rest's size is in the header
         rest = size - 8 - len(header)
         entries = {
             name: {"dtype": "U8", "shape": [end], "data_offsets": [0 if end else rest, rest]}

@@ -1,4 +1,4 @@
-"""Packages of others, built and installed as their users would, for tests."""
+"""Other projects' packages, built and installed like a user does."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
 
 
 def install(source: Path, folder: Path) -> Path:
-    """Build a package's wheel and install it into a folder below `folder`, which is returned, for
-    the `PYTHONPATH` of workers. Nothing is downloaded."""
+    """Build a package's wheel and install it below `folder`. Nothing is downloaded.
+
+    Returns the folder for the workers' `PYTHONPATH`.
+    """
     shutil.copytree(source, copy := folder / "source")  # building leaves files beside it
     _pip("wheel", "--no-build-isolation", "--wheel-dir", folder / "wheels", copy)
     (wheel,) = (folder / "wheels").iterdir()
@@ -23,8 +25,7 @@ def install(source: Path, folder: Path) -> Path:
 
 
 def register(folder: Path, package: str, **backends: str) -> None:
-    """Write what an installed package leaves that registers trainer backends, without the package
-    itself, into a folder for the path of Python."""
+    """Write the metadata of an installed package that registers trainer backends."""
     about = folder / f"{package.replace('-', '_')}-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")

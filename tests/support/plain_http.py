@@ -1,4 +1,4 @@
-"""The wire protocol in plain HTTP, for what the SDK cannot be made to do wrong."""
+"""The wire protocol in plain HTTP, for mistakes that the SDK cannot make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 class PlainClient:
-    """One session, spoken to without the SDK; it sends a heartbeat only when told to."""
+    """One session without the SDK. It sends a heartbeat only on demand."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.http = httpx.Client(
@@ -62,7 +62,7 @@ class PlainClient:
         return self.retrieve(answer.json()["request_id"]).json["model_id"]
 
     def post(self, path: str, body: dict) -> str:
-        """The request_id of an accepted operation."""
+        """Return the request_id of an accepted operation."""
         answer = self.http.post(path, json=body)
         answer.raise_for_status()
         return answer.json()["request_id"]
@@ -74,7 +74,7 @@ class PlainClient:
         return self.http.post("forward_backward", content=payload, headers={**PROTOBUF, **headers})
 
     def retrieve(self, request_id: str) -> Answer:
-        """The result; fails when the operation has failed."""
+        """Return the result. Fails if the operation failed."""
         answer = self.poll(request_id)
         if answer.headers["content-type"].startswith("application/x-protobuf"):
             return Answer(body=answer.content, json={})
@@ -82,7 +82,7 @@ class PlainClient:
         return Answer(body=b"", json=answer.json())
 
     def failure(self, request_id: str) -> Refusal:
-        """Why an accepted operation has failed."""
+        """Return the failure of an accepted operation."""
         answer = self.poll(request_id)
         if answer.is_error:
             return refusal_of(answer)
@@ -90,7 +90,7 @@ class PlainClient:
         return Refusal(type=type_, message=message, category=answer.json()["category"], status=200)
 
     def poll(self, request_id: str) -> httpx.Response:
-        """Long polls until there is an outcome, a few times at most."""
+        """Poll until there is an outcome, a few times at most."""
         for _ in range(6):
             answer = self.http.post(
                 "retrieve_future", json={"request_id": request_id, "allow_metadata_only": False}
@@ -108,7 +108,7 @@ def message(
     forward_only: bool = False,
     loss: str = "cross_entropy",
 ) -> wire.ForwardBackwardRequest:
-    """A forward_backward of one datum: predict tokens[1:] from tokens[:-1]."""
+    """Return a forward_backward of one datum: predict tokens[1:] from tokens[:-1]."""
     one = datum(tokens[:-1], targets=tokens[1:], weights=np.ones(len(tokens) - 1))
     return wire.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward_only, data=[one]

@@ -1,4 +1,4 @@
-"""The reference: the same tiny model in plain transformers and torch, float32 on the CPU."""
+"""The reference: the tiny model in plain transformers and torch, float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 def load(path: Path) -> PreTrainedModel:
-    """Load the weights in a folder, which must be those of the model, no more and no fewer."""
+    """Load the weights in a folder. They must be exactly the model's."""
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -28,18 +28,18 @@ def load(path: Path) -> PreTrainedModel:
 
 
 def distributions(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Log-probabilities [len(tokens), vocabulary]; row i is what follows tokens[: i + 1]."""
+    """Return logprobs [len(tokens), vocabulary]. Row i follows tokens[: i + 1]."""
     return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
 
 
 def target_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Log-probabilities of tokens[1:], [len(tokens) - 1], with their gradients."""
+    """Return the logprobs of tokens[1:], [len(tokens) - 1], with gradients."""
     rows = distributions(model, tokens)[:-1]
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: list[list[int]]) -> list[Floats]:
-    """Log-probabilities of tokens[1:], [length - 1] for each sequence."""
+    """Return the logprobs of tokens[1:] of each sequence, [length - 1]."""
     with torch.no_grad():
         return [target_logprobs(model, sequence).numpy() for sequence in tokens]
 
@@ -53,7 +53,7 @@ def trained(
     clip: float = 0.0,
     **adam: object,
 ) -> PreTrainedModel:
-    """A copy after some steps of torch's own AdamW on the loss of the target logprobs."""
+    """Return a copy after some steps of torch's AdamW on the loss of the target logprobs."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), **adam)
     for _ in range(steps):
@@ -66,10 +66,10 @@ def trained(
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Adds the adapter in `folder` to a model, read as peft lays it out.
+    """Add the adapter in `folder`, in peft's layout, to a model.
 
-    `base_model.model.NAME.lora_A.weight` [r, in] and `...lora_B.weight` [out, r] add
-    alpha / r * B·A to the linear layer NAME; to its output, so that tied weights stay apart.
+    `base_model.model.NAME.lora_A.weight` [r, in] and `...lora_B.weight` [out, r] add alpha / r *
+    B·A to the output of the linear layer NAME. So tied weights stay separate.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Ports for tests that must know one before something listens there, or that need one twice."""
+"""Ports that a test must know before a server listens, or must use twice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _ANY = random.SystemRandom()
 
 
 def known_port() -> int:
-    """Return a port of 127.0.0.1 that is free, and that the kernel gives to nobody who asks for any
-    port: between two uses, one of those would become the port of a server of another test."""
+    """Return a free port of 127.0.0.1 outside the kernel's range of automatic ports.
+
+    A server of another test could get an automatic port between two uses.
+    """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
     while True:
         port = _ANY.randrange(_FIRST, int(given.split()[0]))

@@ -1,7 +1,7 @@
-"""A PostgreSQL server of the tests' own, on a Unix socket in a folder that goes with it.
+"""The tests' own PostgreSQL server, on a Unix socket in a temporary folder.
 
-`url_for` is what tests give to a `Database`: tests that use the fixture `each_database` run twice,
-on SQLite and on PostgreSQL.
+`url_for` returns the URL for a `Database`. Tests with the fixture `each_database` run on SQLite and
+PostgreSQL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE
 
-if TYPE_CHECKING:  # all tests import this module, also where no gateway is installed
+if TYPE_CHECKING:  # all tests import this module, even without a gateway
     from psycopg import Connection
 
     from gateway.storage.database import Database
@@ -39,7 +39,7 @@ _SETTINGS = {
 
 @cache
 def programs() -> Path | None:
-    """The folder of PostgreSQL's programs; None where it is not installed."""
+    """Return the folder of PostgreSQL's programs, or None."""
     found = shutil.which("initdb")
     folders = [*Path("/usr/lib/postgresql").glob("*/bin")]
     newest = max(folders, key=lambda folder: int(folder.parent.name), default=None)
@@ -47,14 +47,14 @@ def programs() -> Path | None:
 
 
 class Postgres:
-    """Its user is `postgres` where the tests run as root, which the server refuses."""
+    """A server. As root, its user is `postgres`, because it refuses root."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._user = "postgres" if os.getuid() == 0 else getpass.getuser()
         if os.getuid() == 0:
             shutil.chown(folder, "postgres")
-        # Texts are ordered as in a dictionary, as on most servers, and not by their bytes.
+        # Order texts like a dictionary, as most servers do, not by bytes.
         order = ("--locale=C.UTF-8", "--locale-provider=icu", "--icu-locale=en")
         self._run("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", *order)
 
@@ -70,7 +70,7 @@ class Postgres:
         self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def database_for(self, data_dir: Path) -> str:
-        """The URL of the database that belongs to a data directory, made when it is first asked."""
+        """Return the URL of a data directory's database, made on first use."""
         name = _name_for(data_dir)
         with _connect(self.url(), autocommit=True) as connection:
             known = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
@@ -119,7 +119,7 @@ _server: Postgres | None = None
 
 @contextmanager
 def used_for_all(server: Postgres | None) -> Iterator[None]:
-    """Let `url_for` name databases of the server while the block runs; None: SQLite."""
+    """Let `url_for` use this server during the block. None means SQLite."""
     global _server
     before, _server = _server, server
     try:
@@ -129,16 +129,16 @@ def used_for_all(server: Postgres | None) -> Iterator[None]:
 
 
 on_sqlite = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)
-"""For a test that looks into SQLite, of a module that uses `each_database`."""
+"""For a test that looks into SQLite, in a module with `each_database`."""
 
 
 def url_for(data_dir: Path) -> str:
-    """The URL of a data directory's database; empty for SQLite."""
+    """Return the URL of a data directory's database, empty for SQLite."""
     return _server.database_for(data_dir) if _server is not None else ""
 
 
 def lose_database(data_dir: Path) -> None:
-    """Remove the database of a data directory that no gateway uses."""
+    """Remove the database of an unused data directory."""
     if _server is not None:
         _server.drop_database_of(data_dir)
     else:
@@ -153,7 +153,7 @@ def _connect(url: str, *, autocommit: bool = False) -> Connection:
 
 @contextmanager
 def locked_database(data_dir: Path) -> Iterator[None]:
-    """Another process writes while the block runs: reads go on, writes wait."""
+    """Let another process hold the write lock during the block. Reads continue."""
     if url := url_for(data_dir):
         with _connect(url) as other:
             tables = other.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")

@@ -1,5 +1,4 @@
-"""Find processes by a mark in the environment that they inherit, and the cores of one; fill a disk
-of their own."""
+"""Finds processes by a mark in their environment, reads their cores, and fills small disks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ class Process:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that is its own; pages of files that are mapped do not count."""
+        """Private memory, without mapped files."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -27,7 +26,7 @@ class Process:
 
 
 def marked(mark: str) -> list[Process]:
-    """All running processes whose environment, at their start, held `mark`."""
+    """Return the running processes that started with `mark` in their environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -45,22 +44,22 @@ def marked(mark: str) -> list[Process]:
 
 
 def group_of(leader: int, *, mark: str) -> list[Process]:
-    """The processes of a worker, whose first process leads their group."""
+    """Return the processes of a worker by its group leader."""
     return [process for process in marked(mark) if process.group == leader]
 
 
 def cores_of(pid: int) -> set[int]:
-    """The cores that any thread of a process may use."""
+    """Return the cores of all threads of a process."""
     cores: set[int] = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended
             cores |= os.sched_getaffinity(int(task.name))
     return cores
 
 
 @contextmanager
 def small_disk(folder: Path, *, megabytes: int) -> Iterator[bool]:
-    """Mounts a small tmpfs at `folder`; False where this user may not mount."""
+    """Mount a small tmpfs at `folder`. Yields False if this user may not mount."""
     folder.mkdir(parents=True)
     size = f"size={megabytes}m"
     mounted = (
@@ -78,7 +77,7 @@ def small_disk(folder: Path, *, megabytes: int) -> Iterator[bool]:
 
 
 def fill(path: Path) -> None:
-    """Writes until the disk has no byte left."""
+    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file:
         try:
             while True:

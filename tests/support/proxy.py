@@ -1,4 +1,4 @@
-"""A TCP proxy that a test can cut: it closes all its connections and refuses further ones."""
+"""A TCP proxy that a test can cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Passes on what comes to `url` while it is not cut."""
+    """Forwards connections to `url` while it is not cut."""
 
     def __init__(self, url: str) -> None:
         target = urlsplit(url)
@@ -34,7 +34,7 @@ class Proxy:
                 _close(each)
 
     def heal(self) -> None:
-        """Take connections again, on the same port."""
+        """Accept connections again, on the old port."""
         self._listener = socket.create_server(("127.0.0.1", self._port), backlog=1024)
         self._port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()

@@ -16,7 +16,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def write_base(path: Path) -> Path:
-    """A model with one matrix [6, 5] and tied embeddings [9, 5]."""
+    """Write a model with one matrix [6, 5] and tied embeddings [9, 5]."""
     path.mkdir()
     tensors = {f"{LAYER}.weight": (6, 5), "model.embed_tokens.weight": (9, 5)}
     save_file({k: np.zeros(v, np.float32) for k, v in tensors.items()}, path / "a.safetensors")
@@ -34,7 +34,7 @@ def pair(layer: str, *, rank: int = RANK, outputs: int = 6, inputs: int = 5):
 def adapter(
     path: Path, number: int, *, tensors=None, canary: bool = True, **config
 ) -> LoadableVersion:
-    """A published adapter whose canary's logprobs are zeros, as the fake computes them."""
+    """Publish an adapter with zeros as canary logprobs, as the fake computes them."""
     name = f"run/v{number}"
     directory = path / f"v{number}"
     directory.mkdir()

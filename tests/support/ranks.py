@@ -6,7 +6,10 @@ import torch.distributed as dist
 
 
 def end_together(store: dist.Store, *, rank: int, size: int) -> None:
-    """Return when every rank is here. None of them reads from another then, as after a barrier one
-    still may: gloo aborts a process whose peer closes the connection under a read."""
+    """Wait until every rank is here.
+
+    After a barrier a rank may still read from another, and gloo aborts a process if its peer closes
+    a connection during a read.
+    """
     store.set(f"done/{rank}", "")
     store.wait([f"done/{each}" for each in range(size)])

@@ -1,4 +1,4 @@
-"""Requests of a real sampler that are carried over to newer weights while they are under way."""
+"""Requests of a real sampler that are carried over to newer weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.sampler_worker import PROMPT, Sampled, SamplerClient, decoded
 from tests.support.waiting import wait_until
 
 LONG = 400
-"""Tokens, of which some are drawn before the newer version is there, and most after it."""
+"""Tokens: some are drawn before the newer version, and most after it."""
 
 Weights = dict[str, Path]
-"""The model's directory of each version, by its name."""
+"""The model directory of each version, by name."""
 
 
 class TooLateError(AssertionError):
-    """All was sampled before the newer version could be loaded."""
+    """All tokens were sampled before the newer version was loaded."""
 
 
 def again_if_too_late(test: Callable[..., None]) -> Callable[..., None]:
-    """Repeat a test, with newer versions, if the machine gave it no time while it was sampled."""
+    """Repeat a test with newer versions if the machine was too slow for it."""
 
     @wraps(test)
     def repeated(**fixtures: Any) -> None:
@@ -57,8 +57,10 @@ def carried_over(
     others: Sequence[sampler_pb2.SampleRequest] = (),
     **arguments: Any,
 ) -> tuple[Sampled, list[Sampled]]:
-    """Sample from the first version while the second is loaded, which both are in flight. Return
-    that, and the answers of `others`, of which those in flight have begun before the load."""
+    """Sample from the first version while the second is loaded, both in flight.
+
+    Returns the answer, and the answers of `others`. Their in-flight requests begin before the load.
+    """
     settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
     request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
     events = open_stream(client, request)
@@ -90,8 +92,8 @@ def carried_over(
 def scored_by_its_versions(
     client: SamplerClient, versions: Sequence[common_pb2.WeightVersion], answer: Sampled
 ) -> float:
-    """Return how far the logprobs of sampled tokens are from those that the engine itself gives
-    when it scores them with the versions that they name."""
+    """Return the largest difference between sampled logprobs and the engine's scores by the named
+    versions."""
     differences = [0.0]
     for sample, sequence in zip(answer.samples, answer.message.sequences, strict=True):
         whole, start = [*PROMPT, *sample.tokens], 0

@@ -1,4 +1,4 @@
-"""Reads streams of a real sampler and adds their deltas up."""
+"""Reads streams of a real sampler and adds up their deltas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.worker_process import CALL_SECONDS
 
 @dataclass
 class StreamedSample:
-    """The sum of the deltas of one sample. `versions` has that of each token."""
+    """The sum of a sample's deltas. `versions` lists each token's version."""
 
     tokens: list[int] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -40,7 +40,8 @@ class Streamed:
         return decoded(self.reply)
 
     def adds_up(self) -> bool:
-        """Whether the deltas are the answer, bit by bit, with nothing after a sample's end."""
+        """Assert that the deltas equal the answer bit by bit, and that none follows a sample's
+        end."""
         answer = self.answer
         assert sorted(self.samples) == list(range(len(answer.samples)))
         for index, sample in enumerate(answer.samples):
@@ -55,7 +56,7 @@ class Streamed:
 
 
 NARROW = [*GRPC_OPTIONS, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024)]
-"""Limits what a connection takes ahead of its reader, which is megabytes by default."""
+"""Limits a connection's read-ahead, which is megabytes by default."""
 
 
 def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Any:
@@ -64,7 +65,7 @@ def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> An
 
 @contextmanager
 def narrow_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Iterator[Any]:
-    """Open a stream over a `NARROW` connection of its own."""
+    """Open a stream over a separate `NARROW` connection."""
     with grpc.insecure_channel(client.report.address, options=NARROW) as channel:
         stub = sampler_pb2_grpc.SamplerStub(channel)
         yield stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)

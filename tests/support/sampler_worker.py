@@ -1,4 +1,4 @@
-"""A gRPC client of a real sampler process, and weight versions for it to load."""
+"""A gRPC client of a real sampler process, and weight versions for it."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from tests.support.worker_process import (
 )
 
 LENGTH = 512
-"""Of the models in `tests/component/sampler/conftest.py`."""
+"""The length of the models in `tests/component/sampler/conftest.py`."""
 EOS = 1
 PROMPT = [5, 9, 30, 41]
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
 
 
 def text(tokens: Sequence[int]) -> str:
-    """The text of a tiny model's tokens, without the end token."""
+    """Return the text of a tiny model's tokens, without the end token."""
     return "".join(CHARACTERS[token - 3] for token in tokens if token != EOS)
 
 
 def plain_distribution(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Logprobs [T-1, vocabulary] at tokens[1:] by a plain transformers forward in float32."""
+    """Return logprobs [T-1, vocabulary] at tokens[1:], by plain transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def plain_distribution(model: Path, tokens: Sequence[int], temperature: float = 
 
 
 def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Logprobs [T-1] of tokens[1:], as `plain_distribution`."""
+    """Return logprobs [T-1] of tokens[1:]. See `plain_distribution`."""
     distribution = plain_distribution(model, tokens, temperature)
     return np.take_along_axis(distribution, np.asarray(tokens[1:])[:, None], axis=1)[:, 0]
 
@@ -70,7 +70,7 @@ def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0)
 def publish(
     weights_of: Path, data_dir: Path, *, number: int, canary: Sequence[int] = (5, 9, 7, 20, 33, 4)
 ) -> common_pb2.WeightVersion:
-    """Publish the weights of a model directory as a trainer with two ranks does."""
+    """Publish a model directory's weights like a trainer with two ranks."""
     from safetensors.torch import load_file, save_file
 
     name = new_version_name(run_id=RUN, number=number)
@@ -108,7 +108,7 @@ def publish_adapter(
     merged: Path,
     canary: Sequence[int] = (5, 9, 7, 20, 33, 4),
 ) -> common_pb2.WeightVersion:
-    """Publish an adapter's directory; `merged` are the plain weights that it amounts to."""
+    """Publish an adapter's directory. `merged` holds the equivalent plain weights."""
     name = new_version_name(run_id=RUN, number=number)
     partial = PartialVersion(version_path(data_dir, name))
     partial.create()
@@ -150,8 +150,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A decoded answer."""
-
     version: str
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None
@@ -184,7 +182,7 @@ def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
 
 
 def assert_computed_by(weights: Path, prompt: Sequence[int], answer: Sampled) -> None:
-    """Sampled logprobs, and those of the prompt if there are any, are those of a plain forward."""
+    """Assert that sampled and prompt logprobs equal a plain forward pass."""
     for sample in answer.samples:
         expected = plain_logprobs(weights, [*prompt, *sample.tokens])[len(prompt) - 1 :]
         assert np.abs(expected - sample.logprobs).max() < 1e-4
@@ -198,7 +196,7 @@ def tokens_of(answer: Sampled) -> list[list[int]]:
 
 
 def same(one: Sampled, other: Sampled) -> bool:
-    """Whether two answers are equal bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    """Return whether two answers are equal bit by bit: tokens, logprobs, prompt logprobs, top-k."""
     pairs = zip(one.message.sequences, other.message.sequences, strict=True)
     return all(a == b for a, b in pairs) and (
         one.message.prompt_logprobs == other.message.prompt_logprobs
@@ -247,13 +245,13 @@ class SamplerClient(WorkerClient):
         )
 
     def lease(self, token: int) -> None:
-        """Carry this fencing token from now on."""
+        """Send this fencing token from now on."""
         secret = [(key, value) for key, value in self.metadata if key != LEASE_METADATA_KEY]
         self.metadata = (*secret, (LEASE_METADATA_KEY, str(token)))
         self.token = token
 
     def sleep(self, level: int = 1) -> common_pb2.SwitchReply:
-        """Put it to sleep, with the next token."""
+        """Put it to sleep with the next token."""
         return self.send_sleep(level).result()
 
     def send_sleep(self, level: int = 1) -> Any:
@@ -263,7 +261,7 @@ class SamplerClient(WorkerClient):
         )
 
     def wake(self, version: common_pb2.WeightVersion | None = None) -> common_pb2.SwitchReply:
-        """Wake it, with the next token."""
+        """Wake it with the next token."""
         return self.send_wake(version).result()
 
     def send_wake(self, version: common_pb2.WeightVersion | None = None) -> Any:
@@ -293,7 +291,7 @@ class SamplerClient(WorkerClient):
         structured: sampler_pb2.StructuredOutput | None = None,
         in_flight: bool = False,
     ) -> sampler_pb2.SampleRequest:
-        """Build a request as the gateway does. `stop` means what it means in the SDK."""
+        """Build a request like the gateway. `stop` has the SDK's meaning."""
         number = next(self.numbers)
         return sampler_pb2.SampleRequest(
             operation_id=f"op-{number}",
@@ -323,7 +321,7 @@ class SamplerClient(WorkerClient):
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:
-        """Send a request on a stream of its own, and return a future."""
+        """Send a request on a separate stream. Returns a future."""
         return Answer(
             self.stub.Sample(
                 iter([sampler_pb2.SampleRequests(requests=[request])]),
@@ -345,7 +343,7 @@ class SamplerClient(WorkerClient):
         return reply.failure
 
     def assert_serves(self, version: common_pb2.WeightVersion, weights: Path) -> None:
-        """A version is answered by itself, with the logprobs of these weights."""
+        """Assert that a version answers itself, with the logprobs of these weights."""
         answer = self.sample(
             PROMPT, version=version, seed=2, max_tokens=20, stop=[], prompt_logprobs=True
         )
@@ -354,7 +352,7 @@ class SamplerClient(WorkerClient):
         assert_computed_by(weights, PROMPT, answer)
 
     def metric(self, name: str) -> float:
-        """Return a value of the worker's metrics, such as `tandem_sampler_waiting`."""
+        """Return one of the worker's metrics, such as `tandem_sampler_waiting`."""
         host = self.report.address.rpartition(":")[0]
         url = f"http://{host}:{self.report.metrics_port}/metrics"
         metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
@@ -363,7 +361,7 @@ class SamplerClient(WorkerClient):
 
     @property
     def resident_bytes(self) -> int:
-        """With what an engine in a process of its own has."""
+        """Includes the engine's own process."""
         sampler = psutil.Process(self.process.pid)
         return sum(each.memory_info().rss for each in (sampler, *sampler.children(recursive=True)))
 
@@ -377,7 +375,7 @@ def sampler_process(
     devices: tuple[str, ...] = (),
     **settings: Any,
 ) -> Iterator[SamplerClient]:
-    """`settings` are those of `SamplerSettings`; the environment may choose others."""
+    """Start a sampler with these `SamplerSettings`. The environment may choose others."""
     chosen = {"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}
     spec = WorkerSpec(
         worker_id="sampler-test",

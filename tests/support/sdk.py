@@ -1,4 +1,4 @@
-"""Talk to a gateway through the SDK: datums, training runs, samples, and what is refused."""
+"""Uses a gateway through the SDK: datums, training runs, samples, refusals."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ START = "start"
 """The checkpoint of a run's beginning."""
 TIMEOUT = 240.0
 SOON = 90.0
-"""Within which a refusal must come: far less than the SDK's five minutes of retries."""
+"""The limit for a refusal, far below the SDK's five minutes of retries."""
 
 
 def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) -> list[list[int]]:
-    """Random token sequences of different lengths."""
+    """Return random token sequences of different lengths."""
     random = np.random.default_rng(seed)
     return [
         random.integers(3, VOCABULARY, random.integers(shortest, longest + 1)).tolist()
@@ -39,7 +39,7 @@ def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) ->
 
 
 def datum(tokens: list[int], *, targets: object = None, **inputs: Floats) -> types.Datum:
-    """Predict each token from those before, or `targets`; `inputs` are arrays, by their names."""
+    """Return a datum that predicts each next token, or `targets`. `inputs` are arrays by name."""
     chosen = np.array(tokens[1:] if targets is None else targets, dtype=np.int64)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -53,7 +53,7 @@ def datum(tokens: list[int], *, targets: object = None, **inputs: Floats) -> typ
 def request_of(
     data: list[types.Datum], loss: str, settings: dict[str, float | str] | None = None
 ) -> wire.ForwardBackwardRequest:
-    """The message that the SDK sends for a forward_backward of these datums."""
+    """Return the SDK's message for a forward_backward of these datums."""
     body = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
     return forward_backward_request_to_proto(
         types.ForwardBackwardRequest(model_id="run", seq_id=1, forward_backward_input=body)
@@ -67,14 +67,14 @@ def supervised(tokens: list[int], *, weight: float = 1.0) -> types.Datum:
 def batch(
     loss: str, tokens: list[list[int]], *, old: list[Floats], seed: int = 0
 ) -> list[types.Datum]:
-    """Datums for any loss. `old` are the logprobs of the policy that is said to have sampled."""
+    """Return datums for any loss. `old` are the sampling policy's logprobs."""
     if loss == "cross_entropy":
         return [supervised(sequence, weight=0.5) for sequence in tokens]
     random = np.random.default_rng(seed)
     return [
         datum(
             sequence,
-            # About a fifth off, so that the ratio is clipped here and there.
+            # About a fifth off, so that some ratios are clipped.
             logprobs=(logprobs + random.normal(0, 0.2, len(logprobs))).astype(np.float32),
             advantages=random.normal(0, 1, len(logprobs)).astype(np.float32),
         )
@@ -86,7 +86,7 @@ def batch(
 
 
 def start_runs(service: ServiceClient, *models: str) -> dict[str, TrainingClient]:
-    """Start a training run for each model, all at once, and save each one's beginning."""
+    """Start a training run for each model at once, and save each beginning."""
     futures = {name: service.create_lora_training_client(f"{name}:full") for name in models}
     clients = {name: future.result(timeout=240) for name, future in futures.items()}
     for saved in [client.save_state(START) for client in clients.values()]:
@@ -95,15 +95,15 @@ def start_runs(service: ServiceClient, *models: str) -> dict[str, TrainingClient
 
 
 def rewind(training: TrainingClient) -> TrainingClient:
-    """Return to the beginning, with an optimizer that has not stepped yet."""
+    """Return to the beginning, with a fresh optimizer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still part of the SDK
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but still in the SDK
         training.load_state(f"tinker://{training.model_id}/weights/{START}").result(timeout=60)
     return training
 
 
 def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:
-    """The trainer's logprobs of tokens[1:], [length - 1] for each sequence; nothing is trained."""
+    """Return the trainer's logprobs of tokens[1:] per sequence, [length - 1], without training."""
     future = training.forward([supervised(sequence) for sequence in tokens], "cross_entropy")
     return outputs(future.result(timeout=TIMEOUT))
 
@@ -113,13 +113,13 @@ def outputs(result: types.ForwardBackwardOutput) -> list[Floats]:
 
 
 def adam(rate: float = 1e-2) -> types.AdamParams:
-    # With the usual eps, Adam's first step is the sign of the gradient: what two ways of adding
-    # up leave of a gradient that is zero would become a whole step. A larger eps is smooth.
+    # With the usual eps, Adam's first step is the gradient's sign. A rounding residue would become
+    # a whole step. A larger eps is smooth.
     return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.99, eps=1e-3)
 
 
 def train(training: TrainingClient, *, seed: int, steps: int = 3, rate: float = 1e-2) -> None:
-    """Move the weights far enough that no test can take the old ones for the new."""
+    """Move the weights far enough that tests can distinguish old from new."""
     data = [supervised(tokens) for tokens in sequences(8, seed=seed)]
     pending = []
     for _ in range(steps):
@@ -139,7 +139,7 @@ def largest_difference(left: list[Floats], right: list[Floats]) -> float:
 
 
 def params(*, tokens: int = 8, seed: int | None = None, temperature: float = 1.0):
-    # An empty list of stops: the end-of-sequence token does not end a sample either.
+    # No stops: the end-of-sequence token does not end a sample either.
     return types.SamplingParams(max_tokens=tokens, seed=seed, temperature=temperature, stop=[])
 
 
@@ -153,7 +153,7 @@ def sample(
 
 
 def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Floats]:
-    """The sampler's logprobs of tokens[1:], in the form of `logprobs`."""
+    """Return the sampler's logprobs of tokens[1:], in the form of `logprobs`."""
     futures = [sampler.compute_logprobs(types.ModelInput.from_ints(each)) for each in tokens]
     found = []
     for future in futures:
@@ -167,7 +167,7 @@ def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Fl
 
 
 def run_tinker(url: str, key: str, *arguments: str) -> None:
-    """Run the published `tinker` command, in a process of its own, at a gateway."""
+    """Run the published `tinker` command against a gateway."""
     environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": key}
     command = [sys.executable, "-m", "tinker.cli", "-f", "json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -179,7 +179,7 @@ def run_tinker(url: str, key: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """`status` is that of HTTP, or 200 for an accepted operation that failed."""
+    """`status` is the HTTP status, or 200 for an accepted operation that failed."""
 
     type: str
     message: str
@@ -188,12 +188,12 @@ class Refusal:
 
 
 def refusal(action: Callable[[], object]) -> Refusal:
-    """Run something of the SDK that must raise, and return what the client learned."""
+    """Run an SDK call that must raise, and return the client's information."""
     with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError)) as caught:
         action()
     error = caught.value
     if isinstance(error, tinker.RequestFailedError):
-        # The SDK's own words come first; the sentence of the server is "type: what was wrong".
+        # The SDK's words come first, then the server's "type: sentence".
         type_, _, message = error.message.partition("Request failed: ")[2].partition(": ")
         return Refusal(type=type_, message=message, category=str(error.category), status=200)
     return refusal_of(error.response)

@@ -1,4 +1,4 @@
-"""A trainer backend that runs out of memory when a micro-batch is too large, for tests."""
+"""A trainer backend that runs out of memory with a too large micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Where = Literal["forward", "head", "backward", "block"]
 
 
 class SmallMemory(Fsdp2Backend):
-    """Runs out of memory with more than `most` tokens at once: in the middle of the forward pass,
-    or of the backward pass when the head, a block, or half of a block has its gradients yet."""
+    """Runs out of memory with more than `most` tokens at once.
+
+    It fails in the middle of the forward pass, or of the backward pass when the head, a block or
+    half a block has its gradients.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class SmallMemory(Fsdp2Backend):
 
 
 class SmallMemoryOnRank(SmallMemory):
-    """Has memory for 20 tokens on one rank, and more than enough on the others."""
+    """Has memory for 20 tokens on one rank, and enough on the others."""
 
     rank: int
 
@@ -90,8 +93,8 @@ class OnRank1(SmallMemoryOnRank):
 
 
 def install(folder: Path) -> None:
-    """Write the entry points of the backends `small_memory_0` and `small_memory_1`, as a package
-    would, into a folder for the `PYTHONPATH` of trainers."""
+    """Register the backends `small_memory_0` and `small_memory_1` in a folder for the trainers'
+    `PYTHONPATH`."""
     register(
         folder, "small-memory", **{f"small_memory_{n}": f"{__name__}:OnRank{n}" for n in (0, 1)}
     )

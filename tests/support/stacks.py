@@ -1,4 +1,4 @@
-"""Real stacks for tests, with base models small enough for a test. Nothing is faked."""
+"""Real stacks with base models small enough for a test. Nothing is faked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_LENGTH = 256
 SMALL = {
     "port": "0",
     "session_ttl": "600",  # not every client of these tests sends heartbeats
-    # What these tests compare is float32 to 1e-4; and on a GPU several engines share one.
+    # These tests compare float32 to 1e-4. On a GPU, several engines share it.
     "trainer_dtype": "float32",
     "sampler_dtype": "float32",
     "sampler_gpu_memory_utilization": "0.08",
@@ -39,24 +39,24 @@ SMALL = {
 _FIRST, _LAST = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 GROUPS = {
     "none": "[]",
-    # One core trains, and another one samples.
+    # One core trains, another samples.
     "two": json.dumps(
         [
             {"name": "train", "devices": [f"cpu:{_FIRST}"], "roles": ["trainer"]},
             {"name": "sample", "devices": [f"cpu:{_LAST}"], "roles": ["sampler"]},
         ]
     ),
-    # One core does both, in turns.
+    # One core does both in turns.
     "one": json.dumps(
         [{"name": "both", "devices": [f"cpu:{_FIRST}"], "roles": ["trainer", "sampler"]}]
     ),
 }
-"""Settings of device groups that experiments share; two cores are needed for two."""
+"""Settings of device groups that experiments share. "two" needs two cores."""
 
 
 @dataclass(frozen=True)
 class TestStack:
-    """A running stack; all its processes, children's children included, carry `mark`."""
+    """A running stack. All its processes carry `mark`."""
 
     __test__ = False
 
@@ -68,7 +68,7 @@ class TestStack:
         return self.stack.data_dir
 
     def service(self, **arguments) -> tinker.ServiceClient:
-        """The unmodified SDK, pointed at this gateway."""
+        """Return the unmodified SDK for this gateway."""
         endpoint = self.stack.endpoint
         return tinker.ServiceClient(
             **{"base_url": endpoint.url, "api_key": endpoint.api_key, **arguments}
@@ -81,7 +81,7 @@ class TestStack:
             return answer.json()
 
     def worker(self, kind: str, *, session_id: str) -> dict:
-        """The session's ready worker of a kind, once there is exactly one."""
+        """Return the session's ready worker of a kind, once there is exactly one."""
 
         def one() -> dict | None:
             ready = [
@@ -106,11 +106,11 @@ class TestStack:
         return next(run for run in self.status()["runs"] if run["id"] == run_id)
 
     def newest_version(self, training: TrainingClient) -> Path:
-        """Where the version lies that the run published last."""
+        """Return the folder of the run's last published version."""
         return version_path(self.data_dir, self.run(training)["weight_version"])
 
     def published(self, training: TrainingClient) -> dict[str, np.ndarray]:
-        """The tensors of the newest version, from its files."""
+        """Return the tensors of the newest version, from its files."""
         tensors: dict[str, np.ndarray] = {}
         for file in sorted(self.newest_version(training).glob("*.safetensors")):
             tensors |= load_file(file)
@@ -149,7 +149,8 @@ def write_qwen(path: Path, *, seed: int) -> Path:
 
 
 def write_llama(path: Path, *, seed: int) -> Path:
-    """Another architecture: no norms on queries and keys, grouped key heads, an untied head."""
+    """Write another architecture: no norms on queries and keys, grouped key heads, an untied
+    head."""
     shape = _shape(tied=False)
     write_tiny_model(path, seed=seed, shape=shape)
     config = json.loads((path / "config.json").read_text())

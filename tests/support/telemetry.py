@@ -1,4 +1,4 @@
-"""What `configure_logging` changes in a process, put back."""
+"""Restores logging after `configure_logging`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import structlog
 
 @contextmanager
 def logging_restored() -> Iterator[None]:
-    """Leave logging, for the tests that follow, as it was before the block."""
     root = logging.getLogger()
     before, handlers, level = structlog.get_config(), root.handlers[:], root.level
     variables = structlog.contextvars.get_contextvars()

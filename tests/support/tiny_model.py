@@ -1,4 +1,4 @@
-"""Tiny seeded models in the Hugging Face layout, for tests."""
+"""Tiny seeded models in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def write_tiny_model(
     hidden: int = 32,
     intermediate: int = 64,
 ) -> Path:
-    """A model of some ten thousand parameters with a tokenizer of one character per token.
+    """Write a model of some ten thousand parameters, with a tokenizer of one character per token.
 
-    `qwen3` ties its embeddings; `llama` and `gpt_neox` do not; `qwen3_moe` has files laid out
-    otherwise than its modules. Weights are larger than usual, so that predictions are not flat.
-    vLLM on a CPU needs a `head_dim` of 32.
+    `qwen3` ties its embeddings, `llama` and `gpt_neox` do not. The files of `qwen3_moe` differ from
+    its modules. Weights are larger than usual, so that predictions are not flat. vLLM on a CPU
+    needs a `head_dim` of 32.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Speaks gRPC with a real trainer process, for tests."""
+"""A gRPC client of a real trainer process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.worker_process import (
 
 
 def dense(values: object, dtype: str) -> wire.Tensor:
-    """A dense wire tensor of type "<f4" or "<i8"."""
+    """Return a dense wire tensor of type "<f4" or "<i8"."""
     array = np.asarray(values, dtype)
     kind = {"<f4": wire.DTYPE_FLOAT32, "<i8": wire.DTYPE_INT64}[dtype]
     return wire.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
 
 
 def datum(tokens: Sequence[int], *, targets: object = None, **inputs: object) -> wire.Datum:
-    """One datum; without `targets` each token's target is the next one (the last one's: 3)."""
+    """Return one datum. Without `targets`, each target is the next token, and the last one 3."""
     if targets is None:
         targets = [*tokens[1:], 3]
     made = wire.Datum()
@@ -63,7 +63,7 @@ def request(
 
 
 def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
-    """The `logprobs` of each datum, in the shape of its targets."""
+    """Return the `logprobs` of each datum, in the shape of its targets."""
     found = []
     for record in output.loss_fn_outputs:
         field = record.fields["logprobs"]
@@ -95,7 +95,7 @@ class TrainerClient(WorkerClient):
         )
 
     def of_run(self, run_id: str) -> TrainerClient:
-        """A client of another run of the same trainer."""
+        """Return a client of another run of this trainer."""
         other = copy.copy(self)
         other.run_id, other.seq_id = run_id, 0
         return other
@@ -141,7 +141,7 @@ class TrainerClient(WorkerClient):
         )
 
     def output(self, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-        """A forward_backward that must succeed."""
+        """Return the output of a forward_backward that must succeed."""
         reply = self.forward_backward(message)
         assert not reply.HasField("failure"), reply.failure
         return wire.ForwardBackwardOutput.FromString(reply.output)
@@ -182,7 +182,7 @@ class TrainerClient(WorkerClient):
         )
 
     def restore(self, path: str, *, seq_id: int) -> trainer_pb2.RestoreReply:
-        """Go on after the operation `seq_id`."""
+        """Continue after the operation `seq_id`."""
         self.seq_id = seq_id
         return self.stub.Restore(
             trainer_pb2.RestoreRequest(path=path, seq_id=seq_id, run_id=self.run_id),
@@ -224,7 +224,7 @@ class TrainerClient(WorkerClient):
         return reply, path
 
     def release(self, version: common_pb2.WeightVersion) -> None:
-        """Free what was kept of a version for a sampler."""
+        """Free a version's memory that was kept for a sampler."""
         self.stub.Release(
             trainer_pb2.ReleaseRequest(run_id=self.run_id, name=version.name),
             metadata=self.metadata,

@@ -1,17 +1,15 @@
-"""A folder with the habits of NFS, and of disks that lie, for unit tests.
+"""A folder that behaves like NFS or a faulty disk, for unit tests.
 
-While a test has `UnreliableDisk(root)` open, everything that Python does below `root` goes through
-it (`os`, `open`, and so `pathlib`, `shutil` and torch's checkpoints; not what native code opens).
-It adds three things to the real files:
+While `UnreliableDisk(root)` is open, all Python operations below `root` pass through it: `os`,
+`open`, `pathlib`, `shutil` and torch's checkpoints, but not native code. It adds to the real files:
 
-- **Faults.** `strikes(fault)` lets the first operation fail that can fail so, then the second, and
-  so on, until there is none left to fail.
-- **Several hosts**, `at(host)`. A host believes for 30 s of `now` what it has looked up: that a
-  name does not exist, where a folder was before another host renamed it, what a file held before
-  another host replaced it. Opening or listing a folder makes it look again at the names in it.
-- **Power failures.** `lose_power` takes away what was not synced: contents become zeros, new names
-  disappear and renames are undone. What a failing sync or close lost is lost, although the next
-  sync of the same file or folder succeeds.
+- **Faults.** `strikes(fault)` fails the first possible operation, then the second, and so on.
+- **Several hosts**, `at(host)`. For 30 s of `now`, a host believes its last look-up: that a name
+  does not exist, where a folder was before a rename, or a file's content before its replacement.
+  Opening or listing a folder refreshes its names.
+- **Power failures.** `lose_power` removes unsynced changes: contents become zeros, new names
+  disappear and renames are undone. Changes lost in a failed sync or close stay lost, even if the
+  next sync succeeds.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from typing import NamedTuple
 LOOKUP_SECONDS = 30.0
 _MADE = ("create", "make", "link", "rename")
 _WRITES = 2
-"""Of a file, that may fail: a later one is as good as the second."""
+"""The writes of a file that may fail. A later one equals the second."""
 
 
 class Fault(Enum):
-    """What fails: the number of the error, and the operations that may fail with it."""
+    """A fault: the error's number, and the operations that may fail."""
 
     FULL = (errno.ENOSPC, *_MADE, "write", "sync", "close")
     LOST = (errno.EIO, "sync", "close")
@@ -54,13 +52,16 @@ class Fault(Enum):
 
 
 class Killed(BaseException):
-    """The process does nothing from here on: whatever it still tries raises this again."""
+    """The process is dead. Further operations raise this again."""
 
 
 @dataclass
 class Strike:
-    """One run of what is tested: the fault may strike within its `with` block, which a kill ends.
-    `hit` is then what failed, such as `sync /v1/manifest.json`."""
+    """One run of the tested code. The fault strikes within its `with` block, and a kill ends the
+    block.
+
+    `hit` is then the failed operation, such as `sync /v1/manifest.json`.
+    """
 
     disk: UnreliableDisk
     fault: Fault
@@ -81,7 +82,7 @@ class Strike:
 
 
 class _Name(NamedTuple):
-    """What a host believes of a name: where it leads (None: nowhere), and until when."""
+    """A host's belief about a name: its place (None: nowhere) and the end of the belief."""
 
     place: str | None
     until: float
@@ -89,8 +90,11 @@ class _Name(NamedTuple):
 
 @dataclass
 class _Unsynced:
-    """A name in a folder that a power failure takes away, or gives back to where it was renamed
-    from. What is `lost` cannot be synced any more. Folders are known by their inode."""
+    """A name in a folder that a power failure removes, or returns to `was`, its place before a
+    rename.
+
+    A `lost` one cannot be synced any more. `folder` is an inode.
+    """
 
     folder: int
     name: str
@@ -108,7 +112,7 @@ class UnreliableDisk:
         self._host = "host"
         self._believed: defaultdict[str, dict[str, _Name]] = defaultdict(dict)
         self._names: list[_Unsynced] = []
-        # By inode, how many first bytes of a file survive; of files that are not here, all do.
+        # By inode, the number of first bytes that survive. Other files survive completely.
         self._safe: dict[int, int] = {}
 
     def __enter__(self) -> UnreliableDisk:
@@ -122,10 +126,10 @@ class UnreliableDisk:
             setattr(os, name, getattr(_real, name))
         io.open = builtins.open = _real_open
 
-    # --- What a test says ---------------------------------------------------------------------
+    # --- For tests -----------------------------------------------------------------------------
 
     def strikes(self, fault: Fault) -> Iterator[Strike]:
-        """Yield strikes at the first operation, the second and so on; the last one hits nothing."""
+        """Yield strikes at the first operation, the second and so on. The last one hits nothing."""
         for nth in count(1):
             yield (strike := self.strike_at(fault, nth))
             if not strike.hit:
@@ -136,7 +140,7 @@ class UnreliableDisk:
 
     @contextmanager
     def at(self, host: str) -> Iterator[None]:
-        """Do as another host while the block runs."""
+        """Act as another host during the block."""
         before, self._host = self._host, host
         try:
             yield
@@ -144,7 +148,7 @@ class UnreliableDisk:
             self._host = before
 
     def lose_power(self) -> None:
-        """Take away what was not synced. All hosts start afresh."""
+        """Remove unsynced changes. All hosts start afresh."""
         for entry in reversed(self._names):
             places = {_inode(path): path for path in _tree(self._root)}
             folder = places.get(entry.folder)
@@ -164,7 +168,7 @@ class UnreliableDisk:
     # --- Faults -------------------------------------------------------------------------------
 
     def strikes_now(self, operation: str, path: str) -> bool:
-        """Whether this operation is the one to fail. Raises `Killed` from the one on that was."""
+        """Return whether this operation must fail. After a kill, raises `Killed`."""
         strike = self.strike
         if strike is None:
             return False
@@ -184,13 +188,13 @@ class UnreliableDisk:
         if self.strikes_now(operation, path):
             raise self.strike.fault.error(path)
 
-    # --- What a host believes -----------------------------------------------------------------
+    # --- A host's beliefs ----------------------------------------------------------------------
 
     def _is_below(self, path: object) -> bool:
         return isinstance(path, str | os.PathLike) and f"{path}/".startswith(f"{self._root}/")
 
     def _find(self, path: str, *, new: bool = False) -> str:
-        """Return where a path leads for this host; `new`: its last name is about to be made."""
+        """Return the place of a path for this host. `new`: its last name is about to be made."""
         believed, place, at = self._believed[self._host], self._root, self._root
         parts = [part for part in path.removeprefix(self._root).split("/") if part]
         for part in parts[:-1] if new else parts:
@@ -208,13 +212,13 @@ class UnreliableDisk:
         return place
 
     def _look_again(self, folder: str) -> None:
-        """Compare a folder with the server's, as a host does that opens it."""
+        """Refresh a folder's names, as a host does that opens it."""
         believed = self._believed[self._host]
         for path in [path for path in believed if path.rpartition("/")[0] == folder]:
             del believed[path]
 
     def _move(self, source: str, target: str) -> None:
-        """Rename, while other hosts go on believing in the folders and files that they know."""
+        """Rename. Other hosts still believe in the places that they know."""
         if _exists(target) and not _is_folder(target):
             kept = f"{self._replaced}-{_inode(target)}"
             _real.link(target, kept)
@@ -233,7 +237,7 @@ class UnreliableDisk:
                     place = target + known.place.removeprefix(source)
                     believed[path] = _Name(place, known.until)
 
-    # --- What survives ------------------------------------------------------------------------
+    # --- Durability ----------------------------------------------------------------------------
 
     def _note_name(self, path: str, *, was: tuple[int, str] | None = None) -> None:
         self._forget_name(path)
@@ -246,14 +250,14 @@ class UnreliableDisk:
         self._names = [entry for entry in self._names if (entry.folder, entry.name) != gone]
 
     def _forget_content(self, path: str) -> None:
-        """An inode is used again for something else."""
+        """Forget an inode, because its number is used again."""
         if _is_folder(path) or _real.lstat(path).st_nlink == 1:
             inode = _inode(path)
             self._safe.pop(inode, None)
             self._names = [entry for entry in self._names if entry.folder != inode]
 
     def lose_unsynced(self, fd: int) -> None:
-        """As a disk does that fails to write: what was not written is gone, and forgotten."""
+        """Lose unsynced changes, like a disk that fails to write."""
         inode = os.fstat(fd).st_ino
         for entry in self._names:
             entry.lost = entry.lost or entry.folder == inode
@@ -267,13 +271,13 @@ class UnreliableDisk:
     # --- The calls ----------------------------------------------------------------------------
 
     def _path(self, path: object, dir_fd: int | None = None) -> str:
-        """The path, if it is below the root, and empty otherwise."""
+        """Return the path if it is below the root, else ""."""
         if dir_fd is not None:
             path = f"{_path_of(dir_fd)}/{path}"
         return os.fspath(path) if self._is_below(path) else ""  # type: ignore[call-overload]
 
     def open(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **more):
-        """`builtins.open`."""
+        """Replaces `builtins.open`."""
         path = _path_of(file) if isinstance(file, int) else self._path(file)
         if not self._is_below(path):
             return _real_open(file, mode, buffering, encoding, errors, newline, **more)
@@ -395,7 +399,7 @@ class _File(io.FileIO):
         self._disk, self._path, self._stale, self._writes = disk, path, False, 0
 
     def _check_read(self) -> None:
-        """What is stale stays so until it is opened again."""
+        """A stale file stays stale until it is opened again."""
         self._stale = self._stale or self._disk.strikes_now("read", self._path)
         if self._stale:
             raise Fault.STALE.error(self._path)
@@ -410,7 +414,7 @@ class _File(io.FileIO):
 
     def write(self, content):
         if self._is_dead():
-            return len(content)  # what the process still had in its buffers
+            return len(content)  # the rest of the process's buffers
         self._disk.note_change(self.fileno())
         self._writes += 1
         if self._writes <= _WRITES and self._disk.strikes_now("write", self._path):
@@ -503,7 +507,7 @@ def _remove(path: str) -> None:
 
 
 def _lose(path: str, *, safe: int) -> None:
-    """Replace what follows the first bytes of a file by zeros."""
+    """Replace all bytes of a file after the first `safe` ones by zeros."""
     size = _real.stat(path).st_size
     os.truncate(path, safe)
     os.truncate(path, size)

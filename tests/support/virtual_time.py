@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it."""
+"""An event loop with a clock that jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Waits for threads alone, and adds up what else it was to wait for."""
+    """Waits only for threads, and adds up all other waits."""
 
     waited = 0.0
     threads_at_work = 0
@@ -24,7 +24,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """No time passes while a thread works: how far it came would depend on the machine."""
+    """No time passes while a thread works, because its progress depends on the machine."""
 
     def __init__(self, selector: _Selector) -> None:
         super().__init__(selector)
@@ -44,7 +44,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[None, None, Result]) -> Result:
-    """Run what waits for timers and threads alone: hours pass at once, each to the second."""
+    """Run a coroutine that waits only for timers and threads. Hours pass at once."""
     with asyncio.Runner(loop_factory=lambda: _Loop(_Selector())) as runner:
         return runner.run(main)
 

@@ -1,4 +1,4 @@
-"""Waiting for a condition instead of for a time."""
+"""Waits for a condition instead of a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds. Only how long a test goes on hoping; nothing is measured with it."""
+"""Seconds until a test gives up. Nothing is measured with it."""
 
 
 def wait_until(
     condition: Callable[[], T], *, what: str = "the condition holds", timeout: float = PATIENCE
 ) -> T:
-    """The first truthy value of `condition`; an assertion fails when none comes in time."""
+    """Return the first truthy value of `condition`. Fails if none comes in time."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
@@ -27,7 +27,7 @@ def wait_until(
 async def until(
     condition: Callable[[], T], *, what: str = "the condition holds", timeout: float = PATIENCE
 ) -> T:
-    """`wait_until` within an event loop, which goes on meanwhile."""
+    """Like `wait_until`, within a running event loop."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"

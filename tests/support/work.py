@@ -1,4 +1,4 @@
-"""How much work something is, counted instead of timed."""
+"""Counts work instead of timing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRAIN = 10
 
 
 def calls_in(function: Callable[[], object]) -> int:
-    """How many calls, of Python and of C, a function makes."""
+    """Return the number of Python and C calls that a function makes."""
     calls = 0
 
     def count(_frame, what: str, _argument) -> None:
@@ -41,7 +41,7 @@ class DatabaseWork:
 
 @contextmanager
 def database_work() -> Iterator[DatabaseWork]:
-    """Counts what the databases do that are opened in the block."""
+    """Count the work of databases opened in the block."""
     work = DatabaseWork()
 
     def connected(connection, _record) -> None:

@@ -1,4 +1,4 @@
-"""Starts a real worker process, a trainer or a sampler, and waits until it serves."""
+"""Starts a real trainer or sampler process, and waits until it serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALL_SECONDS = 120.0
 
 @dataclass
 class Started:
-    """A process that has said where it listens. `reports` is what it says."""
+    """A process with a reported address. `reports` is the stream of its reports."""
 
     process: subprocess.Popen[bytes]
     reports: Any
@@ -34,13 +34,12 @@ class Started:
     spec: WorkerSpec | None = None
 
     def next_report(self) -> WorkerReport:
-        """The next line on the report descriptor. Blocks until there is one."""
+        """Return the next report. Blocks until there is one."""
         return WorkerReport.model_validate_json(self.reports.readline())
 
 
 class WorkerClient:
-    """A channel to a worker, for the length of a `with` block: one that is left open tries for ever
-    to reach a process that is gone."""
+    """A channel to a worker during a `with` block. An open channel would retry for ever."""
 
     def __init__(self, started: Started) -> None:
         self.process = started.process
@@ -56,7 +55,7 @@ class WorkerClient:
         self.channel.close()
 
     def hold(self, lease: int) -> None:
-        """Send this fencing token with every call from here on."""
+        """Send this fencing token from now on."""
         self.metadata = ((SECRET_METADATA_KEY, SECRET), (LEASE_METADATA_KEY, str(lease)))
 
     def wait_until_serving(self, seconds: float = START_SECONDS) -> None:
@@ -81,8 +80,8 @@ def _channel(address: str, spec: WorkerSpec | None) -> grpc.Channel:
 
 @contextmanager
 def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[Started]:
-    """In a process group of its own, all of which is killed whatever happens. `prefix` starts the
-    command elsewhere."""
+    """Start a worker in a new process group, which is killed at the end. `prefix` runs it
+    elsewhere."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],

@@ -1,6 +1,8 @@
-"""Stands in for NVIDIA's library: the devices of NVIDIA_FAKE_GPUS, a JSON list of their UUIDs, each
-an H200. A UUID that ends in "/MIG" is that of a device which is divided. Put this folder first
-on the path of a process, or install it with `install`."""
+"""Replaces NVIDIA's library: each UUID in NVIDIA_FAKE_GPUS, a JSON list, is an H200.
+
+A UUID that ends in "/MIG" is a divided device. Put this folder first on a process's path, or call
+`install`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ class NVMLError(Exception):
 
 
 def install(monkeypatch, *uuids: str) -> None:
-    """Let this process, and those that it starts, find these devices."""
+    """Let this process and its children find these devices."""
     monkeypatch.setitem(sys.modules, "pynvml", sys.modules[__name__])
     monkeypatch.setenv("NVIDIA_FAKE_GPUS", json.dumps(uuids))
     path = os.path.dirname(__file__)  # noqa: PTH120 - the name of a folder, for a variable

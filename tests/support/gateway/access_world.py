@@ -1,7 +1,7 @@
-"""A gateway with two owners and things of one of them, and how each of its routes is asked for one.
+"""A gateway with two owners, and a request for each of its routes.
 
-`CALLS` has an entry for each route: what is sent, about a thing of `ann`. Ids of hers begin with
-her session's, so that the same request about what does not exist is made by replacing that.
+`CALLS` has an entry per route, about an object of `ann`. Ids begin with her session's id. Replacing
+it makes the same request about an object that does not exist.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ GROUPS = [
     },
     {"name": "spare", "devices": ["cpu:3"], "roles": ["trainer"], "awake": 0},
 ]
-"""Of the gateway of a `World`; nothing depends on `spare`."""
+"""The groups of a `World`'s gateway. Nothing depends on `spare`."""
 CALLERS = ("nobody", "foreign", "reader", "member", "admin")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request, but for its method and key."""
+    """A request without method and key."""
 
     path: str
     json: Mapping[str, object] | None = None
@@ -53,15 +53,15 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def about(self, old: str, new: str) -> Call:
-        """The same request about another session's things; both ids are of the same length."""
+        """Return the request about another session's objects. Both ids have equal length."""
         body = json.loads(json.dumps(self.json).replace(old, new))
         content = self.content.replace(old.encode(), new.encode()) if self.content else None
         return Call(self.path.replace(old, new), body, content, self.headers)
 
 
 class World:
-    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples; `ben` is
-    another owner; the admin is the local one."""
+    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples. `ben` is another
+    owner. The admin is the local one."""
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self.gate = gate
@@ -109,18 +109,18 @@ class World:
         is_json = answer.headers.get("content-type") == "application/json"
         if answer.is_success and is_json and answer.content.startswith(b"{"):
             run_id, _, seq_id = str(answer.json().get("request_id", "")).rpartition(":")
-            if run_id == self.run:  # only what was accepted takes a place in the log
+            if run_id == self.run:  # only accepted requests take a place in the log
                 self._next_seq_id = int(seq_id) + 1
         return answer
 
     def post(self, route: str, **body: object) -> httpx.Response:
-        """As ann."""
+        """Post as ann."""
         answer = self.ask("POST", Call(f"{API}/{route}", body), key=self.keys["member"])
         assert answer.is_success, answer.text
         return answer
 
     def done(self, answer: httpx.Response) -> str:
-        """Waits for a promise of ann's; the request's id."""
+        """Wait for a future of ann's. Returns the request's id."""
         request_id = answer.json()["request_id"]
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
         wait_until(lambda: self.ask("POST", ask, key=self.keys["member"]).status_code == 200)
@@ -147,13 +147,13 @@ class World:
         return self.post("create_session", tags=[], sdk_version="test").json()["session_id"]
 
     def save(self, route: str, kind: str) -> str:
-        """A new checkpoint of the run; its path."""
+        """Save a new checkpoint of the run. Returns its path."""
         name = f"{kind}-{self.number()}"
         self.done(self.post(route, **self.place(), path=name))
         return f"tinker://{self.run}/{kind}/{name}"
 
     def copy(self) -> str:
-        """A new checkpoint, of a run in a new session; its path."""
+        """Copy a checkpoint to a run in a new session. Returns its path."""
         copied = self.post("copy_weights", source_path=self.state, destination_project_id="p")
         return copied.json()["tinker_path"]
 
@@ -163,24 +163,24 @@ class World:
         return request_body(graph, session_id=self.session, number=number)
 
     def new_model(self) -> str:
-        """Its name. The admin's."""
+        """Add a model as admin. Returns its name."""
         name = f"model-{self.number()}"
         path = str(make_model(self.folder / name))
         self.gate.run(self.gate.gateway.models.add(name=name, path=path))
         return name
 
     def key_id(self) -> str:
-        """Of a new key."""
+        """Return the id of a new key."""
         keys = self.gate.gateway.keys
         return self.gate.run(keys.create(NewKey(owner="eve", role="member")))[0].id
 
     def checkpoint(self, path: str) -> str:
-        """The address of a checkpoint under its run."""
+        """Return the address of a checkpoint under its run."""
         run_id, kind, name = path.removeprefix("tinker://").split("/")
         return f"{API}/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
     def file(self) -> str:
-        """A signed address, without the host."""
+        """Return a signed address without the host."""
         call = Call(f"{self.checkpoint(self.export)}/external_weights_urls")
         urls = self.ask("GET", call, key=self.keys["member"]).json()["urls"]
         return next(iter(urls.values())).removeprefix(self.gate.url)
@@ -204,11 +204,11 @@ def _loss(logprobs):
 OPERATIONS = {
     route.name: route for route in path_operations(create_app(settings_for(Path("/nonexistent"))))
 }
-"""Every route of the application, by the name of its function."""
+"""Every route of the application, by function name."""
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every route of the application, as (name of its function, method)."""
+    """Return every route of the application, as (function name, method)."""
     return sorted((name, route.method) for name, route in OPERATIONS.items())
 
 
@@ -312,7 +312,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         "copy_weights", lambda w: {"source_path": w.state, "destination_project_id": "p"}
     ),
     "delete_checkpoint": lambda w: Call(w.checkpoint(w.save("save_weights", "weights"))),
-    # Of a run of its own: with a published checkpoint, a run is no longer hidden.
+    # Of a separate run, because a published checkpoint makes its run visible.
     "publish_checkpoint": lambda w: Call(f"{w.checkpoint(w.copy())}/publish"),
     "unpublish_checkpoint": lambda w: Call(f"{w.checkpoint(w.state)}/publish"),
     "set_checkpoint_ttl": lambda w: Call(f"{w.checkpoint(w.state)}/ttl", {"ttl_seconds": None}),

@@ -1,4 +1,4 @@
-"""Checkpoints in a database and on the disk, without the rest of a gateway."""
+"""Checkpoints in a database and on disk, without the rest of a gateway."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAY = 86_400.0
 
 
 class Store:
-    """`url` is that of the database, where it is not the directory's own."""
+    """`url` names the database, if it is not the directory's own."""
 
     def __init__(self, data_dir: Path, *, collector=GarbageCollector, url: str = "") -> None:
         self.data_dir = data_dir
@@ -47,7 +47,7 @@ class Store:
 
 
 def folder(store, relative: str) -> Path:
-    """A folder without a list of its files."""
+    """Make a folder without a list of its files."""
     path = store.data_dir / relative
     path.mkdir(parents=True)
     (path / "file").write_text("content")
@@ -55,7 +55,7 @@ def folder(store, relative: str) -> Path:
 
 
 def whole(store, relative: str) -> Path:
-    """A trainer's state, written to its end."""
+    """Make a complete trainer state."""
     path = folder(store, relative)
     entry = {"name": "file", "bytes": 7, "checksum": ""}
     (path / "checkpoint.json").write_text(json.dumps({"step": 0, "files": [entry]}))

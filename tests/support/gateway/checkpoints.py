@@ -1,4 +1,4 @@
-"""Checkpoints of a gateway under test: made, listed, expired, and found on the disk."""
+"""Makes, lists, expires and finds checkpoints of a gateway under test."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def step(training, times: int = 1) -> None:
 
 
 def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
-    """What lies on the disk for a run."""
+    """Return a run's files on disk."""
     folder = gate.settings.data_dir / root / run_id.replace(":", "_")
     return entries(folder)
 
 
 def expire(gate, path: str) -> None:
-    """Put a checkpoint's expiry, and its grace period, into the past."""
+    """Put a checkpoint's expiry and grace period into the past."""
     gate.run(
         gate.gateway.database.write(
             update(checkpoints)

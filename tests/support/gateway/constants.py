@@ -1,6 +1,6 @@
-"""Other values of the gateway's constants, for tests that would have to wait, or to send much.
+"""Changes the gateway's constants, for tests that would have to wait or send much.
 
-A test names a constant like a setting, in small letters. `changed` splits both.
+A test names a constant like a setting, in lower case. `changed` separates both.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PLACES = {
     "http.body_timeout": "gateway.api.request_body.BODY_TIMEOUT",
 }
 _FOLDED = ("recovery", "openai", "http")
-"""Groups of constants that have no group of settings."""
+"""Groups of constants without a group of settings."""
 
 
 @contextmanager
 def changed(changes: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """Change constants while the block runs, which is given the settings among the changes."""
+    """Change constants during the block. Yields the settings among the changes."""
     settings: dict[str, object] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changes.items():

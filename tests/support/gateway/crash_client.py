@@ -1,5 +1,7 @@
-"""What the client of a run asks for whose gateway is killed again and again: a model of the SDK,
-which repeats what was not answered, and asks for every result."""
+"""The client of a run with a gateway that is killed repeatedly.
+
+Like the SDK, it repeats unanswered requests and asks for every result.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ _OWNER = "local"
 
 @dataclass(frozen=True)
 class Planned:
-    """An operation that a client is to submit; its number is its place in the script.
+    """An operation to submit. Its number is its place in the script.
 
-    One that is `alone` is submitted when those before have ended, and those behind when it has;
-    of one that is `late`, those behind do not wait for it. One that is `missing` never comes.
+    An `alone` one waits for earlier ones, and later ones wait for it. Later ones do not wait for a
+    `late` one. A `missing` one never comes.
     """
 
     kind: Kind
@@ -145,7 +147,7 @@ Script = Sequence[Planned]
 
 
 def random_script(rng: random.Random) -> Script:
-    """Return a script of some steps, with whatever a client may do between them."""
+    """Return a script of some steps, with random operations between them."""
     script: list[Planned] = []
     for number in range(rng.randrange(2, 6)):
         for _ in range(rng.randrange(4)):
@@ -168,8 +170,8 @@ def random_script(rng: random.Random) -> Script:
 
 
 class Client:
-    """What the client of a run remembers, which no crash of a gateway takes from it. While the
-    script goes on, its sampler is scaled to each of the numbers `scales`."""
+    """The memory of a run's client, which survives crashes of gateways. Its sampler is scaled to
+    each of `scales` in turn."""
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class Client:
         return run_id_of(session_id=self.session_id, model_seq_id=0)
 
     async def go_on(self, gateway: Gateway) -> None:
-        """Submit what is left of the script, and return when everything has ended."""
+        """Submit the rest of the script, and return when everything has ended."""
         if not self.session_id:
             session = await gateway.sessions.create(NewSession(owner=_OWNER, sdk_version="0.38.0"))
             self.session_id = session.id
@@ -214,8 +216,10 @@ class Client:
             await asyncio.gather(*(self._carry_out(gateway, seq_id) for seq_id in left))
 
     async def _scale(self, gateway: Gateway) -> None:
-        """Scale the sampler to one number after the other, the last one again and again. Return
-        when so many engines serve, and no other has a place."""
+        """Scale the sampler to one number after the other, the last one repeatedly.
+
+        Returns when exactly that many engines serve and have places.
+        """
         run = gateway.runs.get(self.run_id)
         assert run is not None
         sampler = gateway.samplers.ensure(
@@ -228,7 +232,7 @@ class Client:
                 break
             self.scales.pop(0)
         sampler.start()
-        for _ in range(1000):  # seconds, each of which would be a thousand steps of `until`
+        for _ in range(1000):  # seconds, each of which would take `until` a thousand steps
             serve = all(engine.serves for engine in sampler.engines)
             if serve and not sampler.replicas.leaving:
                 break
@@ -242,7 +246,7 @@ class Client:
         assert len(rows) == self.scales[0]
 
     async def ask_again(self, gateway: Gateway) -> None:
-        """Ask for all results once more."""
+        """Ask for all results again."""
         await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in tuple(self.outcomes)))
 
     async def _create(self, gateway: Gateway) -> None:
@@ -282,7 +286,7 @@ class Client:
                 await asyncio.sleep(error.retry_after or 1.0)
 
     async def _ask(self, gateway: Gateway, seq_id: int) -> None:
-        """Ask for a result until it is there. It is what it was if it was there before."""
+        """Ask for a result until it is there. It must equal an earlier answer."""
         request_id = request_id_of(owner=self.run_id, seq_id=seq_id)
         outcome: Outcome | None = None
         while outcome is None:
@@ -305,7 +309,7 @@ class Client:
 
 
 def _groups(script: Script, *, window: int) -> list[list[int]]:
-    """Return the numbers of the operations that are submitted together, in any order."""
+    """Return groups of operations that are submitted together, in any order."""
     groups: list[list[int]] = [[]]
     late = []
     for seq_id, planned in enumerate(script, 1):

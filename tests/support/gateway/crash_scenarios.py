@@ -1,8 +1,7 @@
-"""Scenarios of a training run whose gateway is killed again and again, and what must come of it.
+"""Scenarios of a training run with a gateway that is killed repeatedly.
 
-The gateway is the real one on a real SQLite database, in virtual time, with workers and clients as
-a model (`model_workers`, `crash_client`). A gateway that is killed leaves its database and its
-files to the next one.
+The gateway is real, on a real SQLite database, in virtual time. Workers and clients are models
+(`model_workers`, `crash_client`). A killed gateway leaves its database and files to the next one.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from tests.support.gateway.model_workers import Misfortune
 from tests.support.gateway.running import make_model
 
 DEADLINE = 3 * 3600.0
-"""Of a client in the life of one gateway, in virtual seconds."""
+"""A client's limit in the life of one gateway, in virtual seconds."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a script leaves when its session has ended, which is called S here."""
+    """The results of a script after its session's end. The session is called S here."""
 
     outcomes: dict[int, str]
     steps: dict[int, str]
     saved: dict[str, str]
 
     def differences(self, expected: Left) -> list[str]:
-        """Say in which the two differ."""
+        """Return the differences in words."""
         found = []
         for name in ("outcomes", "steps", "saved"):
             here, there = getattr(self, name), getattr(expected, name)
@@ -75,8 +74,10 @@ class Left:
 
 @dataclass
 class Life:
-    """Of one gateway: it ends at this step; `planned`, as it does when it is asked to. Its workers
-    end with it, if they do not outlive it."""
+    """The life of one gateway: its number of steps.
+
+    A `planned` end is requested. Workers survive it if they are `outlived`.
+    """
 
     steps: int
     planned: bool = False
@@ -85,9 +86,11 @@ class Life:
 
 @dataclass
 class Scenario:
-    """A script, and the lives of the gateways before the last one. All the rest follows from the
-    seed. `trouble`: workers have troubles of their own. `beside`: the scripts of further sessions,
-    whose runs share the trainer."""
+    """A script, and the lives of the gateways before the last one. All else follows from the seed.
+
+    `trouble`: workers fail too. `beside`: scripts of further sessions with runs on the same
+    trainer.
+    """
 
     script: Script
     folder: Path
@@ -100,11 +103,11 @@ class Scenario:
 
     def __post_init__(self) -> None:
         self.steps: list[int] = []
-        """That each gateway has lived."""
+        """The steps of each gateway."""
         self.files: list[int] = []
-        """Before these, a file was half written."""
+        """The steps at which a file was half written."""
         self.log: list[dict[str, Any]] = []
-        """What the gateways have logged."""
+        """The log of all gateways."""
         self._rng = random.Random(self.seed)
         self._clock = Clock()
         self._misfortune = Misfortune(
@@ -132,12 +135,12 @@ class Scenario:
         } | self.settings
 
     def run(self) -> Left:
-        """Return what the script leaves in the end. Raises whatever goes wrong."""
+        """Return the script's final results. Raises any fault."""
         (left,) = self.run_all()
         return left
 
     def run_all(self) -> list[Left]:
-        """Return what each script leaves in the end. Raises whatever goes wrong."""
+        """Return each script's final results. Raises any fault."""
         make_model(self.folder / "tiny")
         random.seed(self.seed)
         with ExitStack() as patched:
@@ -154,7 +157,7 @@ class Scenario:
                 "secrets.token_hex": lambda size=16: self._rng.randbytes(size).hex(),
             }.items():
                 patched.enter_context(patch(name, replacement))
-            # It would tell that the connections of the dead are closed.
+            # It would report the closed connections of dead gateways.
             pool = logging.getLogger("sqlalchemy.pool.impl.QueuePool")
             patched.enter_context(patch.object(pool, "disabled", True))
             patched.callback(self._loop.bury)
@@ -176,7 +179,7 @@ class Scenario:
         return engine
 
     def _write_file(self, file: Path, content: bytes, *, synced: bool = False) -> None:
-        """As the gateway does; it may die in the middle."""
+        """Write like the gateway, which may die in the middle."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_name(f".{file.name}").write_bytes(content[: len(content) // 2])
         self._loop.step()
@@ -184,7 +187,7 @@ class Scenario:
         write_file(file, content, synced=synced)
 
     def _live(self, life: Life | None) -> list[Left] | None:
-        """Let one gateway live."""
+        """Run one gateway to its end."""
         stopping = asyncio.Event()
 
         def at_step(number: int) -> None:
@@ -240,7 +243,7 @@ class Scenario:
             client.ended = True
 
     async def _left(self, gateway: Gateway) -> list[Left]:
-        """Look at what is left, of which nothing may be but what was saved and what ended."""
+        """Return the leftovers. Only saved checkpoints and ended operations may remain."""
         database, data_dir = gateway.database, self.folder
         await gateway.database.flush()
         await gateway.collector.empty_trash()
@@ -295,7 +298,7 @@ class Scenario:
 
 @contextmanager
 def _logged_to(log: list[dict[str, Any]]) -> Iterator[None]:
-    """Collect what is logged in the block, with the traceback of each exception as `fault`."""
+    """Collect log entries in the block, with the traceback of each exception as `fault`."""
 
     def collect(_logger: object, level: str, entry: dict[str, Any]) -> NoReturn:
         if entry.pop("exc_info", None):
@@ -312,6 +315,7 @@ def _logged_to(log: list[dict[str, Any]]) -> Iterator[None]:
 
 
 _SQL: dict[Any, Any] = {}
-"""The statements that SQLAlchemy has compiled, for all gateways: it takes a third of the time."""
+"""Statements compiled by SQLAlchemy, shared by all gateways: compiling takes a third of the
+time."""
 _FAULTS = {"write_failed", "file_work_failed", "writes_lost"}
 _ROOTS = ("operations", "snapshots", "checkpoints", "weights")

@@ -35,8 +35,7 @@ def of_version(version: str, *, protocol: int = PROTOCOL) -> tuple[tuple[str, st
 
 
 class FakeHealth(health_pb2_grpc.HealthServicer):
-    """Answers while `answering` is set; a frozen process does not. `about` is what it says of
-    itself, as `WorkerServer` does."""
+    """Answers while `answering` is set. `about` is its metadata, as `WorkerServer` sends it."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Event()
@@ -50,7 +49,7 @@ class FakeHealth(health_pb2_grpc.HealthServicer):
 
 
 class FakeLauncher:
-    """Implements `Launcher` with gRPC servers in this process; `trainer` is made for each run."""
+    """Implements `Launcher` with gRPC servers in this process. `trainer` is made for each run."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class FakeLauncher:
         self.suspend_error = ""
         self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
         self.start_error: dict[str, str] = {}
-        self.crashes = 0  # starts that crash from now on
+        self.crashes = 0  # the number of next starts that crash
         self.start_gate = asyncio.Event()
         self.start_gate.set()
         self.waits_for = ""
@@ -104,7 +103,7 @@ class FakeLauncher:
         await self._end(worker_id)
 
     async def kill(self, worker_id: str, reason: str) -> None:
-        """The worker ends without having been asked to."""
+        """Let a worker end unrequested."""
         await self._end(worker_id)
         self._exits.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
 

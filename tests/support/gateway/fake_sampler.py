@@ -1,4 +1,4 @@
-"""A sampler that turns prompts round: a gRPC server of the real sampler's protos."""
+"""A sampler that reverses prompts: a gRPC server of the real protos."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tests.support.gateway.sample_streams import answered
 
 
 class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
-    """Answers every prompt with its tokens, reversed, or what `speak` makes of them. `gate` holds
-    samples back (streams after their first token), and `slow_loads` the loads that have a number
-    in it, each until its event is set. Token i of an answer has the logprob -i, and alternatives
-    are the tokens 0, 1, … with 0, -1, …."""
+    """Answers a prompt with its reversed tokens, or the result of `speak`.
+
+    `gate` holds samples back (streams after their first token), and `slow_loads` the loads with
+    these numbers, until their events are set. Token i has the logprob -i. Alternatives are the
+    tokens 0, 1, … with logprobs 0, -1, ….
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         )
 
     async def SampleStream(self, request, context):
-        """Token by token, the samples of a request in turn."""
+        """Stream token by token, each sample in turn."""
         gate, self.gate = self.gate, asyncio.Event()
         self.gate.set()
         try:

@@ -1,4 +1,4 @@
-"""What the fake workers have in common: they sleep and wake, and compute nothing asleep."""
+"""Sleep and wake of the fake workers. They compute nothing while asleep."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from tandem.errors import CannotSleep
 from tandem.v1 import common_pb2
 
 BYTES = 2**20
-"""What is on the device awake, and on the host asleep."""
+"""The bytes on the device while awake, and on the host while asleep."""
 
 
 class FakeSleep:
-    """`switches` has the directions in which it went. Its host is to do it where it does not
-    know how."""
+    """Records its `switches`. Without `knows_how`, the host must suspend it."""
 
     asleep = False
     knows_how = True

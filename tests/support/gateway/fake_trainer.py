@@ -1,4 +1,4 @@
-"""A trainer that counts instead of learning: a gRPC server of the real trainer's protos."""
+"""A trainer that counts instead of learning: a gRPC server of the real protos."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 
 def after(history: str, kind: str, seq_id: int) -> str:
-    """What stands for a trainer's weights after one more operation."""
+    """Return the hash that represents weights after one more operation."""
     return hashlib.sha256(f"{history} {kind} {seq_id}".encode()).hexdigest()
 
 
 class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
-    """Applies operations in log order. `gate` holds them back while it is not set. By `seq_id`,
-    `memory` says how many tokens of a forward_backward it can compute at once, if not 2048; fewer
-    than 500 it never does."""
+    """Applies operations in log order. `gate` holds them back while it is not set.
+
+    `memory` maps a `seq_id` to the tokens that fit at once, by default 2048. Plans below 500 tokens
+    always fail.
+    """
 
     memory: Mapping[int, int] = {}
 
@@ -77,7 +79,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             self._turn.notify_all()
 
     def _learn(self, kind: str, request) -> None:
-        """Mix what changes a real trainer's weights into the `history`, in the order of calls."""
+        """Mix calls that change a real trainer's weights into the `history`, in order."""
         if kind == "forward_backward":
             message = tinker_pb2.ForwardBackwardRequest.FromString(request.payload)
             if message.forward_only:
@@ -215,8 +217,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         return self.spec.training is not None and self.spec.training.lora is not None
 
     def _write_version(self, version, delta_of: str) -> Manifest:
-        """As a trainer does: weights that say how often they were stepped, and their manifest. In a
-        delta, a patch of three bytes stands for them."""
+        """Write weights with the number of steps, and their manifest. A delta holds a three-byte
+        patch."""
         partial = PartialVersion(Path(version.path))
         partial.create()
         names = (
@@ -285,7 +287,7 @@ async def die(trainer: FakeTrainer, reason: str) -> None:
 
 
 def dies_at(seq_id: int) -> type[FakeTrainer]:
-    """A trainer that dies whenever it is at this batch."""
+    """Return a trainer class that dies at this batch."""
 
     class Fragile(FakeTrainer):
         async def ForwardBackward(self, request, context):

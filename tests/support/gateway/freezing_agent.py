@@ -1,5 +1,4 @@
-"""A gateway's fleet whose agent freezes and answers later, with trainers on the devices of one
-group; in virtual time."""
+"""A gateway's fleet with an agent that freezes, and trainers on one group, in virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from tests.support.gateway.sampler_world import AtOnce, NoDatabase
 from tests.support.virtual_time import now, run_in_virtual_time
 
 PATIENCE = 50.0
-"""Virtual seconds after which a call to an agent that does not answer fails."""
+"""Virtual seconds until a call to a frozen agent fails."""
 
 
 def with_freezing_agent(scenario):
@@ -57,8 +56,10 @@ def with_freezing_agent(scenario):
 
 
 class FreezingAgent(ModelLauncher):
-    """Does nothing while `answers` is not set; what it was asked for meanwhile and nobody waits for
-    any more, it does not do later either. `asked` has when it was asked to stop a worker."""
+    """Does nothing while `answers` is not set. Abandoned calls are never carried out.
+
+    `asked` lists the times of stop requests.
+    """
 
     def __init__(self, host: ModelHost) -> None:
         super().__init__(host)
@@ -92,7 +93,7 @@ class FreezingAgent(ModelLauncher):
 
 
 class World:
-    """A gateway's fleet, whose agent may freeze, and two trainers on the devices of one group."""
+    """A fleet with an agent that may freeze, and two trainers on one group's devices."""
 
     def __init__(self, folder) -> None:
         self.settings = GatewaySettings(data_dir=folder)
@@ -144,7 +145,7 @@ class World:
 
 
 class Trainer:
-    """The process of one run, which keeps its place until it is released."""
+    """The process of one run, which keeps its place until its release."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -180,8 +181,8 @@ class Trainer:
         self.client = await self.host.join(self.run, on_exit=lambda _reason: None)
 
     async def bring_back(self, calls: int) -> int:
-        """Replay so many calls, with a process that can sleep; before each, the journal is read for
-        5 s."""
+        """Replay `calls` calls with a process that can sleep. Reading each from the journal takes 5
+        s."""
 
         async def moves(_request) -> common_pb2.SwitchReply:
             return common_pb2.SwitchReply()

@@ -1,6 +1,8 @@
-"""Workers on the devices of a group, as a model: processes that sleep, wake, freeze, die and get
-calls late, and gateways that come and go. It notices when more are awake than may be, and when they
-have more of the host's memory than they may."""
+"""A model of workers on a group's devices, and of successive gateways.
+
+Processes sleep, wake, freeze, die and get calls late. The model asserts the limits of awake workers
+and memory.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from tandem.settings.sharing import SharingSettings
 
 _TO_HOST_MEMORY = SleepPlan()
 _LOOKS = 4
-"""How often a call looks whether its process is as it must be."""
+"""The number of checks of the process during a call."""
 
 
 class MemoryRecords:
-    """`LeaseRecords` whose rows outlive a gateway. `failing` makes the next commits fail."""
+    """`LeaseRecords` with rows that outlive a gateway. The next `failing` commits fail."""
 
     def __init__(self) -> None:
         self.rows: dict[str, LeaseRecord] = {}
@@ -62,11 +64,13 @@ class MemoryRecords:
 
 @dataclass(eq=False)
 class Process:
-    """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
-    directions that end in an error. A `frozen` one does nothing until it is killed; one that is
-    `unreachable` is dead, and nobody has said so yet. It has `host`
-    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device, of
-    which `stuck` never leave it."""
+    """A worker's process.
+
+    A call takes `delay` to arrive, and a switch takes `work`. Directions in `fails` end in an
+    error. A `frozen` process does nothing until it is killed. An `unreachable` one is dead, but
+    unreported. It has `host` bytes of host memory and a file of `disk` bytes. Asleep, it leaves
+    `left` bytes on the device, of which `stuck` never leave.
+    """
 
     devices: Devices
     newest: int
@@ -88,7 +92,7 @@ class Process:
         self.host = self.size if self.devices.on_host else 0
 
     def refusal(self, plan: SleepPlan) -> Exception | None:
-        """Why it stays awake instead."""
+        """Return the reason to stay awake instead."""
         if plan.drop or (self.devices.on_host and not plan.spill_folder):
             return None
         if plan.spill_folder and self.devices.disk_fails:
@@ -102,7 +106,7 @@ class Process:
     def become(
         self, awake: bool, token: int, epoch: int, plan: SleepPlan, says: asyncio.Future[None]
     ) -> None:
-        """What happens when a call arrives, however late, wherever its sender is by now."""
+        """Handle the arrival of a call, however late."""
         if not self.alive or self.frozen or epoch < self.epoch:
             return
         if token < self.newest:
@@ -134,7 +138,7 @@ class Devices:
     disk: int = 0
     memory: int = 0
     disk_fails: bool = False
-    """What has room, and takes nothing."""
+    """The disk has room, but refuses writes."""
     processes: list[Process] = field(default_factory=list)
 
     def start(self, token: int, **about) -> Process:
@@ -155,7 +159,7 @@ class Devices:
 
 @dataclass(eq=False)
 class Worker:
-    """What a host of a worker does for its lease, in one gateway."""
+    """A worker's host in one gateway, as its lease sees it."""
 
     key: str
     devices: Devices
@@ -227,7 +231,7 @@ class Worker:
                 self.lease.worker_ended()
 
     def freeze(self) -> None:
-        """Its process does nothing any more; the gateway notices in the end, whoever waits."""
+        """Let its process hang. The gateway notices in the end."""
         if self.process is not None and not self.process.frozen:
             self.process.frozen, self.silent_for = True, 1e3
             asyncio.get_running_loop().call_later(300, self._give_up, self.process)
@@ -237,8 +241,7 @@ class Worker:
             self.die()
 
     async def compute(self, seconds: float, **step: str) -> None:
-        """One call, by a process that is started if there is none. It fails when the process
-        dies, and is made again."""
+        """Make one call, by a process that is started if needed. Repeats it after a death."""
         assert self.lease is not None
         while True:
             async with self.lease.use(**step) as token:
@@ -260,7 +263,7 @@ class Worker:
 
 @dataclass
 class World:
-    """One group, and the gateways that one after the other schedule it."""
+    """One group, and the successive gateways that schedule it."""
 
     awake: int = 1
     settings: SharingSettings = field(default_factory=lambda: SharingSettings(quantum=0.5))
@@ -268,7 +271,7 @@ class World:
     budget: int = 0
     disk: int = 0
     device_memory: int = 0
-    """Beside what each of so many `processes` keeps of a device."""
+    """In addition to the share that each of `processes` keeps of a device."""
     processes: int = 0
 
     def __post_init__(self) -> None:
@@ -304,9 +307,9 @@ class World:
         return self.devices.disk
 
     async def restart(self) -> None:
-        """The gateway dies, with what was under way in it, and another one takes over."""
+        """Replace the gateway. Its pending work is lost."""
         await self.group.close_all()
-        for worker in self.workers.values():  # the next one is heard of by all before it asks
+        for worker in self.workers.values():  # all workers hear of the next gateway before it asks
             if worker.process is not None:
                 worker.process.epoch += 1
         self.new_gateway()
@@ -321,7 +324,7 @@ class World:
         size: int = 0,
         says: int = 0,
     ) -> Worker:
-        """`says` is what its session said that it needs of the device at most."""
+        """`says` is the session's stated need of device memory."""
         worker = self.workers[key] = Worker(key, self.devices, kind, size, says)
         self._register(worker, owner, priority)
         return worker
@@ -341,10 +344,10 @@ class World:
 
 
 def not_leased() -> GroupLeases:
-    """A group on which nobody ever waits."""
+    """Return a group on which nobody waits."""
     return World(awake=0).group
 
 
 def not_leased_groups() -> Any:
-    """Groups on which nobody ever waits."""
+    """Return groups on which nobody waits."""
     return SimpleNamespace(of=lambda _name: not_leased())

@@ -1,4 +1,4 @@
-"""What starts workers that are a model (`model_workers`), and what carries calls to them."""
+"""Starts the model workers of `model_workers`, and carries calls to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.gateway.sample_streams import answered
 
 
 class ModelHost:
-    """Where workers run: they end with their gateway only if they are killed."""
+    """A host of workers, which end with their gateway only if they are killed."""
 
     def __init__(self, misfortune: Misfortune) -> None:
         self.misfortune = misfortune
@@ -34,7 +34,7 @@ class ModelHost:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
 
     def kill(self, worker_id: str) -> None:
-        """A worker dies, which is reported a little later."""
+        """Let a worker die. The report follows a little later."""
         if (worker := self.workers.pop(worker_id, None)) is not None:
             worker.die()
             exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
@@ -96,7 +96,7 @@ class ModelLauncher:
         return ""
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
-        # A queue of its own: that of a dead gateway would wake the dead one alone.
+        # A new queue: the old one would wake only the dead gateway.
         before, exits = self._host.exits, asyncio.Queue()
         while not before.empty():
             exits.put_nowait(before.get_nowait())
@@ -110,7 +110,7 @@ class ModelLauncher:
 
 
 class ModelCall:
-    """What a `grpc.aio.UnaryUnaryCall` is to the clients."""
+    """Stands for a `grpc.aio.UnaryUnaryCall`."""
 
     def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
         self._answer = answer
@@ -123,7 +123,7 @@ class ModelCall:
 
 
 class ModelChannel:
-    """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
+    """Stands for a `grpc.aio.Channel`, with a slow network."""
 
     def __init__(
         self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]
@@ -138,7 +138,7 @@ class ModelChannel:
             self._closed.set_result(None)
 
     def unary_stream(self, *_args, **_more) -> None:
-        """No sample is streamed."""
+        """Do nothing: no sample is streamed."""
 
     def unary_unary(self, method: str, *_args, **_more) -> Callable[..., ModelCall]:
         name = method.rpartition("/")[2]
@@ -156,7 +156,7 @@ class ModelChannel:
         return lambda *args, **more: ModelCall(call(*args, **more))
 
     def stream_stream(self, method: str, *_args, **_more) -> Callable[..., AsyncIterator[Any]]:
-        """Each request travels by itself."""
+        """Carry each request separately."""
         name = method.rpartition("/")[2]
 
         async def stream(requests, *, metadata):

@@ -1,8 +1,7 @@
-"""Workers as a model, in the gateway's own process and without gRPC: for tests in virtual time.
-`model_host` starts them and carries calls to them.
+"""Model workers in the gateway's process, without gRPC, for tests in virtual time.
 
-A trainer's weights are a hash of everything that changed them, in its order, so that two trainers
-have the same weights only if the same was applied to them. Its results show its weights.
+`model_host` starts them. A trainer's weights are a hash of all changes in order. So two trainers
+have equal weights only after equal changes. Results show the weights.
 """
 
 from __future__ import annotations
@@ -38,30 +37,32 @@ from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, o
 from tests.support.crashing_loop import as_process
 
 _BYTES = 100
-"""Of a snapshot or a checkpoint."""
+"""The size of a snapshot or checkpoint."""
 POISON = b"poison"
-"""What the payload of a batch begins with that kills whatever computes it."""
+"""The start of a payload that kills its worker."""
 LONG = b"long"
-"""What the payload of a batch begins with that takes nearly as long as it may."""
+"""The start of a payload that takes almost the allowed time."""
 ENDLESS = b"endless"
-"""What the payload of a batch begins with at which a trainer stays for ever."""
+"""The start of a payload that never ends."""
 FORWARD = b"forward"
-"""What the payload of a forward pass begins with."""
+"""The start of a forward pass's payload."""
 UNREADABLE = b" that is no message"
-"""What the payload of a batch ends with that cannot be read."""
+"""The end of an unreadable payload."""
 EMPTY = b" without a datum"
-"""What the payload of a batch ends with that can be read and is refused all the same."""
+"""The end of a readable payload that is refused."""
 
 
 def after(*what: object) -> str:
-    """What stands for weights, or gradients, that came of all this."""
+    """Return the hash that represents weights or gradients made from all this."""
     return hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()[:12]
 
 
 @dataclass
 class Misfortune:
-    """What goes wrong with workers, so many times at most; each time it could, with a chance. More
-    of it would fail an operation: a trainer may die three times at one, an engine twice."""
+    """The faults of workers, with limits, each occurring with a `chance`.
+
+    More would fail an operation: a trainer may die three times at one, an engine twice.
+    """
 
     rng: random.Random
     deaths: int = 0
@@ -82,8 +83,8 @@ class Misfortune:
 
 
 class ModelWorker:
-    """One that was started. `died` is done when it is dead; its tasks end with it. It serves when
-    `serving` is set, and answers nothing while it is `frozen`."""
+    """A started worker. Its tasks end when `died` is done. It serves once `serving` is set, and
+    hangs while `frozen`."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         self.spec = spec
@@ -100,7 +101,7 @@ class ModelWorker:
         return WorkerHandle.of(self.spec, address=self.spec.worker_id)
 
     def task(self, work) -> asyncio.Task[Any]:
-        """Begin some work of this process, whatever becomes of the one that asks for it."""
+        """Begin work of this process, independent of the caller's fate."""
         task = asyncio.create_task(work, context=as_process(self.spec.worker_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -117,10 +118,12 @@ class ModelWorker:
 
 
 class ModelSampler(ModelWorker):
-    """Has one version of all weights at a time, to which it changes, once it has nothing to do,
-    when another is asked for, and any adapters. Its samples show the version that they are from,
-    and their seed; each takes `seconds`. `answered` are the versions of those that have ended. Once
-    its engine has `failed`, its answers say so, and it dies."""
+    """Has one full version and any adapters.
+
+    For another full version, it changes when it is idle. Samples show their version and seed, and
+    take `seconds`. `answered` lists the versions of ended samples. With a `failed` engine, answers
+    report that and it dies.
+    """
 
     failed = False
 
@@ -202,7 +205,7 @@ class ModelSampler(ModelWorker):
 
 @dataclass
 class State:
-    """What a checkpoint or a snapshot has."""
+    """The content of a checkpoint or snapshot."""
 
     weights: str = "base"
     step: int = 0
@@ -210,7 +213,7 @@ class State:
 
 @dataclass
 class Held(State):
-    """What a trainer has besides: gradients, and why they are incomplete."""
+    """A trainer's further state: gradients, and the reason why they are incomplete."""
 
     gradients: str = ""
     refused: str = ""
@@ -220,7 +223,7 @@ class Held(State):
 
 
 class ModelTrainer(ModelWorker):
-    """Hosts runs, and is at one operation at a time."""
+    """Hosts runs, and computes one operation at a time."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         super().__init__(spec, misfortune)
@@ -246,7 +249,7 @@ class ModelTrainer(ModelWorker):
         return trainer_pb2.AddRunReply()
 
     async def RemoveRun(self, request):
-        if list(self.runs) == [request.run_id]:  # another one's AddRun may not have reached it
+        if list(self.runs) == [request.run_id]:  # another one's AddRun may not have arrived
             raise broken(grpc.StatusCode.FAILED_PRECONDITION)
         async with self.engine:
             await self._misfortune.delay(1.0)
@@ -272,7 +275,7 @@ class ModelTrainer(ModelWorker):
 
 
 class ModelRun:
-    """Applies operations in order and each once, as the real one does."""
+    """Applies each operation once, in order, like the real one."""
 
     def __init__(self, trainer: ModelTrainer, misfortune: Misfortune) -> None:
         self.state = Held()
@@ -287,7 +290,7 @@ class ModelRun:
         self._queued = self._done = self._at = 0
 
     async def _in_order(self, request, apply: Callable[[Any], Any]):
-        """The reply of an operation, which is applied now if it was not before."""
+        """Return an operation's reply. Applies it unless that was done before."""
         seq_id = request.header.seq_id
         if seq_id not in self._replies:
             assert seq_id > self._done, f"{seq_id} is applied a second time"
@@ -300,7 +303,7 @@ class ModelRun:
             await self._turn.wait_for(lambda: self._queued >= header.previous_seq_id)
             self._queued = max(self._queued, header.seq_id)
             self._turn.notify_all()
-        async with self._trainer.engine:  # in the order in which operations came, of all runs
+        async with self._trainer.engine:  # in the order of arrival, over all runs
             self._at = header.seq_id
             await self._misfortune.delay(2.0)
             assert self._done == header.previous_seq_id or header.seq_id > self._done
@@ -380,7 +383,7 @@ class ModelRun:
         try:
             spoiled = self._misfortune.strikes("damaged_snapshots")
             await self._write(Path(folder), state, spoiled=spoiled)
-        except OSError as error:  # the gateway has given it up
+        except OSError as error:  # the gateway abandoned it
             failure = PublishFailed(str(error)).to_failure()
             return trainer_pb2.AwaitSnapshotReply(failure=failure)
         return trainer_pb2.AwaitSnapshotReply(
@@ -390,7 +393,7 @@ class ModelRun:
     async def _write(
         self, path: Path, state: State, *, operation: str = "", spoiled: bool = False
     ) -> None:
-        """Write a state to the disk, and name it when it is whole."""
+        """Write a state to disk, and name it once it is complete."""
         partial = path.parent / f".partial-{path.name}"
         shutil.rmtree(partial, ignore_errors=True)  # left by a trainer that died
         partial.mkdir(parents=True)
@@ -448,7 +451,7 @@ class ModelRun:
         path, operation = Path(version.path), request.header.operation_id
         if not path.is_dir():  # noqa: ASYNC240
             partial = PartialVersion(path)
-            partial.discard()  # left by a trainer that died while writing it
+            partial.discard()  # left by a trainer that died during its writing
             partial.create()
             await self._misfortune.delay(1.0)
             file = partial.path / "model.safetensors"

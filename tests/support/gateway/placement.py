@@ -1,5 +1,4 @@
-"""Places on some groups, with a dictionary as their database, and runs and engines that ask for
-them."""
+"""Places on some groups with a dictionary as database, and runs and engines that request them."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from tandem.settings.gateway import GatewaySettings
 from tests.support.waiting import PATIENCE
 
 WHOLE_MACHINE = groups_of(GatewaySettings(), Host("host", cores=(0, 1)))
-"""The groups of a machine on which none are declared."""
+"""The groups of a machine without declared groups."""
 
 
 class Rows:
-    """A database of places, as a dictionary, of the names of drained groups, and of how many
-    engines samplers were scaled to. It takes what is written together unless it is `full`."""
+    """A dictionary as a database of places, drained groups and scaled samplers. It refuses
+    transactions while `full`."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, object]] = {}
@@ -112,13 +111,13 @@ class World:
 
 
 async def quiet() -> None:
-    """Return when every task has gone as far as it can."""
+    """Wait until no task can proceed."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
 class Asking:
-    """Somebody who asks for places, in a task of its own."""
+    """A task that requests places."""
 
     task: asyncio.Task | None = None
 

@@ -1,4 +1,4 @@
-"""A connection of a client that keeps to no rule."""
+"""A client connection that keeps to no rule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from tests.support.waiting import wait_until
 
 
 class Raw:
-    """A connection that sends what it likes."""
-
     def __init__(self, gate) -> None:
         host, port = gate.url.removeprefix("http://").split(":")
         self.socket = socket.create_connection((host, int(port)), timeout=20)
@@ -30,7 +28,7 @@ class Raw:
         self.send(("\r\n".join(lines) + "\r\n\r\n").encode())
 
     def answer(self) -> tuple[int, dict[str, str], dict[str, object]]:
-        """Status, headers and JSON of one answer."""
+        """Return status, headers and JSON of one answer."""
         head, _, body = self._until(b"\r\n\r\n").partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines)
@@ -39,7 +37,7 @@ class Raw:
         return int(first.split()[1]), headers, json.loads(body)
 
     def protocol_in(self, gate):
-        """The gateway's side of this connection."""
+        """Return the gateway's side of this connection."""
 
         def found():
             connections = tuple(gate.server.server_state.connections)
@@ -49,7 +47,7 @@ class Raw:
         return protocol
 
     def rest(self) -> bytes:
-        """What comes until the end of the connection."""
+        """Return all bytes until the end of the connection."""
         data = b""
         while piece := self._received():
             data += piece

@@ -1,4 +1,4 @@
-"""Requests to a gateway under test, in plain HTTP."""
+"""Plain HTTP requests to a gateway under test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def create_sampler(client: httpx.Client, session_id: str, number: int = 0, model
 
 
 def new_sampler(gate) -> str:
-    """The id of a sampling session of the base model, in a new session."""
+    """Return the id of a base model's sampling session, in a new session."""
     with gate.http() as client:
         return create_sampler(client, gate.session_id()).json()["sampling_session_id"]
 

@@ -1,7 +1,7 @@
-"""A gateway with workers that do arithmetic instead of learning, for the tests of the gateway.
+"""A gateway with workers that do arithmetic instead of learning.
 
-The workers are real gRPC servers of the real services' protos, in this process; the launcher
-that "starts" them is a fake. The gateway is the real one, on a real port, in a thread.
+The gateway is real, on a real port, in a thread. The workers are gRPC servers of the real protos in
+this process. A fake launcher "starts" them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gate:
         return self.server.url
 
     def run(self, coroutine):
-        """Runs a coroutine, or a plain function, in the gateway's loop."""
+        """Run a coroutine or plain function in the gateway's loop."""
         if callable(coroutine):
 
             async def call(function=coroutine):
@@ -74,8 +74,8 @@ class Gate:
             wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
 
     def worker(self, kind: str, index: int = -1):
-        """The newest worker of a kind, or of those whose ids begin so. That of the newest
-        sampling session is started, if it was not yet."""
+        """Return the newest worker of a kind or id prefix. A sampling session's engine is started
+        if needed."""
         if kind.startswith("sampler"):
             self.start_engines(kind.partition("-")[2], newest=1)
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
@@ -87,7 +87,7 @@ class Gate:
             return answer.json()["session_id"]
 
     def age_sessions(self, seconds: float) -> None:
-        """Let the last sign of life of each session be so much older."""
+        """Make each session's last sign of life older."""
         for session in self.run(self.gateway.sessions.all):
             session.seen_at -= seconds
 
@@ -123,15 +123,15 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "session_ttl": 600,  # most clients of these tests send no heartbeats
         "max_engines": 10_000,
         "min_free_bytes": 0,
-        "stop_timeout": 0,  # a test may leave operations that do not end
-        # Longer than a test holds back an operation, on a slow machine, too.
+        "stop_timeout": 0,  # a test may leave unfinished operations
+        # Longer than any test holds an operation back, even on a slow machine.
         "operation_timeout": 2 * PATIENCE,
     }
     return GatewaySettings(**(values | changes))
 
 
 def make_model(folder: Path, *, window: int = 64) -> Path:
-    """Write a model's folder without weights; `window` is its longest sequence."""
+    """Write a model's folder without weights. `window` is its longest sequence."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
         f'{{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": {window}}}'
@@ -149,9 +149,11 @@ def running_gateway(
     end: Callable[[], object] = lambda: None,
     **changes,
 ) -> Iterator[Gate]:
-    """A gateway on a free port that knows the model `tiny`; a `standby` takes over one that does.
-    `end` is called when it must end because another one has taken over. `changes` are of settings
-    and of constants (`constants.py`)."""
+    """Run a gateway on a free port with the model `tiny`. A `standby` replaces one that has it.
+
+    `end` is called when another gateway has replaced this one. `changes` are settings and constants
+    (`constants.py`).
+    """
     with changed(_CONSTANTS | changes) as chosen:
         settings = settings_for(tmp_path, **chosen)
         with _serving(settings, launcher or FakeLauncher(), end) as gate:
@@ -172,7 +174,7 @@ def _serving(
     async def serve() -> None:
         server = make_server(create_app(settings, launcher=launcher, end=end), settings)
         server.config.load()
-        server.capture_signals = no_signals  # we are not in the main thread
+        server.capture_signals = no_signals  # this is not the main thread
         task = asyncio.create_task(server.serve())
         await until(lambda: server.started or task.done())
         if task.done():

@@ -11,7 +11,7 @@ PROTO = {"Content-Type": "application/x-protobuf"}
 
 OFTEN = {"share": 1.0, "replay": 0.0}
 SELDOM = {"replay": 1e6, "share": 1e-9}
-"""How snapshots are taken."""
+"""Settings for frequent and rare snapshots."""
 
 
 class Run:
@@ -64,7 +64,7 @@ class Run:
 
 
 def train(run: Run, *numbers: int) -> list[dict]:
-    """Steps of two operations each: a batch 2n-1 and a step 2n. Returns their outcomes."""
+    """Run steps of two operations each: a batch 2n-1 and a step 2n. Returns their outcomes."""
     for number in numbers:
         assert run.backward(2 * number - 1).status_code == 200
         run.outcome(2 * number - 1)
@@ -73,7 +73,7 @@ def train(run: Run, *numbers: int) -> list[dict]:
 
 
 def undisturbed(steps: int) -> str:
-    """What a trainer knows after so many steps of `train`."""
+    """Return a trainer's history after `steps` steps of `train`."""
     history = ""
     for seq_id in range(1, 2 * steps + 1):
         history = after(history, "forward_backward" if seq_id % 2 else "optim_step", seq_id)

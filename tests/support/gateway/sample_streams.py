@@ -1,4 +1,4 @@
-"""What the fake samplers answer a stream of samples with, each request by itself."""
+"""Answers of the fake samplers to a stream of samples, each request separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[sampler_pb2.SampleRequest], Awaitable[sampler_pb2.SampleReply
 async def answered(
     batches: AsyncIterator[sampler_pb2.SampleRequests], answer: Answer
 ) -> AsyncIterator[sampler_pb2.SampleReplies]:
-    """Yield each reply when it is there. What an answer raises ends the stream."""
+    """Yield each reply when it is ready. An error of an answer ends the stream."""
     tasks: dict[int, asyncio.Task[None]] = {}
     ready: asyncio.Queue[sampler_pb2.SampleReply | Exception | None] = asyncio.Queue()
 

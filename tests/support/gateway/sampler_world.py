@@ -1,5 +1,4 @@
-"""The router of samplers in virtual time, with engines as a model, some of which an earlier gateway
-may have left."""
+"""The router of samplers in virtual time, with model engines, some left by an earlier gateway."""
 
 from __future__ import annotations
 
@@ -56,16 +55,18 @@ class NoDatabase:
 
 
 class AtOnce(Misfortune):
-    """Nothing goes wrong, and nothing takes time."""
+    """No faults and no delays."""
 
     async def delay(self, most: float) -> None:
         await asyncio.sleep(0)
 
 
 class World:
-    """A host on which an earlier gateway has left engines, and the router of the next gateway,
-    which knows the model `tiny` and the sessions s-1 and s-2, which ask for so many `replicas`;
-    `implicit` has no client."""
+    """A host with engines of an earlier gateway, and the next gateway's router.
+
+    The router knows the model `tiny` and the sessions s-1 and s-2, which want `replicas` engines.
+    `implicit` has no client.
+    """
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class World:
         return BaseModelEntry(name="tiny", path=str(self.folder / "tiny"), max_length=None)
 
     def version(self, name: str) -> common_pb2.WeightVersion:
-        """A version that is on the disk."""
+        """Write a version to disk."""
         folder, run_id = self.folder / name, "s-1:train:0"
         folder.mkdir(exist_ok=True)
         manifest = Manifest(
@@ -160,7 +161,7 @@ class World:
         path: str = "",
         replica: int = 0,
     ) -> ModelSampler:
-        """An engine that the earlier gateway has left, with the base model."""
+        """Add an engine of the earlier gateway, with the base model."""
         spec = WorkerSpec(
             worker_id=name,
             kind="sampler",
@@ -199,7 +200,7 @@ class World:
         samples: int = 1,
         in_flight: bool = False,
     ) -> str:
-        """Ask for a sample with a seed; return what came of it, or the type of its error."""
+        """Ask for a sample with a seed. Returns its result, or the type of its error."""
         sampler = self.sampler(session_id)
         request = sampler_pb2.SampleRequest(
             operation_id=f"s-{next(self.numbers)}",
@@ -222,7 +223,7 @@ class World:
         return sorted(self.host.workers)
 
     def run(self, scenario: Coroutine[None, None, None]) -> None:
-        """Run it in virtual time. In the end all sessions end, and nothing may be left."""
+        """Run it in virtual time. All sessions end, and nothing may be left."""
 
         async def run() -> None:
             with patch.object(grpc.aio, "insecure_channel", self.launcher.channel):

@@ -1,4 +1,4 @@
-"""Loaded by schemathesis itself: how to make bodies that are no JSON."""
+"""Loaded by schemathesis: makes bodies that are not JSON."""
 
 from __future__ import annotations
 

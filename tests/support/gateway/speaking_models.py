@@ -1,5 +1,7 @@
-"""Models with a tokenizer and a chat template, for the tests of the OpenAI-compatible routes. The
-tokenizers are of different kinds and made without training."""
+"""Models with a tokenizer and a chat template, for the OpenAI-compatible routes.
+
+The tokenizers are of different kinds, made without training.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Return a tokenizer of Llama's kind: words that mark the blank before them, and bytes."""
+    """Return a tokenizer of Llama's kind: words with a mark for the blank before them, and
+    bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁hello", "▁world", "hello", "!", "a", "▁a"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -83,7 +86,7 @@ def write_speaking_model(
     window: int = 64,
     **config: object,
 ) -> Path:
-    """Write a model's folder without weights; `window` is its longest sequence."""
+    """Write a model's folder without weights. `window` is its longest sequence."""
     make_model(folder, window=window)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<eos>", "bos_token": "<bos>"}
@@ -97,7 +100,7 @@ def write_speaking_model(
 
 @contextmanager
 def speaking_gateway(tmp_path: Path, **changes):
-    """Run a gateway with `speaker`, whose tokens are bytes, and `tiny`, which has no tokenizer."""
+    """Run a gateway with `speaker`, a byte-token model, and `tiny`, which has no tokenizer."""
     with running_gateway(tmp_path, **changes) as gate:
         folder = write_speaking_model(tmp_path / "speaker", byte_tokenizer())
         gate.run(gate.gateway.models.add(name="speaker", path=str(folder)))
@@ -110,12 +113,10 @@ def client_of(gate: Gate, *, key: str = KEY, **changes) -> openai.OpenAI:
 
 
 def complete(client: openai.OpenAI, **changes):
-    """Ask the model `speaker` for a completion."""
     return client.completions.create(**({"model": "speaker", "prompt": "x"} | changes))
 
 
 def chat(client: openai.OpenAI, **changes):
-    """Ask the model `speaker` for a chat completion."""
     return client.chat.completions.create(**({"model": "speaker", "messages": CHAT} | changes))
 
 

@@ -1,5 +1,8 @@
-"""Lets vLLM's second model runner compute on a CPU: a Python that begins with this folder in its
-path takes Triton's interpreter, which computes kernels with NumPy, for a compiler for CPUs."""
+"""Lets vLLM's second model runner compute on a CPU.
+
+With this folder first on Python's path, Triton's interpreter, which uses NumPy, replaces a compiler
+for CPUs.
+"""
 
 import os
 from types import SimpleNamespace
@@ -13,8 +16,7 @@ backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)
 
 
 class Number(int):
-    """What a loop of a kernel counts by. The interpreter has plain numbers there, of which a
-    compiler makes scalars that have a type."""
+    """A loop counter in a kernel. The interpreter uses plain numbers, a compiler typed scalars."""
 
     def to(self, dtype):
         return self
@@ -34,7 +36,7 @@ store = interpreter.InterpreterBuilder.create_masked_store
 
 
 def store_by_booleans(builder, pointers, value, mask, cache_policy):
-    """A truth that was combined with another may have come out as a number."""
+    """A combination of booleans may be a number."""
     mask.data = mask.data.astype(bool)
     return store(builder, pointers, value, mask, cache_policy)
 

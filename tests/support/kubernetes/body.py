@@ -1,5 +1,8 @@
-"""What a launcher of pods does on any cluster: these run on the one in memory (`tests/unit`) and on
-a real one (`tests/cluster`), which a `Stage` stands for."""
+"""Tests of a launcher of pods for any cluster: the one in memory (`tests/unit`) and a real one
+(`tests/cluster`).
+
+A `Stage` stands for the cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from tests.support.kubernetes.gateway import Gateway, spec, until
 
 
 class Stage(Protocol):
-    """A cluster with two nodes at least, of which each has two devices of `device_class`."""
+    """A cluster with at least two nodes, each with two devices of `device_class`."""
 
     def gateway(self, *, epoch: int = 1, **settings: float) -> Gateway:
-        """Return a gateway, whose workers do nothing but what `maker.lives` says."""
+        """Return a gateway. Its workers only do the actions in `maker.lives`."""
         ...
 
     async def left(self) -> dict[str, list[str]]:
-        """Return the names of what gateways have made, by kind."""
+        """Return the names of all objects made by gateways, by kind."""
         ...
 
     async def delete_pod(self, name: str) -> None: ...
@@ -251,7 +254,7 @@ async def ten_sessions_at_once_come_and_go(stage: Stage) -> None:
 
 
 async def fails(gateway: Gateway, *, says: str, told: str) -> None:
-    """Start a worker which, after `says` was said of what it waits for, fails because of `told`."""
+    """Start a worker that first waits for `says` and then fails because of `told`."""
     start = asyncio.create_task(gateway.launcher.start(spec("trainer-s-1-0")))
     if says:
         await until(lambda: says in gateway.launcher.explain("trainer-s-1-0") or start.done())

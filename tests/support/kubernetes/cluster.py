@@ -1,5 +1,4 @@
-"""The rest of a cluster, on the server in memory: a scheduler, nodes that pull images and run
-containers, and the controller of claims. The test says what there is and what goes wrong."""
+"""The rest of a cluster on the server in memory: scheduler, nodes and the controller of claims."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "": 1.0
 
 @dataclass
 class Node:
-    """`prepares`: what the driver says of a claim's devices when it fails; "" if it does not."""
+    """A node. `prepare_error` is the driver's error for a claim's devices, if any."""
 
     name: str
     memory: float = 64 * 2**30
@@ -30,15 +29,17 @@ class Node:
 
 @dataclass
 class Image:
-    """`pull`: seconds; `error`: why it cannot be pulled."""
+    """`pull` is in seconds, and `error` the reason for a failed pull."""
 
     pull: float = 0.0
     error: str = ""
 
 
 class FakeCluster(FakeServer):
-    """`images` have those that are not simply there; `at_once` is how many pods can be bound to one
-    claim in the same moment, beyond which their reservations conflict."""
+    """A cluster. `images` lists images that must be pulled.
+
+    `at_once` pods can be bound to one claim in one moment. More conflict.
+    """
 
     def __init__(self, *, nodes: int = 2, strict: bool = True, at_once: int = 1) -> None:
         super().__init__(strict=strict)
@@ -47,7 +48,7 @@ class FakeCluster(FakeServer):
         self.images: dict[str, Image] = {}
         self.at_once = at_once
         self.stubborn: set[str] = set()
-        """Pods whose container does not end before it is killed."""
+        """Pods with a container that ends only when killed."""
         self.shutdown = 0.5
         self.conflicts = 0
         self._tasks: set[asyncio.Task] = set()
@@ -71,18 +72,18 @@ class FakeCluster(FakeServer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # --- What a test does ---------------------------------------------------------------------
+    # --- For tests -----------------------------------------------------------------------------
 
     def pod(self, name: str) -> dict:
         return self.objects["pods"][name]
 
     def owned(self) -> dict[str, list[str]]:
-        """Return what a gateway can leave behind, by kind."""
+        """Return the possible leftovers of a gateway, by kind."""
         kinds = ("pods", "secrets", "services", "networkpolicies", "resourceclaims")
         return {each: sorted(self.objects[each]) for each in kinds if self.objects[each]}
 
     def exit(self, name: str, *, code: int, message: str = "", reason: str = "") -> None:
-        """The worker's container ends."""
+        """End the worker's container."""
         pod = self.objects["pods"].get(name)
         if pod is None or pod["status"]["phase"] in ("Failed", "Succeeded"):
             return
@@ -94,7 +95,7 @@ class FakeCluster(FakeServer):
         self._release(pod)
 
     def report(self, name: str, error: str) -> None:
-        """The worker says why it ends."""
+        """Let the worker report an error and end."""
         message = json.dumps({"error": error, "error_type": "WorkerStartFailed"})
         self.exit(name, code=1, message=message)
 
@@ -284,7 +285,7 @@ class FakeCluster(FakeServer):
         await self._live(pod)
 
     async def _live(self, pod: dict) -> None:
-        """Do what the worker's container does."""
+        """Act like the worker's container."""
         name = pod["metadata"]["name"]
         variables = pod["spec"]["containers"][0].get("env", [])
         life = next((each["value"] for each in variables if each["name"] == LIFE), "")
@@ -306,7 +307,7 @@ class FakeCluster(FakeServer):
         return next((v["secret"]["secretName"] for v in volumes if "secret" in v), "")
 
     async def _terminate(self, pod: dict, grace: float) -> None:
-        """End the container, and say so; a node that is lost says nothing."""
+        """End the container and report it. A lost node reports nothing."""
         name = pod["metadata"]["name"]
         running = pod["status"]["phase"] == "Running"
         if running:
@@ -336,7 +337,7 @@ class FakeCluster(FakeServer):
     # --- Its parts ----------------------------------------------------------------------------
 
     def _release(self, pod: dict) -> None:
-        """The controller of claims: a claim without consumers has no allocation any more."""
+        """Act like the controller of claims: a claim without consumers loses its allocation."""
         for each in pod["spec"].get("resourceClaims", []):
             claim = self.get("resourceclaims", each["resourceClaimName"])
             if claim is None or "status" not in claim:
@@ -362,7 +363,7 @@ class FakeCluster(FakeServer):
     def _condition(
         self, pod: dict, kind: str, status: bool, reason: str = "", message: str = ""
     ) -> bool:
-        """Set a condition; return whether that changed it."""
+        """Set a condition. Returns whether that changed it."""
         conditions = pod["status"].setdefault("conditions", [])
         condition = {"type": kind, "status": str(status), "reason": reason, "message": message}
         if condition in conditions:

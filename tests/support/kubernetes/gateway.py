@@ -1,5 +1,5 @@
-"""A gateway's launcher of pods, and the plainest worker that it can make: what tests on the cluster
-in memory and on a real one have in common."""
+"""A gateway's launcher of pods with the plainest worker, for the clusters in memory and real
+ones."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SETTINGS = {
     "node_lost": 30,
 }
 LIFE = "LIFE"
-"""The variable that says what a worker does: "report", "exit" or "memory" ends it after three
-seconds, and "stubborn" hears no SIGTERM."""
+"""The variable with a worker's behaviour: "report", "exit" or "memory" ends it after three seconds,
+and "stubborn" ignores SIGTERM."""
 ERROR = "the weights are not finite"
 OUTPUT = "begun\nsecret of {name}\nKeyError: w\n"
 _WORKER = f"""
@@ -55,7 +55,7 @@ while True:
 
 
 class PlainMaker:
-    """Makes the least that a worker needs; a group is a claim, as long as `claims`."""
+    """Makes a minimal worker. With `claims`, a group is a claim."""
 
     def __init__(self, *, epoch: int, claims: bool, nodes: int, idle: float) -> None:
         self.epoch = epoch
@@ -171,7 +171,7 @@ class PlainMaker:
 
 
 class Gateway:
-    """A launcher of an epoch, and what it heard."""
+    """A launcher of an epoch, and the exits reported by it."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Gateway:
         return handle
 
     async def die(self) -> None:
-        """The process is killed: nothing that it was about to do is done."""
+        """Kill the process. Its planned actions are lost."""
         await self.launcher._reconciler.close()
         await self.launcher._api.close()
         if self._hearing is not None:
@@ -260,7 +260,7 @@ def spec(worker_id: str, *, group: str = "train-0", **about) -> WorkerSpec:
 
 
 async def until(condition, *, seconds: float = 300.0) -> None:
-    """Wait until something is so."""
+    """Wait for a condition."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while not condition():

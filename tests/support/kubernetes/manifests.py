@@ -1,4 +1,4 @@
-"""The overlays of `k8s/`, as kubectl renders them, and what their NetworkPolicies allow."""
+"""The overlays of `k8s/` as kubectl renders them, and the rules of their NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rendered:
         return [one for one in self.objects if one["kind"] == kind]
 
     def names(self, kind: str) -> list[str]:
-        """Without the digest that a generated name ends with."""
+        """Return the names without a generated digest."""
         return [_plain_name(one) for one in self.all(kind)]
 
     def one(self, kind: str, name: str) -> dict:
@@ -52,7 +52,7 @@ class Rendered:
 
     @staticmethod
     def selects(selector: dict, labels: dict[str, str]) -> bool:
-        """Whether a label selector selects a thing with these labels."""
+        """Return whether a label selector matches these labels."""
         if not selector.get("matchLabels", {}).items() <= labels.items():
             return False
         for term in selector.get("matchExpressions", []):
@@ -71,7 +71,7 @@ def _plain_name(one: dict) -> str:
 
 
 def render_overlay(name: str, folder: Path) -> Rendered:
-    """Render an overlay of a copy, in which an administrator has made the secrets' files."""
+    """Render a copy of an overlay, with example files for the secrets."""
     shutil.copytree(K8S, folder / "k8s", ignore=shutil.ignore_patterns("secrets"))
     overlay = folder / "k8s" / "overlays" / name
     for generator in yaml.safe_load((overlay / "kustomization.yaml").read_text())[
@@ -89,7 +89,7 @@ def render_overlay(name: str, folder: Path) -> Rendered:
 
 
 def pods_of(objects: list[dict]) -> dict[str, dict]:
-    """The templates of all that makes pods, by the name of their maker."""
+    """Return the pod templates of all objects that make pods, by name."""
     kinds = ("Deployment", "StatefulSet", "Job")
     return {
         one["metadata"].get("name") or one["metadata"]["generateName"]: one["spec"]["template"]
@@ -110,8 +110,10 @@ def worker_policies(settings: dict[str, str]) -> list[dict]:
 
 
 def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
-    """Return two trainers on two nodes each, one on a single node (`trainer-alone`) and a sampler,
-    as a gateway with these settings makes them; by worker id."""
+    """Return workers as a gateway with these settings makes them, by worker id.
+
+    They are two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler.
+    """
     prefix = "TANDEM_KUBERNETES_"
     chosen = {
         key.removeprefix(prefix).lower(): value
@@ -160,8 +162,11 @@ def reaches(
     *,
     from_namespace: str = "tandem",
 ) -> bool:
-    """Whether a pod with the labels `source` may open a connection to one of Tandem's with the
-    labels `target`, by the rules of both."""
+    """Return whether a pod with labels `source` may connect to one of Tandem's with labels
+    `target`.
+
+    The rules of both pods count.
+    """
     into = _allows(policies, "ingress", target, port, other=source, namespace=from_namespace)
     if from_namespace != "tandem":
         return into
@@ -195,7 +200,7 @@ def _allows(
 
 
 def _is_peer(peer: dict, labels: dict[str, str], namespace: str) -> bool:
-    if "ipBlock" in peer:  # of what is outside of the cluster, as the plugins have it
+    if "ipBlock" in peer:  # blocks outside of the cluster, as the plugins define them
         return False
     there = {"kubernetes.io/metadata.name": namespace}
     if "namespaceSelector" in peer:

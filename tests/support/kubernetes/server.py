@@ -1,8 +1,7 @@
-"""An API server in memory, which the real client speaks to: requests come as the client sends them,
-and answers go through its parser. There is no port: `Session` stands for the client's connections.
+"""An API server in memory for the real client. There is no port: `Session` stands for connections.
 
-Every change has a version, and a watch goes on from one; `compact` forgets the old ones, so that a
-watch from there answers 410. `calls` are all requests. `meddle` decides what goes wrong.
+Every change has a version, from which a watch can continue. `compact` forgets old versions, and a
+watch from there answers 410. `calls` lists all requests. `meddle` causes faults.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A request. `verb` is that of RBAC; `number` counts those that are no watch."""
+    """A request. `verb` is RBAC's. `number` counts requests without watches."""
 
     verb: str
     resource: str
@@ -63,7 +62,7 @@ class Answer:
 
 
 class Lost(Exception):
-    """The connection breaks: `after` the request was carried out, or before."""
+    """The connection breaks, before the request is carried out or `after`."""
 
     def __init__(self, *, after: bool) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class Lost(Exception):
 
 
 class Hangs(Lost):
-    """There is never an answer."""
+    """No answer ever comes."""
 
 
 def refusal(status: int, reason: str, message: str, *, retry_after: int = 0) -> Answer:
@@ -94,8 +93,11 @@ class Refusal(Exception):
 
 
 class FakeServer:
-    """`meddle` is called with each request before it is carried out; it may return another answer,
-    or raise `Lost` or `Hangs`. `strict`: whether fields are held against the schemas."""
+    """`meddle` is called before each request. It may return another answer, or raise `Lost` or
+    `Hangs`.
+
+    `strict` checks fields against the schemas.
+    """
 
     namespace = "rl"
 
@@ -130,7 +132,7 @@ class FakeServer:
         return list(self.objects[plural].values())
 
     def put(self, plural: str, body: dict) -> dict:
-        """Make an object without asking anybody."""
+        """Make an object without checks."""
         metadata = body["metadata"]
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": self.clock()}
         metadata["namespace"] = self.namespace
@@ -139,7 +141,7 @@ class FakeServer:
         return body
 
     def change(self, plural: str, body: dict) -> None:
-        """Tell of a change that was made to an object, if it is there."""
+        """Report a change of an object that exists."""
         if self.objects[plural].get(body["metadata"]["name"]) is body:
             self._note(plural, "MODIFIED", body)
 
@@ -149,7 +151,7 @@ class FakeServer:
             self._note(plural, "DELETED", body)
 
     def delete(self, plural: str, name: str, *, grace: int | None = None) -> dict | None:
-        """As DELETE does: a pod on a node, or a claim in use, is only marked."""
+        """Delete like the API: a pod on a node, or a claim in use, is only marked."""
         body = self.objects[plural].get(name)
         if body is None:
             return None
@@ -173,7 +175,7 @@ class FakeServer:
         return body
 
     def collect(self, owner: str) -> None:
-        """Delete what an owner had that is gone, as the garbage collector does."""
+        """Delete the objects of a missing owner, like the garbage collector."""
         for plural, objects in self.objects.items():
             for name, body in tuple(objects.items()):
                 owners = body["metadata"].get("ownerReferences", [])
@@ -181,7 +183,7 @@ class FakeServer:
                     self.delete(plural, name)
 
     def compact(self) -> None:
-        """Forget the versions before this one."""
+        """Forget earlier versions."""
         self._oldest = self.version + 1
         self._history.clear()
         self.version += 1
@@ -331,7 +333,7 @@ _known_shapes: set[str] = set()
 
 
 def _check_fields(body: dict) -> None:
-    """Hold an object against the schemas, which are slow to read; once for those of one shape."""
+    """Check an object against the schemas, once per shape, because they are slow to read."""
     shape = json.dumps(_shape_of(body), sort_keys=True)
     if shape in _known_shapes:
         return
@@ -367,9 +369,12 @@ def _selected(body: dict, query: dict[str, str]) -> bool:
 
 
 class Session:
-    """Stands for the connections of one client. One that is `severed` reaches nobody, as that of a
-    gateway that was killed: from request `sever_at` on, which is still carried out or not. One that
-    is not `awake` is that of a machine that is paused: what it sends and is told waits."""
+    """Stands for the connections of one client.
+
+    A `severed` one reaches nobody, like a killed gateway. From request `sever_at` on it is severed,
+    and that request may still be carried out. While not `awake`, all its messages wait, as on a
+    paused machine.
+    """
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""What an API server of Kubernetes 1.36 refuses, in its own words, and what it does not."""
+"""The validation of an API server of Kubernetes 1.36, with its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_RESULTS = 32
 
 
 def faults_of(kind: str, body: dict) -> list[str]:
-    """Return what is invalid about an object; nothing if it is accepted."""
+    """Return the faults of an object, none if it is accepted."""
     return [*_metadata(body["metadata"]), *_OF_KIND.get(kind, lambda _body: [])(body)]
 
 

@@ -18,8 +18,8 @@ __all__ = ["FakeStage", "Gateway", "on_cluster", "running_cluster", "spec", "unt
 
 
 class Gateway(gateway.Gateway):
-    """A worker whose id is in `not_serving` never serves. When it dies, what it has sent last may
-    have reached the server all the same (`session`)."""
+    """Workers in `not_serving` never serve. The last request of a dead gateway may still reach the
+    server (`session`)."""
 
     def __init__(self, cluster: FakeCluster, **about: float) -> None:
         self.cluster = cluster

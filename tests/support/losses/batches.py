@@ -1,4 +1,4 @@
-"""Batches as a client sends them, with every input that any loss takes."""
+"""Batches as a client sends them, with every input of any loss."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REQUESTS: dict[str, tuple[str, dict[str, float | str]]] = {
     "cispo, constant": ("cispo", {"aggregation": "constant", "max_length": 20.0}),
     "dpo, mean": ("dpo", {"aggregation": "mean"}),
 }
-"""What is computed on real parts: every loss, and what depends on the request as a whole."""
+"""Requests for real parts: every loss, and all options that depend on the whole request."""
 
 
 def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[wire.Datum]:
-    """Datums of different lengths with different numbers."""
+    """Return datums of different lengths with different numbers."""
     rng = np.random.default_rng(seed)
     data = []
     for number, length in enumerate(rng.integers(1, 20, count)):
@@ -53,8 +53,8 @@ def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[w
 
 
 def mixed_request(name: str, data: list[wire.Datum] | None = None) -> wire.ForwardBackwardRequest:
-    """The request of `REQUESTS` for these datums, or for the usual ones; of another name, that of a
-    loss which a client defines."""
+    """Return the request of `REQUESTS` for these or the usual datums. Other names mean a custom
+    loss."""
     loss, settings = REQUESTS.get(name, ("custom", {}))
     message = request(data or mixed_data(spans=loss == "stable_reinforce"), loss)
     for key, value in settings.items():

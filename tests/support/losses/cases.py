@@ -1,4 +1,4 @@
-"""One row for each loss: what it is tested with. A loss without a row fails the tests."""
+"""The test data of each loss, one row each. A loss without a row fails the tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Data:
     sizes: tuple[int, ...]
 
     def pick(self, datums: Sequence[int]) -> Data:
-        """Some of the datums, in the order given."""
+        """Return some of the datums, in the given order."""
         ends = np.cumsum(self.sizes)
         places = [
             place
@@ -51,8 +51,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Golden:
-    """`inputs` says which arrays of the fixture are given under which name; `expected` is the
-    name of its numbers, four of them, one for each aggregation."""
+    """`inputs` maps input names to the fixture's arrays. `expected` names four numbers, one per
+    aggregation."""
 
     expected: str
     settings: Config = field(default_factory=dict)
@@ -61,9 +61,8 @@ class Golden:
 
 @dataclass(frozen=True)
 class Case:
-    """`settings`: the loss's own ones with the documented defaults. `variants`: requests that
-    the tests of invariance are made with, beside the one that gives nothing. `reference`: the
-    formula once more, in numpy and by another hand, where there is no golden number."""
+    """`settings`: the loss's own ones with documented defaults. `variants`: settings for the tests
+    of invariance. `reference`: an independent formula in numpy, if there is no golden number."""
 
     settings: Config = field(default_factory=dict)
     goldens: tuple[Golden, ...] = ()
@@ -86,7 +85,7 @@ def layout_for(sizes: Sequence[int], *, totals: Totals | None = None) -> DatumLa
 
 
 def totals_of(loss: Loss, data: Data) -> Totals:
-    """What `validate` counts, once more."""
+    """Count like `validate`."""
     declared = {each.name for each in loss.inputs}
     acts = torch.ones(len(data.logprobs), dtype=torch.bool)
     if "mask" in data.inputs and "mask" in declared:
@@ -122,7 +121,7 @@ def gradient(loss: Loss, data: Data, config: Config | None = None) -> torch.Tens
 
 
 def golden_data(names: Mapping[str, str]) -> Data:
-    """The fixture without its padding, with advantage R - mean and the inputs named."""
+    """Return the fixture without padding, with advantage R - mean and the named inputs."""
     inputs = GOLDEN["inputs"]
     mask = torch.tensor(inputs["mask"], dtype=torch.float64)
     reward = torch.tensor(inputs["reward"], dtype=torch.float64)
@@ -142,7 +141,7 @@ SIZES = (3, 5, 2, 4, 1, 6)
 
 
 def random_data(seed: int = 0) -> Data:
-    """Six datums with every input that any loss declares; no two numbers alike."""
+    """Return six datums with every declared input of any loss. All numbers differ."""
     random = np.random.default_rng(seed)
     count = sum(SIZES)
 
@@ -176,7 +175,7 @@ def random_data(seed: int = 0) -> Data:
 
 
 def _tokens(data: Data) -> list[list[tuple[float, float, float]]]:
-    """(p, q, A) of each token of each datum."""
+    """Return (p, q, A) of each token of each datum."""
     rows = zip(
         data.logprobs.tolist(),
         data.inputs["logprobs"].tolist(),

@@ -1,4 +1,4 @@
-"""Losses that a client defines, as the SDK sends them."""
+"""Custom losses as the SDK sends them."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ DEFINITIONS: dict[str, bytes] = {
     f"custom, {name}": request_body(traced(fn, logprobs=1, old_logprobs=1, advantages=1))
     for name, fn in {"by entry": _by_entry, "by sequence": _by_sequence}.items()
 }
-"""Of losses that a client defines, by the names of their requests."""
+"""Bodies of create_custom_loss, by request name."""

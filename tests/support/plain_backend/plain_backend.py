@@ -1,6 +1,6 @@
-"""A trainer backend of another package: a plain model on every rank, in float32, without FSDP.
+"""A trainer backend of another package: a plain float32 model on every rank, without FSDP.
 
-It does what `TrainerBackend` says that it must, and nothing besides.
+It implements only the duties of a `TrainerBackend`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PlainBackend(TrainerBackend):
         get_log().info("plain_model_loaded", rank=world.rank)
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
-        """Without collectives, a rank has nothing to do for its empty micro-batches."""
+        """Without collectives, a rank skips its empty micro-batches."""
         return super().forward_backward(batch, tuple(filter(None, share)), done=done)
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
@@ -74,7 +74,7 @@ class PlainBackend(TrainerBackend):
     def sum_gradients(self) -> None:
         if self._ranks > 1:
             for parameter in self.model.parameters():
-                if parameter.grad is None:  # of a rank that has had no datums
+                if parameter.grad is None:  # of a rank without datums
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
 
