@@ -114,7 +114,7 @@ def make_checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath
     """Check the parts and build a path. Raises as `parse_checkpoint_path`."""
     known = next((k for k in KINDS if k == kind), None)
     if known is None:
-        raise UnknownWeights(f"there are no {kind[:100]!r}; known: {', '.join(KINDS)}")
+        raise UnknownWeights(f"{kind[:100]!r} is no kind of checkpoint; known: {', '.join(KINDS)}")
     if not is_run_id(run_id):
         raise InvalidRequest(f"{run_id[:140]!r} is not the id of a training run")
     return CheckpointPath(run_id=run_id, kind=known, name=check_name(name))

@@ -31,6 +31,8 @@ class WeightsTouched(LoadFailed):
     """A load failed after it began to change the weights. The engine must not sample before another
     load succeeds."""
 
+    type = LoadFailed.type
+
 
 class EngineState(Enum):
     """The state of an engine. It computes samples only while it is awake. See docs/sharing.md."""

@@ -27,6 +27,8 @@ SwitchPhase = Literal["drain", "sleep", "wake_weights", "read", "load", "wake_ca
 class NothingToServe(LoadFailed):
     """Neither the wanted nor the previous version could be loaded. The engine serves nothing."""
 
+    type = LoadFailed.type
+
 
 @dataclass(frozen=True)
 class SwitchReport:

@@ -97,12 +97,16 @@ class ErrorResponses:
         """Answer the router's refusals."""
         assert isinstance(error, HTTPException)
         path = request.url.path
-        sentence = f"{request.method} {path}: {error.detail}"
-        if error.status_code == 404:
-            sentence += _advice(request, known=next(filter(path.startswith, self._dialects), ""))
+        allowed = ", ".join(_methods_at(request)) if error.status_code == 405 else ""
+        advice = (
+            f"; allowed: {allowed}"
+            if allowed
+            else _advice(request, known=next(filter(path.startswith, self._dialects), ""))
+        )
+        sentence = f"this server does not answer {request.method} {path}{advice}"
         response = self.response(UnknownEndpoint(sentence, status=error.status_code), path=path)
-        if error.status_code == 405:
-            response.headers["Allow"] = ", ".join(_methods_at(request))
+        if allowed:
+            response.headers["Allow"] = allowed
         return response
 
 

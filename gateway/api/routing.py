@@ -139,7 +139,9 @@ class PathOperation(APIRoute):
             if body is not None:
                 check_content_type(request.headers.get("content-type"))
                 if (await bounded.body() or required) and await bounded.json() is None:
-                    raise InvalidRequest("the body is null")  # FastAPI takes null for no body
+                    raise InvalidRequest(  # FastAPI takes null for no body
+                        "the body is null; send a JSON object"
+                    )
             return cast(Response, await handle(bounded))
 
         return checked

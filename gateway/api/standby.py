@@ -12,7 +12,7 @@ from gateway.api.errors import ErrorResponses, json_response
 from gateway.api.routing import is_from_this_machine
 from tandem.errors import StandingBy
 
-_REASON = "this gateway waits until the one that serves now has ended"
+_REASON = "this gateway is a standby, and another one serves; ask again soon"
 
 
 class StandbyBoundary:

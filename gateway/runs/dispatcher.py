@@ -100,8 +100,8 @@ class Dispatcher:
             self._end(
                 operation,
                 SequenceGap(
-                    f"operation {seq_id} came when those behind it had waited "
-                    f"{self._gap_timeout:g} s and failed; it was not carried out"
+                    f"operation {seq_id} was not carried out: it came after later operations had "
+                    f"waited {self._gap_timeout:g} s for it and failed"
                 ),
             )
         else:
@@ -279,8 +279,8 @@ class Dispatcher:
 
     def _give_up_gap(self) -> None:
         message = (
-            f"operation {self._next} did not arrive within {self._gap_timeout:g} s, so that those "
-            "behind it cannot be carried out in order"
+            f"operation {self._next} did not arrive within {self._gap_timeout:g} s, so later "
+            "operations cannot be carried out in order; send them again"
         )
         # The missing one may be a forward_backward.
         self._incomplete = message

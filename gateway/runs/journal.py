@@ -179,9 +179,9 @@ class Journal:
         )
         if row is not None and row["digest"] != digest:
             raise SequenceTaken(
-                f"operation {seq_id} of {run_id} is another {row['kind']} already, which stays as "
-                "it is: two clients number the operations of one run. Let one client write to a "
-                "run; another can begin a run of its own from a checkpoint of it"
+                f"operation {seq_id} of {run_id} is already another request ({row['kind']}), "
+                "which stays as it is: two clients number the operations of one run. Let one "
+                "client write to the run, and begin a run from its checkpoint for the other"
             )
         return row is not None
 
@@ -248,8 +248,8 @@ class Journal:
             if not self.database.has_room(size):
                 size = 0
                 outcome = UnknownRequest(
-                    "the operation ended, but its result was not kept, because the gateway's "
-                    "storage fails"
+                    "the operation was applied, but its result was not kept, because the "
+                    "gateway's storage failed"
                 )
             elif size <= _INLINE_RESULT_BYTES:
                 row["result"] = outcome.body
@@ -298,7 +298,8 @@ class Journal:
             return from_type(row["error_type"], row["error"])
         if row["state"] == "accepted":
             return GatewayRestarted(
-                "the gateway lost the end of this operation while its storage failed"
+                "the gateway lost the result of this operation while its storage failed; see "
+                "with `tandem runs show` whether it was applied"
             )
         if row["result"] is not None:
             return Result(media=row["media"], body=row["result"])

@@ -97,7 +97,7 @@ class RunRegistry:
         over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
         active = runs.c.state == "active"
         for row in await self.database.read(select(runs.c.id).where(active, over)):
-            self.lifecycle.write_end(row["id"], SessionFinished("its session has ended"))
+            self.lifecycle.write_end(row["id"], SessionFinished("the session of the run has ended"))
         found = await self.database.read(select(runs).where(active, ~over))
         restored: list[RowMapping] = []
         others: list[RowMapping] = []
@@ -345,6 +345,6 @@ def _check_sharded(config: Mapping[str, object], name: str, asks: Asks) -> None:
 
 def _restarted() -> GatewayRestarted:
     return GatewayRestarted(
-        "the gateway restarted, and the trainer, which is not to be restored, ended with it; "
-        "create the run again, from a checkpoint if there is one"
+        "the gateway restarted and the trainer of the run ended; the run cannot be restored, so "
+        "create it again, from a checkpoint if there is one"
     )

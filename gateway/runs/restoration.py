@@ -246,7 +246,7 @@ def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
         )
     raise GiveUp(
         InternalError(
-            f"operation {call.seq_id} ended differently when it was replayed: "
-            f"{failure.type or 'well'} instead of {call.failure or 'well'}"
+            f"operation {call.seq_id} ended differently when it was replayed: with "
+            f"{failure.type or 'success'} instead of {call.failure or 'success'}"
         )
     )

@@ -410,8 +410,8 @@ def _repeated(
         same = session.kind == "base" and is_it
     if not same:
         raise SequenceTaken(
-            f"{session.id} is another sampling session already, which stays as it is: two clients "
-            "number those of one session; make a ServiceClient for each"
+            f"{session.id} is already another sampling session, which stays as it is: two "
+            "clients number the sampling sessions of one session; make a ServiceClient for each"
         )
     return session
 

@@ -126,13 +126,13 @@ def typed(error: Exception) -> Exception:
     else:
         return error
     failure = StorageFailed(
-        f"the gateway's storage does not work now ({why or type(error).__name__}); try again, and "
-        "if it lasts, an operator finds the cause in the gateway's log"
+        f"the gateway cannot use its storage now ({why or type(error).__name__}), and nothing was "
+        "changed; try again. If it lasts, the operator finds the cause in the gateway's log"
     )
     if full:
         failure = StorageFull(
-            "the disk or the database of the gateway is full; nothing was changed, and all goes on "
-            "when an operator has freed some space"
+            "the disk or the database of the gateway is full, and nothing was changed; try again "
+            "after the operator has freed space"
         )
     failure.__cause__ = error
     return failure

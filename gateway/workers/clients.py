@@ -169,7 +169,8 @@ class TrainerClient:
                 return await answer
         except TimeoutError:
             raise OperationTimedOut(
-                f"the trainer did not end it within {self._timeout:g} s (TANDEM_OPERATION_TIMEOUT)"
+                f"the trainer did not end the operation within {self._timeout:g} s "
+                "(TANDEM_OPERATION_TIMEOUT); send smaller batches, or raise the setting"
             ) from None
 
     async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:

@@ -84,7 +84,7 @@ class CudaCheckpoint:
                 restore = _Move("restore", "checkpointed", ("locked", "running"))
                 await self._all(pids, restore, _Move("unlock", "locked", ("running",)))
         except TimeoutError:
-            raise SuspendFailed(f"to resume takes longer than {timeout:g} s") from None
+            raise SuspendFailed(f"resuming the worker took longer than {timeout:g} s") from None
 
     async def _go_on(self, pids: Sequence[int], timeout: float) -> str:
         """Let all processes continue if possible. Returns the result in words."""

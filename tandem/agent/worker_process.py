@@ -161,7 +161,9 @@ class WorkerProcess:
             )
         if not self.ended.done():
             self._log.error("worker_not_gone", members=group_members(self.pid))
-            raise WorkerMayRun(f"the {self.spec.kind} was killed, and is not gone yet")
+            raise WorkerMayRun(
+                f"the {self.spec.kind} was killed, and some of its processes have not ended yet"
+            )
 
     def _seconds_left(self) -> float:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
@@ -242,7 +244,8 @@ class WorkerProcess:
         """Return the exit in words, with the end of its log on one line, without its secret."""
         if status < 0:
             name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
-            return f"the {self.spec.kind} was killed by {name}"
+            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+            return f"the {self.spec.kind} was killed by {name}{memory}"
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

@@ -95,7 +95,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
     async def _refuse(self, epoch: int, context: grpc.aio.ServicerContext[Request, Reply]) -> None:
         await context.abort(
             grpc.StatusCode.FAILED_PRECONDITION,
-            f"another gateway, of epoch {self._newest}, has taken over from this one, of epoch "
-            f"{epoch}, whose calls are not heard any more",
+            f"another gateway (epoch {self._newest}) has taken over from this one (epoch {epoch}); "
+            "ask that one",
             ((NEWEST_EPOCH_METADATA_KEY, str(self._newest)),),
         )

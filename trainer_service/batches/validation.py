@@ -118,7 +118,7 @@ def validate(
     loss = find_loss(message.loss_fn, definition=definition)
     settings = read_settings(message, loss)
     if not message.data:
-        raise EmptyBatch("the batch has no datum")
+        raise EmptyBatch("the batch has no datum; send at least one")
     _check_groups(message.data, loss)
     tokens, lengths = _tokens(message.data, limits)
     budget = DenseBudget()
@@ -192,7 +192,7 @@ def _tokens(data: Sequence[wire.Datum], limits: BatchLimits) -> tuple[Int64Array
             count += len(part) // 4
             parts.append(part)
         if not count:
-            raise EmptyBatch(f"datum {index} has no token")
+            raise EmptyBatch(f"datum {index} has no token; give every datum at least one")
         counts.append(count)
     lengths = np.array(counts, np.int64)
     if limits.max_length and int(lengths.max()) > limits.max_length:

@@ -195,11 +195,13 @@ class Operations:
                 self._drop_gradients()
                 raise GradientsIncomplete(
                     "a forward_backward since the last step was refused, so the step was not "
-                    f"made and the gradients were dropped: {refused}"
+                    f"made and the gradients were dropped: {refused}. Send the batches again, "
+                    "then the step"
                 )
             if self._held is None:
                 raise NoGradients(
-                    "there are no gradients: no forward_backward came since the last optim_step"
+                    "there are no gradients: no forward_backward came since the last optim_step; "
+                    "send one first"
                 )
             request.snapshot = self.snapshots.prepare(request.snapshot)
             self._announce(Op.OPTIM_STEP, request)

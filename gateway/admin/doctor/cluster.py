@@ -55,6 +55,8 @@ _PREFIX = "TANDEM_KUBERNETES_"
 class Unreadable(InvalidRequest):
     """The API server refused the question."""
 
+    type = InvalidRequest.type
+
 
 ApiCall: TypeAlias = Callable[..., Object | None]
 """Asks the API server for a path, with a body or without. Returns the JSON of the answer, or None

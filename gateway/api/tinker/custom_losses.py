@@ -118,7 +118,10 @@ class CustomLossStore:
         )
         assert row is not None
         if row["of_session"] >= MAX_LOSSES:
-            raise CustomLossInvalid(f"the session has {MAX_LOSSES} custom losses, the most allowed")
+            raise CustomLossInvalid(
+                f"the session has {MAX_LOSSES} custom losses, the most allowed; use one of them, "
+                "or make a new ServiceClient"
+            )
         self.limits.check("custom_losses", used=row["of_owner"])
 
 

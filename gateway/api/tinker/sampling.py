@@ -204,9 +204,9 @@ async def asample(request: BoundedRequest) -> Response:
     if (accepted := gateway.futures.get(request_id)) is not None:
         if accepted.digest != digest:
             raise SequenceTaken(
-                f"sample {seq_id} of {session.id} is another request already, whose result stays "
-                "as it is: two clients number the samples of one sampling session. Each joins it "
-                "(join_sampling_session), and numbers from there"
+                f"sample {seq_id} of {session.id} is already another request, which stays as it "
+                "is: two clients number the samples of one sampling session. Let each client join "
+                "it (join_sampling_session), which gives it numbers of its own"
             )
     else:
         if limits is not None:

@@ -166,9 +166,9 @@ async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children
     pid = launcher.describe(handle.worker_id).pid
     os.kill(pid, signal.SIGKILL)
     for watch in watches:
-        assert await next_end(watch) == WorkerExit(
-            worker_id=handle.worker_id, reason="the trainer was killed by SIGKILL"
-        )
+        end = await next_end(watch)
+        assert end.worker_id == handle.worker_id
+        assert end.reason.startswith("the trainer was killed by SIGKILL")
     assert group_members(pid) == []
     assert await launcher.list() == []
 

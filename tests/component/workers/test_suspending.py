@@ -128,7 +128,7 @@ async def test_a_resume_that_fails_says_so(machine):
     machine.on("hang restore 7")
     (machine.folder / "fail restore 7").unlink()
     (machine.folder / "7").write_text("checkpointed")
-    with pytest.raises(SuspendFailed, match=r"to resume takes longer than 2 s"):
+    with pytest.raises(SuspendFailed, match=r"resuming the worker took longer than 2 s"):
         await machine.suspender.resume([7, 8], timeout=2)
 
 

@@ -200,7 +200,7 @@ def test_a_batch_that_hangs_ends_its_own_run_alone(tmp_path):
     script = [batch(1), step(), endless_batch(), step()]
     scenario = Scenario(script, tmp_path / "data", beside=[script_of(each) for each in others])
     left, *beside = scenario.run_all()
-    assert left.outcomes[3].startswith("operation_timed_out: the trainer did not end it within")
+    assert left.outcomes[3].startswith("operation_timed_out: the trainer did not end the operation")
     for name, other in zip(others, beside, strict=True):
         assert not other.differences(undisturbed(name)[0])
 

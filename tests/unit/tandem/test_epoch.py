@@ -38,7 +38,7 @@ async def heard(door: EpochInterceptor, epoch: int | None) -> bool:
         code, details, trailing = caught.value.args
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert trailing[NEWEST_EPOCH_METADATA_KEY] in details
-        assert f"this one, of epoch {epoch}" in details
+        assert f"this one (epoch {epoch})" in details
     return bool(passed)
 
 

@@ -187,8 +187,8 @@ class KubernetesLauncher:
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         raise SuspendFailed(
-            "what a pod has on its devices cannot be moved from outside: a leased worker on a "
-            "cluster needs a backend that can sleep"
+            "a pod's state cannot be moved off its devices from outside; on a cluster, choose a "
+            "trainer backend that can sleep, or a pool with `awake` 0"
         )
 
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
