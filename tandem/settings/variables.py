@@ -86,4 +86,4 @@ def _question(name: str, known: set[str]) -> str:
     near = get_close_matches(name.upper().removeprefix(_PREFIX), suffixes, n=1)
     if near:
         return f"{name} is unknown; did you mean {_PREFIX}{near[0]}?"
-    return f"{name} is unknown; unset it, or look for its name in docs/operations.md"
+    return f"{name} is unknown; unset it, or look for its name in docs/operations.md#settings"
