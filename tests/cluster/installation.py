@@ -1,4 +1,4 @@
-"""An installation of Tandem in a namespace of its own, made and removed as an operator does it."""
+"""An installation of Tandem in a namespace of its own, made and removed like an operator's."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Installation:
-    """`key` is the first one."""
+    """`key` is the first admin key."""
 
     kubectl: Kubectl
     url: str
     key: str
 
     def service(self, **arguments) -> tinker.ServiceClient:
-        """The unmodified SDK, pointed at the gateway that serves."""
+        """The unmodified SDK, connected to the leader."""
         return tinker.ServiceClient(base_url=self.url, api_key=self.key, **arguments)
 
     def ask(self, path: str) -> dict:
@@ -47,10 +47,10 @@ class Installation:
         answer.raise_for_status()
         return answer.json()
 
-    # --- What there is ----------------------------------------------------------------------------
+    # --- Objects and files ------------------------------------------------------------------------
 
     def serving(self) -> str:
-        """The name of the gateway's pod that serves, once there is one."""
+        """The name of the leader's pod, once there is a leader."""
 
         def one() -> str:
             names = self.kubectl.names("pods", "tandem.dev/serving=tandem")
@@ -74,7 +74,7 @@ class Installation:
         return pod["spec"]["nodeName"]
 
     def made(self) -> list[str]:
-        """What the gateway has made in the cluster and not removed."""
+        """The objects that the gateway has made and not removed."""
         return self.kubectl.names(_KINDS, _MADE)
 
     def files(self) -> list[str]:
@@ -83,12 +83,11 @@ class Installation:
         return self.inside("find", *folders, "-type", "f").split()
 
     def inside(self, *command: str, given: bytes = b"") -> str:
-        """Run a command in the pod of the gateway that serves."""
+        """Run a command in the leader's pod."""
         return self.kubectl("exec", "--stdin", self.serving(), "--", *command, given=given)
 
     def nothing_left(self) -> None:
-        """Wait until all that was made for runs is gone, but for the checkpoints they saved, which
-        are deleted here."""
+        """Delete the checkpoints of runs, and wait until all their other objects are gone."""
         with self.service() as service:
             client = service.create_rest_client()
             for each in client.list_user_checkpoints().result().checkpoints:
@@ -111,11 +110,11 @@ class Installation:
         self.inside("tandem", "models", "add", name, path)
 
     def logs(self) -> str:
-        """What the gateway that serves has logged."""
+        """The leader's log."""
         return self.kubectl("logs", self.serving())
 
     def tell(self) -> str:
-        """What a person would look at to find out what is wrong."""
+        """The state of the cluster and the logs, to explain a failure."""
         commands = (
             ("get", f"{_KINDS},pvc", "--output", "wide"),
             ("get", "events", "--sort-by", ".lastTimestamp"),
@@ -126,7 +125,7 @@ class Installation:
 
 @contextmanager
 def installed(folder: Path) -> Iterator[Installation]:
-    """Install Tandem with its models; at the end remove it, and all that was made for it."""
+    """Install Tandem with its models. At the end, remove it and everything made for it."""
     namespace = f"tandem-test-{uuid.uuid4().hex[:8]}"
     kubectl = Kubectl(namespace)
     overlay = write_overlay(folder, namespace)
@@ -181,7 +180,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def _in_shared_folder(namespace: str, program: str) -> None:
-    """Run a program as root in the shared folder: by a pod, in a namespace where pods may."""
+    """Run a program as root in the shared folder, in a pod of a namespace that allows it."""
     kubectl = Kubectl(f"{namespace}-folder")
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
     container = {

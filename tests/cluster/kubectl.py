@@ -1,4 +1,4 @@
-"""kubectl, as these tests call it: in a namespace, with a deadline."""
+"""kubectl in a namespace, with a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kubectl:
     namespace: str
 
     def __call__(self, *arguments: str, given: bytes = b"", seconds: float = _SECONDS) -> str:
-        """Return what it prints. Raises `AssertionError` with what it says if it fails."""
+        """Return the output. Raises `AssertionError` with the error output after a failure."""
         done = self.run(*arguments, given=given, seconds=seconds)
         said = done.stderr.decode(errors="replace")
         assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {said}"

@@ -1,6 +1,8 @@
-"""An overlay of its own upon `k8s/overlays/cpu-dev`, as an administrator writes one: the names of
-the images, the volume that the cluster has, a pool of claims; and the secrets, made by the commands
-of docs/deploy-kubernetes.md."""
+"""An overlay on top of `k8s/overlays/cpu-dev`, like an administrator's.
+
+It sets the images, the volume and a pool of claims. The secrets are made as in
+docs/deploy-kubernetes.md.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.support.kubernetes.manifests import K8S
 from tests.support.stacks import SMALL
 
 USERS = {"data": 10001, "database": 999}
-"""Whose the folders of the volumes are."""
+"""The users that own the folders of the volumes."""
 NODE_LOST = 10
 
 _POOL = {
@@ -30,7 +32,7 @@ _POOL = {
     "workers": 8,
     "idle": 2,
 }
-"""One claim for all experiments, whose workers take turns on it."""
+"""One claim, on which the workers of all experiments take turns."""
 
 _SETTINGS = {
     "TANDEM_KUBERNETES_TRAINER_IMAGE": settings.IMAGES["trainer"],
@@ -43,7 +45,7 @@ _SETTINGS = {
 
 
 def write_overlay(folder: Path, namespace: str) -> Path:
-    """Write it into a copy of `k8s`; return its folder."""
+    """Write the overlay into a copy of `k8s`, and return its folder."""
     shutil.copytree(K8S, folder / "k8s", ignore=shutil.ignore_patterns("secrets"))
     _write_secrets(folder / "k8s" / "overlays" / "cpu-dev" / "secrets")
     overlay = folder / "k8s" / "overlays" / "test"
@@ -94,7 +96,7 @@ def _write_lines(file: Path, lines: list[str]) -> None:
 
 
 def _write_template(overlay: Path, template: Path) -> None:
-    """Let workers keep away from the node of the database, so that theirs can be lost."""
+    """Keep workers away from the database's node, so that a test can lose theirs."""
     pod = yaml.safe_load(template.read_text())
     labels = {"app.kubernetes.io/component": "database"}
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
@@ -110,7 +112,7 @@ def _image(name: str, image: str) -> dict[str, str]:
 
 
 def _patches(namespace: str) -> list[dict]:
-    """The volumes are of the class that was named, or, in a shared folder, of none."""
+    """Set the storage class of the volumes: the named one, or none for a shared folder."""
     if not (storage_class := namespace if settings.SHARED_FOLDER else settings.STORAGE_CLASS):
         return []
     class_ = {"op": "add", "path": "/spec/storageClassName", "value": storage_class}
@@ -129,7 +131,7 @@ def _patches(namespace: str) -> list[dict]:
 
 
 def _volumes(namespace: str) -> list[dict]:
-    """Folders of the shared one."""
+    """Volumes in the shared folder."""
     claims = {"data": "tandem-data", "database": "files-tandem-database-0"}
     modes = {"data": "ReadWriteMany", "database": "ReadWriteOnce"}
     return [

@@ -13,12 +13,12 @@ from tests.support.ports import known_port
 
 _PAUSE = 0.5
 _PATIENCE = 10.0
-"""Seconds without an answer. When a node is lost, nothing says that its pods are."""
+"""Seconds without an answer. The loss of a node does not close its connections."""
 
 
 class PortForward:
-    """`kubectl port-forward` of the Service, which chooses the gateway that serves; begun anew when
-    it does not serve any more."""
+    """`kubectl port-forward` to the Service, and so to the leader. It starts again when the leader
+    changes."""
 
     def __init__(self, kubectl: Kubectl) -> None:
         port = known_port()
@@ -37,7 +37,7 @@ class PortForward:
         self._thread.join(30)
 
     def serves(self) -> bool:
-        """Whether a gateway answers that does not stand by."""
+        """Whether a leader answers."""
         try:
             return httpx.get(f"{self.url}/api/v1/readyz", timeout=5).status_code == 200
         except httpx.HTTPError:

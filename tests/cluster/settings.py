@@ -1,4 +1,4 @@
-"""What the environment says of the cluster; `tests/cluster/__init__.py` has it in words."""
+"""The environment's description of the cluster; see `tests/cluster/__init__.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The launcher of pods on a real cluster, with workers that do nothing; each test in a namespace of
-its own, which is deleted at the end."""
+"""The launcher of pods on a real cluster, with idle workers.
+
+Each test makes a namespace and deletes it at the end.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def tandem(tmp_path_factory) -> Iterator[Installation]:
 
 @pytest.fixture(autouse=True)
 def told(tandem, request) -> Iterator[None]:
-    """Shows what the cluster has when a test fails."""
+    """Shows the state of the cluster when a test fails."""
     failed = request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
@@ -69,7 +69,7 @@ def test_the_demo_reaches_its_last_step_through_pods(tandem, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tandem) -> Callable[[str], Experiment]:
-    """Returns an experiment of a kind that had the cluster to itself."""
+    """Returns the result of a kind of experiment that had the cluster to itself."""
     return cache(partial(finished, tandem))
 
 
@@ -132,7 +132,7 @@ def test_a_run_goes_on_whose_trainers_node_is_lost(tandem, alone):
 
 
 def test_the_end_of_the_deployment_is_that_of_all_that_it_made(tandem):
-    service = tandem.service()  # never closed: nobody is left who would answer
+    service = tandem.service()  # never closed: no gateway is left to answer
     service.create_lora_training_client(TIED, rank=8)
     tandem.worker("trainer")
     tandem.kubectl("delete", "deployment", "tandem", "--timeout=120s", seconds=130)
@@ -144,7 +144,7 @@ def test_the_end_of_the_deployment_is_that_of_all_that_it_made(tandem):
 
 @contextmanager
 def running(tandem: Installation, kind: str) -> Iterator[Experiment]:
-    """Run an experiment beside the block, whose end waits for its own."""
+    """Run an experiment beside the block. The end of the block waits for it."""
     experiment = Experiment(kind)
 
     def work() -> None:
@@ -171,8 +171,7 @@ def finished(tandem: Installation, kind: str) -> Experiment:
 
 
 def same(one: Experiment, other: Experiment) -> None:
-    """Both had the same bytes of each step, samples and rewards included, and end with the same
-    weights."""
+    """Both had equal bytes in each step, samples and rewards included, and equal final weights."""
     steps = enumerate(zip(one.steps, other.steps, strict=True), 1)
     different = [number for number, (here, there) in steps if here != there]
     assert not different, f"steps {different} differ"
@@ -189,8 +188,10 @@ def trainer_replaced(
     *,
     because: str,
 ) -> None:
-    """Strike at the trainer's pod in the middle of an experiment, which is to end as one that was
-    left alone, with another pod, after the gateway has said why."""
+    """Strike at the trainer's pod in the middle of an experiment.
+
+    The gateway names the cause. The experiment ends with another pod and the undisturbed result.
+    """
     with running(tandem, "rl") as experiment:
         until_step(STRIKE_AFTER, experiment)
         pod = tandem.worker("trainer")
@@ -205,7 +206,7 @@ def trainer_replaced(
 
 
 def until_step(number: int, experiment: Experiment) -> None:
-    """Wait until the results of so many steps are there."""
+    """Wait for the results of so many steps."""
 
     def there() -> bool:
         if experiment.fault is not None:
@@ -228,7 +229,7 @@ def evict(tandem: Installation, pod: dict) -> None:
 
 _EAT = """
 import os, pathlib, signal
-# Of all processes of the container the kernel is to choose the trainer: the others are small.
+# The kernel chooses the trainer, because the container's other processes are small.
 pathlib.Path("/proc/1/oom_score_adj").write_text("1000")
 read, write = os.pipe()
 while True:
@@ -241,13 +242,13 @@ while True:
 
 
 def fill_memory(tandem: Installation, pod: dict) -> None:
-    """Use all memory that a trainer's pod may have, until the kernel kills the trainer for it."""
+    """Fill the memory of a trainer's pod until the kernel kills the trainer."""
     name = pod["metadata"]["name"]
     done = tandem.kubectl.run("exec", name, "--container", "worker", "--", "python", "-c", _EAT)
     assert done.returncode == 137, done.stderr.decode()
 
 
 def command(template: str, node: str) -> None:
-    """Run a command that the cluster's owner has given."""
+    """Run a command of the cluster's owner."""
     parts = [part.format(node=node) for part in shlex.split(template)]
     subprocess.run(parts, check=True, capture_output=True, timeout=120)

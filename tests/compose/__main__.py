@@ -1,4 +1,4 @@
-"""`python -m tests.compose`: exit status 1 where the stack of docker-compose.yaml fails."""
+"""`python -m tests.compose` exits with status 1 if the stack of docker-compose.yaml fails."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def demo(
 
 
 def kill_each(disturbed: Demo) -> None:
-    """Kill one container in each step, and start it again. At last the gateway crashes, and is to
+    """Kill one container in each step, and start it again. At last, crash the gateway, which must
     come back by itself."""
     for name in ("prometheus", *SERVICES[:-1]):
         kill(name)
@@ -153,8 +153,10 @@ def is_healthy() -> bool:
 
 
 def is_scraped() -> bool:
-    """Whether the Prometheus that runs now has the gateway, a trainer and a sampler as targets,
-    and all that it has answer. What one before it knew of targets does not count."""
+    """Whether Prometheus has the gateway, a trainer and a sampler as targets, which all answer.
+
+    Targets of an earlier Prometheus do not count.
+    """
     try:
         answer = httpx.get(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/targets?state=active")
         found = answer.raise_for_status().json()["data"]["activeTargets"]
@@ -168,7 +170,7 @@ def is_scraped() -> bool:
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + _DEADLINE
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not come"
+        assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.2)
 
 

@@ -1,4 +1,4 @@
-"""The demo against the stack, from outside, and what it is compared by."""
+"""The demo against the stack, from outside, and its results for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEADLINE = 900.0
 
 
 class Demo:
-    """A demo that runs. Those of one folder start from the same warm-up; the first makes it."""
+    """A running demo. Demos in one folder start from one warm-up, which the first one makes."""
 
     def __init__(self, folder: Path, name: str, *, command: Sequence[str], key: str) -> None:
         self.out = folder / name
@@ -36,7 +36,7 @@ class Demo:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def reached(self, step: int) -> bool:
-        """Return whether it has done so many steps, or has ended."""
+        """Return whether it has done so many steps or has ended."""
         return len(self.steps()) >= step or not self.runs()
 
     def kill(self) -> None:
@@ -44,7 +44,7 @@ class Demo:
         self._process.wait()
 
     def finish(self) -> str:
-        """Return the path of its weights. It has to succeed."""
+        """Return the path of its weights, after its success."""
         assert self._process.wait(timeout=_DEADLINE) == 0, self._log.read_text()
         return str(json.loads((self.out / "summary.json").read_text())["saved"])
 
@@ -53,7 +53,7 @@ class Demo:
 
 
 def checksums(path: str, *, copy: str) -> str:
-    """Return those of the weights of a checkpoint, which is exported to `copy` in the container."""
+    """Return the checksums of a checkpoint's weights, exported to `copy` in the container."""
     inside("gateway", "tandem", "checkpoints", "export", path, copy)
     found = inside("gateway", "sh", "-c", f"cd {copy} && sha256sum *.safetensors")
     assert "model" in found or "adapter" in found, found

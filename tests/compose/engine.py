@@ -1,4 +1,4 @@
-"""Docker and Compose, as this test calls them, and the images that it makes."""
+"""Docker, Compose, and the images of this test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PACKAGES = "ca-certificates,python3,python3-venv,python3-pip"
 
 
 def output(*command: str, folder: Path = ROOT, timeout: float = 1800) -> str:
-    """Run a command and return what it prints. Raises `CalledProcessError`, after showing it."""
+    """Run a command and return its output. Raises `CalledProcessError` after printing it."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -68,7 +68,7 @@ def compose(*arguments: str, timeout: float = 600) -> str:
 
 @cache
 def has_plugin() -> bool:
-    """Whether this machine has Compose as Docker's plugin, and not 1.29."""
+    """Whether this machine has Compose as Docker's plugin rather than 1.29."""
     asked = ("docker", "compose", "version")
     return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
@@ -78,7 +78,7 @@ def inside(service: str, *command: str) -> str:
 
 
 def build_images() -> None:
-    """Build all images with the classic builder. Layers that are there are used again."""
+    """Build all images with the classic builder, from cached layers if possible."""
     if not output("docker", "images", "--quiet", BASE):
         _make_base()
     with _wheels() as found:
@@ -92,7 +92,7 @@ def build_images() -> None:
 
 
 def _make_base() -> None:
-    """Make the base image of Debian's packages. It trusts whom this machine trusts."""
+    """Make the base image of Debian's packages, with this machine's certificate authorities."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
         output("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", "bookworm", str(root))
@@ -105,8 +105,10 @@ def _make_base() -> None:
 
 @contextmanager
 def _wheels() -> Iterator[str]:
-    """Yield where a build finds the wheels of PIP_FIND_LINKS, if it is a folder of this machine:
-    always the same address, by which the builder knows a layer that it has."""
+    """Yield the address where a build finds the wheels of PIP_FIND_LINKS, if a local folder.
+
+    The address never changes, so that the builder reuses its layers.
+    """
     found = os.environ.get("PIP_FIND_LINKS", "")
     if not Path(found).is_dir():
         yield found
@@ -120,7 +122,7 @@ def _wheels() -> Iterator[str]:
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _megabytes(image: str) -> int:
@@ -139,7 +141,7 @@ def state(service: str) -> dict[str, object]:
 
 
 def left() -> list[str]:
-    """Return what is left of the project: containers, volumes, networks."""
+    """Return the remaining containers, volumes and networks of the project."""
     mine = f"--filter=label=com.docker.compose.project={PROJECT}"
     kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
     return [line for kind in kinds for line in output("docker", *kind, "-q", mine).split()]

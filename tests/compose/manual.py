@@ -1,4 +1,4 @@
-"""The commands of docs/deploy-compose.md, carried out as they are written."""
+"""Runs the commands of docs/deploy-compose.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ docker() {
 
 
 def blocks(heading: str) -> list[str]:
-    """Return the blocks of commands below a heading of the page.
+    """Return the command blocks below a heading of the page.
 
     >>> len(blocks("Backup"))
     2
@@ -28,7 +28,7 @@ def blocks(heading: str) -> list[str]:
 
 
 def carry_out(block: str, folder: Path) -> None:
-    """Run a block in a folder, at a terminal of its own, until a command fails."""
+    """Run a block in a folder, in a terminal of its own, until a command fails."""
     preamble = "" if has_plugin() else _WITHOUT_PLUGIN
     command = shlex.join(("bash", "-ceu", f"set -o pipefail\n{preamble}{block}"))
     output("script", "--quiet", "--return", "--command", command, "/dev/null", folder=folder)
