@@ -64,7 +64,6 @@ _DATABASE = "tandem.db"
 _MANIFESTS = "manifests"
 _REASON = "the database was restored from a backup; create the run again, from a checkpoint"
 _REPLACED = ("snapshots", "operations", "results")
-"""Data that belongs to a replaced database."""
 
 
 class BackupRequest(BaseModel):
@@ -198,7 +197,6 @@ def _check(database: sqlite3.Connection, file: Path) -> str:
 
 
 def _manifests(folder: Path) -> Iterator[Path]:
-    """Yield the file lists below a data directory or its copy."""
     for root in ("weights", "checkpoints"):
         for name in FILE_LISTS:
             yield from folder.glob(f"{root}/[!.]*/[!.]*/{name}")
@@ -280,7 +278,6 @@ def _collector(database: Database, settings: GatewaySettings) -> GarbageCollecto
 
 
 async def _missing(database: Database, data_dir: Path) -> list[str]:
-    """Return the checkpoints with missing files."""
     missing = []
     async for rows in database.read_in_batches(select(checkpoints), checkpoints.c.path):
         for checkpoint in map(checkpoint_of, rows):

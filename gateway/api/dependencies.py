@@ -130,7 +130,6 @@ class Access:
             self.gateway.sessions.touch(session_id)
 
     async def _owns(self, session_id: str) -> bool:
-        """Return whether the caller owns a session, active or ended."""
         if self._active(session_id) is not None:
             return True
         try:
@@ -149,12 +148,10 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def access_of(request: Request) -> Access:
-    """Return the access object of the request's caller."""
     return Access(gateway=gateway_of(request), caller=cast(Caller, request.state.caller))
 
 
 def audit_note_of(request: Request) -> AuditNote:
-    """Return the request's note for the audit log."""
     note = AuditNote()
     request.state.audit_note = note
     return note
@@ -217,13 +214,10 @@ async def _own(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
 CHECKPOINT = Refuses(UnknownWeights, rules=["The path must be that of a checkpoint."])
 
 OwnSamplingSession = Annotated[SamplingSession, Depends(_sampling_session), Refuses(UnknownSampler)]
-"""The active sampling session in the path."""
 
 PastSession = Annotated[SessionRecord, Depends(_past_session), Refuses(UnknownSession)]
-"""The session in the path, active or ended."""
 
 ReadableCheckpoint = Annotated[Checkpoint, Depends(_readable), CHECKPOINT]
 """The checkpoint in the path, the caller's own or a published one."""
 
 OwnCheckpoint = Annotated[Checkpoint, Depends(_own), CHECKPOINT]
-"""The caller's own checkpoint in the path."""

@@ -71,7 +71,6 @@ class ErrorResponses:
         return response
 
     def register(self, app: FastAPI) -> None:
-        """Register the handlers of the application's exceptions."""
         app.add_exception_handler(TandemError, self._tandem_error)
         app.add_exception_handler(RequestValidationError, self._validation_error)
         app.add_exception_handler(HTTPException, self._http_error)
@@ -94,7 +93,6 @@ class ErrorResponses:
         return self.response(refused, path=request.url.path)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        """Answer the router's refusals."""
         assert isinstance(error, HTTPException)
         path = request.url.path
         allowed = ", ".join(_methods_at(request)) if error.status_code == 405 else ""

@@ -29,7 +29,6 @@ from gateway.owners.counted_lines import CountedLines
 MAX_CONNECTIONS = 8192
 """Open connections. Further ones get a 429."""
 MAX_HEADER_BYTES = 64 * 2**10
-"""Bytes of the request line and headers."""
 HEADER_TIMEOUT = 20.0
 """Seconds for a request's headers."""
 WRITE_TIMEOUT = 60.0
@@ -91,11 +90,9 @@ class Connections:
         return True
 
     def begin(self, connection: BoundedProtocol) -> None:
-        """Note a request in progress."""
         self._forget_waiting(connection)
 
     def wait(self, connection: BoundedProtocol) -> None:
-        """Note that the request has ended."""
         if connection in self._open:
             if connection.known:
                 self._idle[connection] = connection.loop.time()
@@ -283,7 +280,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- Deadlines and refusals -----------------------------------------------------------
 
     def _start(self, deadline: Deadline, seconds: float) -> None:
-        """Start a deadline that is not running."""
         if deadline not in self._deadlines:
             self._deadlines[deadline] = self.loop.call_later(seconds, self._expire, deadline)
 

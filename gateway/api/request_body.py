@@ -122,7 +122,6 @@ class BoundedRequest(Request):
         return self._content
 
     async def json(self) -> object:
-        """Return the parsed body. Raises as `body` and `parse_json`."""
         if self._parsed is None:
             self._parsed = await self.read(partial(parse_json, most_values=self.most_values))
         return self._parsed
@@ -317,7 +316,6 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
 
 
 def _stated_size(raw: bytes) -> int | None:
-    """Return the size in a frame's header, if any. Raises `MalformedPayload`."""
     try:
         size = zstandard.frame_content_size(raw)
     except zstandard.ZstdError as error:

@@ -78,8 +78,6 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[object]])
 
 
 class PathOperation(APIRoute):
-    """A path operation with a role. See `Router.operation`."""
-
     role: Role
     audit: str | None
     """The action in the audit log, None for no entry."""
@@ -263,7 +261,6 @@ class Router(APIRouter):
     def _responses(
         self, errors: Iterable[type[TandemError]], path: str, others: Responses
     ) -> Responses:
-        """Return the responses, with one for each error status."""
         types: dict[int, set[str]] = defaultdict(set)
         for error in errors:
             types[self._status_of(error(""))].add(error.type)
@@ -326,18 +323,15 @@ def check_role(caller: Caller, role: Role) -> None:
 
 
 def file_response(media_type: str, description: str) -> dict[str, Any]:
-    """Return the OpenAPI response of a file or a message that is not JSON."""
     return {"content": {media_type: {"schema": binary(description)}}}
 
 
 def json_content(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI content of a `raw` endpoint's JSON body."""
     reference, definitions = _schema(model)
     return {JSON: {"schema": {**reference, "$defs": definitions}}}
 
 
 def model_response(model: BaseModel, *, status: int = 200) -> Response:
-    """Return the answer of a `raw` endpoint."""
     return Response(model.model_dump_json(), status_code=status, media_type=JSON)
 
 

@@ -270,7 +270,6 @@ class CheckpointCatalog:
         )
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        """Delete the name. The garbage collector removes the files when they are unused."""
         await self._database.write_together(*_release(_is(checkpoint)), durable=True)
         self.mark(checkpoint.path.run_id)
 

@@ -42,7 +42,6 @@ from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
 _OF_RUNS = ("snapshots", "operations")
-"""These hold one folder per active run."""
 _PARTIAL_PREFIX = ".partial-"
 _TRASH = ".trash"
 _MOST_NAMED = 5
@@ -84,7 +83,6 @@ class GarbageCollector:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def empty_trash(self) -> None:
-        """Empty the trash, which can take minutes."""
         async with self._emptying:
             await asyncio.to_thread(self._empty_trash)
 
@@ -139,7 +137,6 @@ class GarbageCollector:
         return [f"{names}: {UNKNOWN}"]
 
     async def find_unknown(self) -> None:
-        """Find and log folders that the database does not know. An unknown run counts once."""
         found = await asyncio.to_thread(self._list_folders, None, False)
         of_runs = await asyncio.to_thread(self._list_folders_of_runs)
         known = self._pins.folders()
@@ -209,7 +206,6 @@ class GarbageCollector:
         }
 
     async def _known(self, run_id: str | None) -> set[str]:
-        """Return unnamed folders that the database knows."""
         released = select(released_folders.c.folder, literal("").label("name"))
         versions = select(literal(""), weight_versions.c.name).where(
             weight_versions.c.collected_at.is_(None)

@@ -38,7 +38,6 @@ class CountedLines:
             self._addresses.add(address)
 
     def write(self, *, closing: bool = False) -> None:
-        """Log the number of events without a line, if the minute is over or the gateway closes."""
         now = self._clock()
         if self._logged_at is None:
             return

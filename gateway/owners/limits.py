@@ -110,7 +110,6 @@ class Quotas:
         self._metrics.refusals.labels(limit=limit).inc()
 
     def _ledger(self, limit: str, what: str) -> Ledger:
-        """Make a ledger with this limit per owner and, if defined, its limit for all owners."""
         return Ledger(
             limit=limit,
             what=what,
@@ -121,7 +120,6 @@ class Quotas:
 
 
 def _setting_of(limit: str) -> str:
-    """Name the limit's setting for a message, or return ""."""
     return f" (TANDEM_LIMIT_{limit.upper()})" if limit in LimitSettings.model_fields else ""
 
 
@@ -150,7 +148,6 @@ class Reservation:
     amount: int
 
     def extend(self, amount: int) -> None:
-        """Reserve more. Raises `Overloaded` and keeps the earlier amount."""
         self.ledger.check(self.owner, amount, held=self.amount)
         self.ledger.add(self.owner, amount)
         self.amount += amount
@@ -243,7 +240,6 @@ class Ledger:
 
 
 def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) -> Overloaded:
-    """Return the error of a queue with `waiting` items that completes `per_second` of them."""
     seconds = retry_after(per_second, waiting=waiting)
     return Overloaded(
         f"{sentence}; ask again in {seconds:g} s",

@@ -28,7 +28,6 @@ _PAYLOAD_SHARE = 0.5
 """Share of an owner's memory for payloads that need not be read from the disk."""
 
 MOST_QUEUED = 4096
-"""Most waiting operations of one run."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

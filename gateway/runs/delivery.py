@@ -26,7 +26,6 @@ _DELIVERIES = 3
 _PROGRESS_INTERVAL = 2.0
 
 Pick = Callable[[TrainerClient], Method[Request, Reply]]
-"""Selects the client method that sends a request."""
 
 
 class CallDelivery:
@@ -95,7 +94,6 @@ class CallDelivery:
     async def _answer_of(
         self, client: TrainerClient, call: Call, method: Method[Request, Reply], request: Request
     ) -> Reply | None:
-        """Send a request until this trainer answers. Return None if the trainer is lost."""
         gone, broken = self._trainer.gone, 0
         self._trainer.restoration.tell_incomplete(request.header)
         while not gone.done():

@@ -67,5 +67,4 @@ class DeltaBase:
             self._failed = 0
 
     def forget(self) -> None:
-        """Make the next version whole, after an error."""
         self._whole = ""

@@ -64,7 +64,6 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        """Unfinished operations."""
         return len(self._waiting) + len(self._under_way)
 
     @property
@@ -80,7 +79,6 @@ class Dispatcher:
 
     @property
     def rate(self) -> float:
-        """Recent completions per second."""
         return self._completions.per_second()
 
     def passed(self, seq_id: int) -> bool:
@@ -154,7 +152,6 @@ class Dispatcher:
 
     @property
     def _at_work(self) -> bool:
-        """Whether the trainer has an unfinished operation."""
         return any(not call.released for call in self._under_way.values())
 
     def _note_drained(self) -> None:
@@ -171,7 +168,6 @@ class Dispatcher:
             self._end(operation, error)
 
     def describe(self, seq_id: int) -> Waiting:
-        """Return an operation's reason for waiting."""
         now = time.monotonic()
         if not self._ready:
             return Waiting(f"the trainer is starting ({now - self._created_at:.0f} s)", paused=True)
@@ -190,7 +186,6 @@ class Dispatcher:
         return Waiting(f"{reason}; {first.describe()}" if (first := self.first) else reason)
 
     def _take_next(self) -> Call | None:
-        """Return the next operation's call if it may go now."""
         operation = self._waiting.get(self._next)
         calls = self._under_way.values()
         if operation is None or self._drained is not None:
@@ -248,14 +243,12 @@ class Dispatcher:
         self._wake.set()
 
     def _take_back(self, call: Call, outcome: Outcome) -> None:
-        """Undo a call that the trainer never received."""
         self._sent = call.previous_seq_id
         self._incomplete = self._incomplete or call.gradients_incomplete
         if call.operation.kind == "forward_backward" and isinstance(outcome, TandemError):
             self._incomplete = why_refused(call.operation.seq_id, outcome.message)
 
     async def _wait(self) -> None:
-        """Wait until another operation may go, or give up a gap."""
         self._note_gap()
         self._wake.clear()
         if self._gap_since is None:
@@ -290,5 +283,4 @@ class Dispatcher:
 
 
 def why_refused(seq_id: int, reason: str) -> str:
-    """Explain the incomplete gradients after a refused forward_backward."""
     return f"operation {seq_id}, a forward_backward since the last step, was refused: {reason}"

@@ -53,7 +53,6 @@ class RunHistory:
         return [from_row(TrainingStep, row) for row in reversed(rows)]
 
     async def last_of(self, run_ids: Sequence[str]) -> dict[str, TrainingStep]:
-        """Return the last step of each run that has one."""
         last = (
             select(training_steps.c.run_id, func.max(training_steps.c.seq_id))
             .where(training_steps.c.run_id.in_(run_ids))

@@ -39,11 +39,9 @@ from tandem.telemetry import get_log
 from tandem.weights.store import read_again
 
 _INLINE_RESULT_BYTES = 64 * 1024
-"""Larger results are files."""
 INLINE_PAYLOAD_BYTES = 64 * 1024
 """Larger payloads are files, each with its own sync."""
 _READS = 4
-"""Concurrent payload reads. Owners take turns."""
 
 _ACCEPT = insert(operations)
 _THIS = and_(
@@ -51,7 +49,6 @@ _THIS = and_(
 )
 _END = update(operations).where(_THIS).values(payload=None)
 _END_HELD = update(operations).where(_THIS)
-"""Ends an operation that a replay may need."""
 _DROP = (
     update(operations)
     .where(
@@ -97,12 +94,10 @@ class Journal:
         return log
 
     def forget_run(self, run_id: str) -> None:
-        """Drop the replay data of an ended run."""
         self._replay_logs.pop(run_id, None)
         self._drop(run_id, after=-1, up_to=2**62)  # includes leftovers of a crash
 
     async def remove_payloads(self, run_id: str) -> None:
-        """Remove the payloads of a run without a trainer."""
         folder = self._file_of(run_id, 0).parent
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -192,7 +187,6 @@ class Journal:
             return await self.read_payload(operation.run_id, operation.seq_id)
 
     async def read_payload(self, run_id: str, seq_id: int) -> bytes:
-        """Return the protobuf of a forward_backward from the disk."""
         row = await self.database.read_one(
             select(operations.c.payload).where(
                 operations.c.run_id == run_id, operations.c.seq_id == seq_id
@@ -311,7 +305,6 @@ class Journal:
         return Result(media=row["media"], file=file, file_bytes=size)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Remove the results of fetched operations."""
         rows, files = [], []
         for request_id in request_ids:
             if (named := split_request_id(request_id)) is not None:
@@ -321,7 +314,6 @@ class Journal:
             self.database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
 
     async def expire(self) -> None:
-        """Remove results older than `result_ttl`."""
         cutoff = time.time() - self.result_ttl
         over = select(*_NAMES).where(
             operations.c.ended_at < cutoff, operations.c.result.is_not(None)
@@ -359,7 +351,6 @@ class Journal:
         return count
 
     def _file_of(self, run_id: str, seq_id: int) -> Path:
-        """Return the path of an operation's payload file."""
         return operation_blob(self.data_dir, run_id=run_id, seq_id=seq_id)
 
 

@@ -45,7 +45,6 @@ class RunLifecycle:
         self._log = get_log()
 
     def trainer_of(self, run: TrainingRun, host: TrainerHost) -> RunTrainer:
-        """Return a new, unstarted trainer for a run."""
         return RunTrainer(
             run=run,
             host=host,
@@ -97,7 +96,6 @@ class RunLifecycle:
         self.abort(run, error)
 
     def abort(self, run: TrainingRun, error: TandemError) -> None:
-        """End a run with a useless trainer, and the trainer."""
         self._end(run, error)
         self._stopped(run, error.message)
 
@@ -108,7 +106,6 @@ class RunLifecycle:
         await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
 
     def write_end(self, run_id: str, error: TandemError) -> None:
-        """Record the run's end and drop its replay data."""
         self.journal.forget_run(run_id)
         self.database.write_soon(
             update(runs)
@@ -119,14 +116,12 @@ class RunLifecycle:
         )
 
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        """Release an unused trainer."""
         try:
             await self.hosts.leave(host, run_id, reason)
         except Exception:  # noqa: BLE001 - nobody waits for it
             self._log.exception("trainer_not_stopped", run_id=run_id)
 
     def leave_soon(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        """Do as `leave`, in the background."""
         self._in_background(self.leave(host, run_id, reason))
 
     async def close(self, left: Sequence[TrainingRun], *, patience: float) -> None:
@@ -146,7 +141,6 @@ class RunLifecycle:
         await asyncio.gather(*(trainer.close() for trainer in trainers))
 
     def _end(self, run: TrainingRun, error: TandemError) -> None:
-        """Fail unfinished operations. Only the first error counts."""
         if run.error is not None:
             return
         run.error = error
@@ -189,7 +183,6 @@ class RunLifecycle:
             self._log.exception("trainer_not_stopped", run_id=run.id)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run a task whose caller does not wait for it."""
         task = asyncio.create_task(work)
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)

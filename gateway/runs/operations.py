@@ -218,7 +218,6 @@ class Operation:
 
     @property
     def version(self) -> str:
-        """The name of its weight version."""
         suffix = self.digest.hex()[:8]
         return new_version_name(run_id=self.run_id, number=self.seq_id, suffix=suffix)
 
@@ -302,7 +301,6 @@ class Call:
             self.begun.set_result(None)
 
     def send(self) -> None:
-        """Note that all local preparation succeeded."""
         self.sent = True
         self.waiting_for = TRAINER_AT_WORK
         self.wake.set()

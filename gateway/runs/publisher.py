@@ -110,7 +110,6 @@ class WeightPublisher:
         return version, reply.handoff if reply.HasField("handoff") else None
 
     def _hands_over(self, sampler: Sampler) -> bool:
-        """Return whether the sampler's engine can read the trainer's memory."""
         run, wanted = self._run, self._handoff
         if run.training.lora is not None or wanted == "off":
             return False

@@ -65,7 +65,6 @@ class RunQueries:
         self._database = database
 
     async def storage_of(self, session_ids: Sequence[str]) -> dict[str, Storage]:
-        """Return the checkpoint storage of these sessions' runs."""
         rows = await self._database.read(
             select(
                 runs.c.session_id,
@@ -99,7 +98,6 @@ class RunQueries:
     async def runs(
         self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """Return a page of runs, newest first, and the total number."""
         wanted = [visible(runs.c.owner, caller, scope)]
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
@@ -134,7 +132,6 @@ class RunQueries:
     async def _newest_checkpoints(
         self, run_ids: Sequence[str]
     ) -> dict[tuple[str, str], Checkpoint]:
-        """Return the newest checkpoint per run and kind."""
         table = checkpoints.c
         from_newest = func.row_number().over(
             partition_by=(table.run_id, table.kind),

@@ -127,7 +127,6 @@ class RunRegistry:
             )
 
     async def _resume(self, row: RowMapping) -> None:
-        """Resume a run. Its trainer starts when its client is heard."""
         model, session = row["model"], self.sessions.require(row["session_id"])
         run = self._new_run(
             id=row["id"],
@@ -288,7 +287,6 @@ class RunRegistry:
         )
 
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
-        """End the session's runs and stop their trainers. Return the runs' ids."""
         ending = [run for run in self._runs.values() if run.session_id == session_id]
         await self.lifecycle.end_all(ending, error)
         for run in ending:
@@ -306,13 +304,11 @@ def _config_of(folder: Path) -> Mapping[str, object]:
 
 
 def _check_trained(config: Mapping[str, object], name: str) -> None:
-    """Raise `InvalidRequest` for a model that cannot be trained."""
     if reason := why_untrained(config):
         raise InvalidRequest(f"the model {name} {reason}")
 
 
 def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSpec) -> None:
-    """Raise `UnsuitableLora` for adapted layers that no engine serves."""
     lora = training.lora
     if lora is None or not head_alone(config):
         return

@@ -169,12 +169,10 @@ class ReplayLog:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The usable snapshots, newest first."""
         return [each for each in reversed(self._snapshots) if each.seq_id >= self.missing_to]
 
     @property
     def first_unanswered(self) -> SentCall | None:
-        """The call that the trainer works on, or None."""
         return min(
             (call for call in self._calls.values() if not call.answered),
             key=lambda call: call.seq_id,
@@ -220,7 +218,6 @@ class ReplayLog:
     def note_answered(
         self, seq_id: int, *, seconds: float, failure: str = "", reason: str = ""
     ) -> None:
-        """Note the trainer's answer after `seconds` of work."""
         call = self._calls.get(seq_id)
         if call is None or call.answered:
             return
@@ -259,7 +256,6 @@ class ReplayLog:
         return not self.complete or work > self._cost_of(expected_bytes)
 
     def _cost_of(self, expected_bytes: int) -> float:
-        """Return the seconds for a snapshot, measured or assumed."""
         return self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
@@ -278,7 +274,6 @@ class ReplayLog:
         return [each for each in before if each not in kept and each.folder]
 
     def lose(self, snapshot: Snapshot) -> None:
-        """Remove a damaged snapshot."""
         self._snapshots.remove(snapshot)
 
     def calls_after(self, snapshot: Snapshot) -> list[SentCall]:
@@ -300,7 +295,6 @@ class ReplayLog:
                 self._drop_up_to(seq_id)
 
     def _drop_up_to(self, seq_id: int) -> None:
-        """Forget answered calls up to this one."""
         calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
         # Not `seq_id`, which the trainer may never have received.

@@ -21,7 +21,6 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 
 _MOST_DEATHS = 3
-"""Most deaths of a trainer at one operation."""
 
 TrainerRequest = (
     trainer_pb2.ForwardBackwardRequest
@@ -33,7 +32,6 @@ TrainerRequest = (
 Request = TypeVar("Request", bound=TrainerRequest)
 Reply = TypeVar("Reply", bound=TrainerReply)
 DefinitionOf = Callable[[Body | None], Awaitable[bytes]]
-"""Returns the definition of a request's loss, if any."""
 
 
 class GiveUp(Exception):
@@ -69,7 +67,6 @@ class Restoration:
         self._data_dir = data_dir
         self.doing = ""
         self.at: SentCall | None = None
-        """The call being replayed."""
         self._untold = ""
         self._deaths: Counter[int] = Counter()
         self._too_large: dict[int, int] = {}
@@ -200,12 +197,10 @@ class Restoration:
         )
 
     def _check(self, client: TrainerClient) -> None:
-        """Raise `DevicesLost` if the trainer ended while it waited for devices."""
         if self._host.worker is not client.worker:
             raise DevicesLost("it ended while it waited for its devices")
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
-        """Load the newest usable snapshot and return it."""
         if not log.complete:
             raise GiveUp(WorkerDied(f"the trainer died; {log.why_incomplete}"))
         for snapshot in log.snapshots:
@@ -227,7 +222,6 @@ class Restoration:
         raise GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
 
     async def _remove_unusable(self, log: ReplayLog) -> None:
-        """Remove the snapshots that failed to load, after another succeeded."""
         for snapshot in log.snapshots:
             if snapshot.folder in self._unusable:
                 log.lose(snapshot)

@@ -57,8 +57,6 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class RunResumption:
-    """Reads a run's rows and takes its reservations and pins."""
-
     database: Database
     journal: Journal
     limits: Quotas
@@ -95,7 +93,6 @@ class RunResumption:
         return left
 
     def _pin_loaded(self, call: SentCall) -> None:
-        """Pin the checkpoint that a replay may load again."""
         if call.kind == "load_weights":
             folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
             self.pins.pin(folder)
@@ -199,7 +196,6 @@ async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
 
 
 def _sizes_in(folder: Path) -> dict[int, int]:
-    """Return the sizes of payload files by number."""
     if not folder.is_dir():
         return {}
     files = (path for path in folder.iterdir() if path.name.isdecimal())

@@ -271,7 +271,6 @@ class OperationRunner:
             return json_result(type="save_weights_for_sampler", sampling_session_id=session.id)
 
     async def _export(self, call: Call, body: SaveWeightsExternal) -> Outcome:
-        """Publish the weights for download only."""
         run = self._run
         recipients = body.age_encryption_recipients or []
         check_recipients(recipients)
@@ -342,7 +341,6 @@ class OperationRunner:
         return path
 
     async def _saved_before(self, call: Call, kind: CheckpointKind, name: str) -> Checkpoint | None:
-        """Return the checkpoint if an earlier gateway already saved it for this operation."""
         if not call.operation.resumed:
             return None
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
@@ -363,7 +361,6 @@ class OperationRunner:
         folder: str = "",
         version: WeightVersion | None = None,
     ) -> None:
-        """Name a saved state (`folder`) or a weight version."""
         now, ttl = time.time(), body.ttl_seconds
         await self._checkpoints.put(
             Checkpoint(

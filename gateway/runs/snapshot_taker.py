@@ -35,7 +35,6 @@ class SnapshotTaker:
         self.problem = ""
         """Why the last attempt failed, "" after a success."""
         self._asked = ""
-        """The folder of the snapshot in progress."""
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
         self._left_behind: list[str] = []
@@ -61,7 +60,6 @@ class SnapshotTaker:
         return self._asked
 
     def follow(self, client: TrainerClient, folder: str) -> None:
-        """Wait in the background for a snapshot in progress."""
         request = trainer_pb2.AwaitSnapshotRequest(path=folder)
         written = self._note(lambda: client.await_snapshot(request), folder)
         self._task = asyncio.create_task(written)
@@ -88,7 +86,6 @@ class SnapshotTaker:
         self._asked = ""
 
     async def _note(self, written: Written, folder: str) -> None:
-        """Record a written snapshot, or remove its remains."""
         log, run = self._replay, self._run
         assert log is not None
         useless = [Snapshot(folder=folder)]
@@ -134,7 +131,6 @@ class SnapshotTaker:
             await self._snapshots.remove(self._run, each)
 
     def trainer_lost(self) -> None:
-        """Give up the snapshot in progress."""
         if self._asked:
             self._left_behind.append(self._asked)
             self._asked = ""
@@ -144,7 +140,6 @@ class SnapshotTaker:
             self._task.cancel()
 
     async def remove_left(self) -> None:
-        """Remove the snapshot remains of ended trainers."""
         for folder in self._left_behind:
             await self._snapshots.remove(self._run, Snapshot(folder=folder))
         self._left_behind.clear()

@@ -63,7 +63,6 @@ class SnapshotStore:
             await asyncio.to_thread(_remove_others, folders, kept)
 
     async def resume(self, run: TrainingRun) -> list[Snapshot]:
-        """Return an earlier gateway's snapshots of a run, oldest first."""
         rows = await self._database.read(
             select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
         )
@@ -100,7 +99,6 @@ class SnapshotStore:
             await asyncio.to_thread(_remove, Path(snapshot.folder))
 
     async def remove_all(self, run: TrainingRun) -> None:
-        """Remove the snapshots of an ended run."""
         for folder in tuple(self._bytes[run.id]):
             self._forget(run, folder)
         self._bytes.pop(run.id, None)
@@ -146,7 +144,6 @@ class SnapshotStore:
         return self._data_dir / _FOLDER / run_folder_name(run_id)
 
     def _name_of(self, folder: str) -> str:
-        """Return a folder's path relative to the data directory."""
         return str(Path(folder).relative_to(self._data_dir))
 
     def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
@@ -168,7 +165,6 @@ class SnapshotStore:
 
 
 def _remove_others(folders: Iterable[Path], kept: Container[Path]) -> None:
-    """Remove all other snapshots and remains in these folders."""
     for folder in folders:
         for path in folder.glob("*"):
             if path not in kept:
@@ -178,7 +174,6 @@ def _remove_others(folders: Iterable[Path], kept: Container[Path]) -> None:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Link a checkpoint's files into a new folder."""
     partial = target.parent / f".partial-{target.name}"
     make_folder(partial)
     try:

@@ -89,10 +89,8 @@ class RunTrainer:
         )
         self.taker = SnapshotTaker(run=run, log=self.log, snapshots=snapshots, metrics=metrics)
         self.restored = 0
-        """Number of restorations."""
         self._serving: asyncio.Future[TrainerClient] = asyncio.Future()
         self.gone: asyncio.Future[None] = asyncio.Future()
-        """Done when the present trainer was given up."""
         self._exit: asyncio.Future[str] = asyncio.Future()
         self._without_turn: dict[int, asyncio.Event | None] = {}
         """By `seq_id`: operations waiting for a turn. A later operation waits for the event."""
@@ -126,12 +124,10 @@ class RunTrainer:
 
     @property
     def makes_room(self) -> bool:
-        """Whether the log is nearly full and a snapshot in progress will empty it."""
         return self.log is not None and self.log.nearly_full and self.taker.writing
 
     @property
     def snapshot_step(self) -> int:
-        """The step of the newest snapshot, 0 without one."""
         return self.log.newest.step if self.log is not None else 0
 
     async def start(self) -> None:
@@ -161,7 +157,6 @@ class RunTrainer:
         )
 
     def _replace(self, error: TandemError, lost: TrainerClient | None = None) -> None:
-        """Replace a trainer that ended with this error."""
         self._restore_task = asyncio.create_task(
             self._restore(error, lost), name=f"restore-{self._run.id}"
         )
@@ -291,7 +286,6 @@ class RunTrainer:
             self._log.warning("not_restorable", reason=self.problem)
 
     def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
-        """Note the trainer's answer and follow its snapshot."""
         self._backoff.worked()
         if self.log is not None:
             seq_id, failure = call.operation.seq_id, reply.failure
@@ -313,7 +307,6 @@ class RunTrainer:
                     await self.taker.take(self._serving.result())
 
     async def close(self) -> None:
-        """Stop restoring and forget the log."""
         self._closed = True
         if self._restore_task is not None:
             self._restore_task.cancel()
@@ -419,7 +412,6 @@ class RunTrainer:
         self._serve(client)
 
     async def _why(self, failure: WorkerUnavailable | TandemError) -> TandemError:
-        """Return the error of a trainer that ended during its restoration."""
         if isinstance(failure, TandemError):
             return failure
         await asyncio.wait({self._exit}, timeout=EXIT_REPORT_PATIENCE)

@@ -66,7 +66,6 @@ class TrainingRun:
 
     @property
     def sampler(self) -> str:
-        """The key of the sampler kept for this run, or ""."""
         return self.trainer.host.sampler if self.trainer is not None else ""
 
     @property
@@ -119,7 +118,6 @@ class TrainingRun:
         return "; ".join(filter(None, (restoration.doing, host.explain()))) or host.silence
 
     def describe(self, seq_id: int) -> Waiting:
-        """Return an operation's reason for waiting."""
         waiting = self.dispatcher.describe(seq_id)
         if trouble := self.trouble:
             return Waiting(f"{trouble}; {waiting.reason}", paused=True)

@@ -86,8 +86,6 @@ def _beginnings(version: str, prompt: bytes) -> Iterator[int]:
 
 @dataclass
 class Load:
-    """The work in progress at an engine."""
-
     requests: int = 0
     samples: int = 0
     tokens: int = 0
@@ -167,7 +165,6 @@ class Balancer(Generic[Engine]):
             self.end(engine, work)
 
     def assign_waiting(self) -> None:
-        """Assign waiting work while there is room."""
         firsts = [(queue[0][0], version) for version, queue in self._waiting.items()]
         heapify(firsts)
         while firsts:  # earliest first, of all versions that may have room
@@ -187,7 +184,6 @@ class Balancer(Generic[Engine]):
                 del self._waiting[version]
 
     def fail(self, error: TandemError) -> None:
-        """Fail all waiting work, because no engine will serve it."""
         waiting, self._waiting = self._waiting, {}
         for queue in waiting.values():
             for _number, _work, turn in queue:
@@ -208,7 +204,6 @@ class Balancer(Generic[Engine]):
         return chosen
 
     def _best(self, work: Work, engines: Sequence[Engine]) -> Engine | None:
-        """Return the best engine with room, or None."""
         free = [engine for engine in engines if self._has_room(engine)]
         if len(free) < 2:
             return free[0] if free else None
@@ -219,7 +214,6 @@ class Balancer(Generic[Engine]):
         return nearest
 
     def _nearest(self, work: Work, engines: Sequence[Engine]) -> Engine | None:
-        """Return the least busy engine with the longest computed prefix, or None."""
         for beginning in reversed(work.beginnings):
             has = self._blocks.get(beginning, ())
             if found := [engine for engine in engines if engine.process in has]:

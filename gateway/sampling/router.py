@@ -34,7 +34,6 @@ from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 
 MAX_WAITING_SAMPLES = 8192
-"""Per sampler."""
 _ADOPTION_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
@@ -94,7 +93,6 @@ class SamplerRouter:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
 
     def _go_on_scaling(self) -> None:
-        """Give each scaled sampler in use its engines."""
         for key in [*self.places.scaled]:
             if sampler := self._samplers.get(key):
                 sampler.start()
@@ -349,7 +347,6 @@ class SamplerRouter:
         return sampler
 
     def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> PlaceRequest:
-        """Return one request for the places of all these engines."""
         return PlaceRequest.of_engines(
             f"{key}#scaled-{next(self._numbers)}",
             owner=owner,
@@ -358,14 +355,12 @@ class SamplerRouter:
         )
 
     def _check_engines(self, owner: str, *, adding: int) -> None:
-        """Raise `LimitExceeded` if the owner would have too many engines."""
         theirs = (each for each in self._samplers.values() if each.owner == owner)
         used = sum(len(each.engines) for each in theirs)
         if adding > 0:
             self.limits.check("samplers", used=used, adding=adding)
 
     def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:
-        """Return the engine's base model if it is still registered."""
         started = (handle.model_name, Path(handle.model_path))
         return next((m for m in self.models.all() if (m.name, Path(m.path)) == started), None)
 

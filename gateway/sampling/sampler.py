@@ -139,17 +139,14 @@ class Sampler:
         self._newest: common_pb2.WeightVersion | None = None
         self._stopped: TandemError | None = None
         self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
-        """Engines that failed to answer, until it is known whether they ended."""
         self._log = get_log(session_id=self.key.session_id)
 
     @property
     def engines(self) -> Sequence[SamplerEngine]:
-        """The intended engines."""
         return self.replicas.engines
 
     @property
     def waiting(self) -> int:
-        """Unfinished samples."""
         return len(self.samples)
 
     @property
@@ -158,11 +155,9 @@ class Sampler:
         return any(engine.serves for engine in self.engines)
 
     def explain(self) -> str:
-        """Describe the engines' states."""
         return self.replicas.explain()
 
     def start(self) -> None:
-        """Start all engines that are not running or starting."""
         self.replicas.start()
 
     # --- Samples ------------------------------------------------------------------------------
@@ -185,7 +180,6 @@ class Sampler:
                 sample.future.resolve(error)
 
     def describe(self, request_id: str) -> Waiting:
-        """Return a sample's reason for waiting."""
         sample = self.samples.get(request_id)
         before = 0 if sample is None else bisect_left(self._numbers, sample.number)
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
@@ -235,7 +229,6 @@ class Sampler:
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
     def _ended(self, sample: SampleCall, outcome: Outcome) -> None:
-        """Forget an ended sample."""
         if sample.task is not None:
             sample.task.cancel()
         del self.samples[sample.future.request_id]
@@ -376,7 +369,6 @@ class Sampler:
                     call.take_back(to=idle)
 
     def _spread(self) -> None:
-        """Take back samples beyond the engines' capacity."""
         samples: Counter[SamplerEngine] = Counter()
         for call in [*self._calls]:
             first = not samples[call.engine]
@@ -460,7 +452,6 @@ class Sampler:
     # --- Ends ---------------------------------------------------------------------------------
 
     async def stop(self, error: TandemError) -> None:
-        """Fail all samples with the error and stop the engines. Returns when nothing is left."""
         self._stopped = error
         for sample in self.samples.values():
             sample.future.resolve(error)
@@ -468,7 +459,6 @@ class Sampler:
         await self._end_doubts()
 
     async def abandon(self) -> None:
-        """Cancel everything without an outcome."""
         tasks = [sample.task for sample in self.samples.values() if sample.task is not None]
         for task in tasks:
             task.cancel()

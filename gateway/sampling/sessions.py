@@ -223,7 +223,6 @@ class SamplingSessionRegistry:
         )
 
     async def known(self, sampling_session_id: str) -> bool:
-        """Return whether this sampling session exists or existed."""
         if sampling_session_id in self._active:
             return True
         found = select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
@@ -353,8 +352,6 @@ class SamplingSessionRegistry:
 
 @dataclass(frozen=True)
 class _ImplicitSession:
-    """An owner's session, and the numbers of its sampling sessions by source."""
-
     id: str
     numbers: dict[Hashable, int] = field(default_factory=dict)
 
@@ -401,7 +398,6 @@ class ImplicitSessions:
 def _repeated(
     session: SamplingSession, *, base_model: str | None, model_path: str | None
 ) -> SamplingSession:
-    """Return the session if its source is equal. Raises `SequenceTaken`."""
     if model_path:
         same = session.kind == "named" and session.model_path == model_path
     else:

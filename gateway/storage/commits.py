@@ -127,8 +127,6 @@ def _was_committed(connection: Connection, number: str) -> bool:
 
 
 def errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
-    """Run the callables and return each one's error."""
-
     def error_of(call: FileWork | None) -> Exception | None:
         try:
             if call is not None:

@@ -58,7 +58,6 @@ _MAX_KEPT_BYTES = 256 * 2**20
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
-"""Rows per statement or query."""
 _PAUSE = 4.0
 """The pause after each batch, in durations of the batch."""
 
@@ -241,7 +240,6 @@ class Database:
         )
 
     def insert_once(self, table: Table) -> Insert:
-        """Return a statement that inserts a row unless its primary key exists."""
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_nothing()
 

@@ -21,7 +21,6 @@ class Backoff:
     failures: int = 0
 
     def worked(self) -> None:
-        """Note that the worker did useful work."""
         self.failures = 0
 
     def failed(self) -> float:

@@ -71,7 +71,6 @@ class CallOrder:
 
     @property
     def first(self) -> str:
-        """The run of the first operation, or ""."""
         return next(iter(self._calls), ("", 0))[0]
 
     @contextmanager
@@ -92,7 +91,6 @@ class CallOrder:
         self._calls = {call: None for call in self._calls if call[0] != run_id}
 
     def clear(self) -> None:
-        """Start again with a new process."""
         self._calls.clear()
         self.since = -math.inf
 
@@ -163,7 +161,6 @@ class TrainerClient:
                 task.cancel()
 
     async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
-        """Await the answer. Raises `OperationTimedOut` after an operation's time."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await answer
@@ -174,7 +171,6 @@ class TrainerClient:
             ) from None
 
     async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:
-        """Call the trainer as `call` does, with nothing sent ahead."""
         with self._calls.sent(request.header.run_id, request.header.seq_id):
             return await self._in_turn(method, request)
 
@@ -275,7 +271,6 @@ def this_task_is_cancelled() -> bool:
 
 @asynccontextmanager
 async def errors_translated(worker: Worker) -> AsyncIterator[None]:
-    """Translate gRPC's errors into the clients' errors."""
     kind = worker.handle.kind
     try:
         yield

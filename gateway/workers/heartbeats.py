@@ -21,7 +21,6 @@ from tandem.telemetry import get_log
 
 MOST_SECONDS = 5.0
 _ASKED_BEFORE = 5
-"""Heartbeats before a silent worker is given up."""
 
 
 def heartbeat_seconds(settings: GatewaySettings) -> float:

@@ -24,7 +24,6 @@ _SILENCE = 2
 Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
 
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
-"""Receives a sample's new tokens."""
 
 
 class SamplerClient:
@@ -75,7 +74,6 @@ class SamplerClient:
         return await self._unless_silent(answer)
 
     def _open_samples(self) -> SampleStream:
-        """Return the stream of samples, a new one after a break or for another lease."""
         before = self._samples
         if before is None or before.ended or before.lease != self.worker.lease:
             if before is not None:
@@ -126,7 +124,6 @@ class SamplerClient:
         return found
 
     def _watch(self) -> None:
-        """Schedule one check for all calls."""
         loop = asyncio.get_running_loop()
         if self._awaited and self._next_look is None:
             due = max(next(iter(self._awaited.values())), self._heard_at) + self._patience
@@ -136,7 +133,6 @@ class SamplerClient:
             self._next_look = None
 
     def _look(self) -> None:
-        """End calls that waited too long for a silent sampler."""
         self._next_look = None
         now = asyncio.get_running_loop().time()
         if self._telling:  # the delay is not the sampler's
@@ -180,7 +176,6 @@ class SampleStream:
         self._reading = asyncio.create_task(self._read(stub), name="samples")
 
     def send(self, request: sampler_pb2.SampleRequest) -> asyncio.Future[sampler_pb2.SampleReply]:
-        """Send a copy of a request and return its future reply."""
         number = next(self._numbers)
         sent = self._unsent.requests.add()
         sent.CopyFrom(request)

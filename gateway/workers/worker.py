@@ -55,7 +55,6 @@ class Worker:
 
     @property
     def silence(self) -> str:
-        """A sentence about unanswered heartbeats, or ""."""
         if self.silent_since is None:
             return ""
         return f"the {self.handle.kind} has not answered its heartbeat for {self.silent_for:.0f} s"

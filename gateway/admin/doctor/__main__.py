@@ -20,7 +20,6 @@ from tandem.settings.gateway import GatewaySettings
 
 
 def run_checks(request: Mapping[str, Any]) -> Iterator[Check]:
-    """Raises `TandemError`."""
     settings = GatewaySettings()
     if request["cluster"]:
         file = read_settings(Path(request["settings"])) if request["settings"] else None

@@ -167,7 +167,6 @@ def _message(message: Json, *, at: int) -> Json:
 
 
 def _text(content: object, *, at: int) -> str:
-    """Join the parts of a content, one per line."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

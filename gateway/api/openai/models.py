@@ -35,8 +35,6 @@ class SamplingTarget:
 
 
 class ModelDirectory:
-    """Resolves and lists a caller's models."""
-
     def __init__(self, gateway: Gateway) -> None:
         self._models = gateway.models
         self._checkpoints = gateway.checkpoints
@@ -93,7 +91,6 @@ class ModelDirectory:
             )
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
-        """Return the run's newest existing weights for sampling."""
         origin = await self._checkpoints.origin(run_id)
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")

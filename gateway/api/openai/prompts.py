@@ -66,7 +66,6 @@ def prompts_of(
 
 
 def _echoed(prompt: PreparedPrompt, tokenizer: ModelTokenizer, *, special: bool) -> PreparedPrompt:
-    """Return a prompt with its text and offsets for an echo."""
     if prompt.text is not None:
         offsets = tokenizer.offsets(prompt.text, add_special_tokens=special)
         return replace(prompt, offsets=offsets)

@@ -20,7 +20,6 @@ Stage = Literal["whole", "opening", "part"]
 """The written part of a choice: all, or a part of a stream."""
 
 Alternatives = Sequence[tuple[int, float]]
-"""Alternative tokens for one position with their logprobs, likeliest first."""
 
 _NO_ALTERNATIVE = -99999.0
 """The logprob of an empty cell in the wire protocol's matrix."""
@@ -47,7 +46,6 @@ class NewTokens:
         *,
         finished: bool = True,
     ) -> NewTokens:
-        """Read a whole sample or a delta."""
         length = sample.stop_reason == tinker_pb2.STOP_REASON_LENGTH
         ids = array("i", sample.tokens)
         return NewTokens(
@@ -155,15 +153,11 @@ class Choice:
         return certain
 
     def _content(self, stage: Stage) -> Json:
-        """Return the field with the new text."""
         if not self._request.echo or stage == "part":
             return {"text": self.new_text}
         return {"text": (self._prompt.text or "") + self.new_text}
 
     def _logprobs(self, sample: tinker_pb2.SampleResponse | None) -> Json:
-        """Return the tokens' logprobs. An echo starts with the prompt's, where the first token has
-        none.
-        """
         shown = self.shown
         if sample is not None and self._request.echo:
             prompt = self._prompt.token_ids
@@ -211,8 +205,6 @@ class Choice:
 
 
 class ChatChoiceWriter(Choice):
-    """A choice of a chat."""
-
     has_offsets = False
 
     def _content(self, stage: Stage) -> Json:
@@ -295,7 +287,6 @@ class ResponseBuilder:
         return content
 
     def count(self, sample: tinker_pb2.SampleResponse) -> None:
-        """Count the usage of a finished prompt."""
         self._cached_tokens += sample.prompt_cache_hit_tokens
         self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
 

@@ -236,7 +236,6 @@ def error_content(error: TandemError) -> dict[str, object]:
 
 
 def openai_refusal(error: TandemError) -> Response:
-    """Write an error in OpenAI's form (see `gateway.api.errors`)."""
     status = status_of(error)
     response = json_response(error_content(error), status=status)
     if status in (503, 504):

@@ -137,7 +137,6 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternatives per logprob, None for no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")

@@ -36,7 +36,6 @@ START_TIMEOUT = 240.0
 REQUEST_TIMEOUT = 1800.0
 """Seconds that a request may take."""
 MAX_CHOICES = 1024
-"""Prompts times choices of one request."""
 _MOST_PREPARING = 2
 """Concurrent preparations of prompts, in turns of their owners. They share threads with all owners'
 file writes.
@@ -265,7 +264,6 @@ class Generation:
             yield event
 
     def cancel(self) -> None:
-        """Cancel unfinished samples, here and in the engine."""
         if self._disconnect_listener is not None:
             self._disconnect_listener.cancel()
         for future in self._futures:

@@ -28,7 +28,6 @@ _REPLACEMENT = "\ufffd"
 """The decoded bytes of an incomplete character."""
 
 _MAX_CHARACTER = 4
-"""Bytes, and so tokens, in one character."""
 
 _MAX_HELD = 32
 """Tokens held back for the rest of a character. More are noise."""
@@ -188,7 +187,6 @@ class Detokenizer:
         self._unplaced, self._length, self.places = [], 0, []
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Return the certain text after these tokens."""
         return "".join(map(self._push, tokens))
 
     def finish(self) -> str:
@@ -236,7 +234,6 @@ class Detokenizer:
 
 
 def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> list[int]:
-    """Return the position of each token in the decoded text."""
     detokenizer = Detokenizer(tokenizer, context=(), skip_special_tokens=False)
     detokenizer.push(tokens)
     detokenizer.finish()
@@ -255,7 +252,6 @@ class StopCutter:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Return the certain text after this text."""
         if self.stopped:
             return ""
         self._held += text
@@ -267,7 +263,6 @@ class StopCutter:
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 
     def finish(self) -> str:
-        """Return the held text."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -275,13 +270,11 @@ class StopCutter:
         return released
 
     def _overlap(self, stop: str) -> int:
-        """Return the length of the stop string's prefix at the end."""
         sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
 
 
 def _shared_length(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -103,7 +103,6 @@ async def scale_sampler(
 
 
 async def _sampler(target: str, access: Access) -> Sampler:
-    """Return the target's sampler, created if needed."""
     gateway = access.gateway
     if ":sample:" in target:
         sampling_session = await access.sampling_session(target)

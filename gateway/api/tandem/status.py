@@ -191,7 +191,6 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
     admin = caller.role == "admin"
 
     def seen(session_id: str) -> bool:
-        """Return whether the caller may know the worker's session."""
         return admin or session_id in mine
 
     def name_of(worker: Worker | None) -> str:

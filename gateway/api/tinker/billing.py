@@ -129,7 +129,6 @@ async def checkpoint_storage(
 
 
 def _check_window(starting_on: dt.datetime, ending_before: dt.datetime) -> None:
-    """Raises `InvalidRequest`."""
     for name, moment in (("starting_on", starting_on), ("ending_before", ending_before)):
         if moment.timestamp() % HOUR:
             raise InvalidRequest(

@@ -149,7 +149,6 @@ async def run_checkpoints(run_id: PathText, access: AccessDep) -> StreamingRespo
 
 
 async def _of_run(run_id: str, access: Access) -> AsyncIterator[bytes]:
-    """Yield the JSON of `RunCheckpoints`."""
     separator = b'{"checkpoints":['
     async for found in access.gateway.checkpoints.of_run(run_id):
         for checkpoint in found:

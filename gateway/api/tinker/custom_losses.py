@@ -30,7 +30,6 @@ from tandem.custom_losses import read_custom_loss
 from tandem.errors import CustomLossInvalid, SessionFinished, UnknownLoss, UnknownSession
 
 MAX_LOSSES = 256
-"""Custom losses per session."""
 
 
 class CreateCustomLoss(BaseModel):
@@ -94,7 +93,6 @@ class CustomLossStore:
         return found
 
     async def recall(self, request_id: str) -> Result | None:
-        """Return a create_custom_loss request's result, None for other requests."""
         if await self._find(request_id) is None:
             return None
         body = orjson.dumps({"type": "create_custom_loss", "loss_id": request_id})

@@ -115,7 +115,6 @@ class Sample(BaseModel):
 
 _MESSAGE = sampler_pb2.SampleRequest.DESCRIPTOR
 _SAME = {name for name in Sample.model_fields if name in _MESSAGE.fields_by_name}
-"""The common fields of a sample and the engine's message."""
 
 
 class CreateSamplingSession(BaseModel):
@@ -327,7 +326,6 @@ def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
 
 
 def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
-    """Return the engine's message, without its sampling session. Raises a `UserError`."""
     params, targets = body.sampling_params, body.target_prompt_logprobs
     if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
         raise InvalidRequest(

@@ -186,7 +186,6 @@ def check_sdk_version(version: str) -> str | None:
 
 
 def json_refused(what: str) -> SdkTooOld:
-    """Return the error for an old SDK's body."""
     return _too_old(
         f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
         "this server takes protobuf alone"

@@ -312,7 +312,6 @@ def check_small(raw: bytes) -> None:
 
 
 def _target(run_id: str, body: Body) -> str:
-    """Return the audit log's name of the saved or loaded thing."""
     match body:
         case LoadWeights():
             return body.path
@@ -327,7 +326,6 @@ def _target(run_id: str, body: Body) -> str:
 
 
 def _optim_step(fields: dict[str, object]) -> OptimStep:
-    """Read the SDK's `adam_params`, or its `optimizer_params` with another optimizer's type."""
     given = {name: one for name, one in validate(OptimStepFields, fields) if one is not None}
     if len(given) != 1:
         raise OptimizerSetting("a step takes either adam_params or optimizer_params")

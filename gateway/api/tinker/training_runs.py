@@ -255,7 +255,6 @@ def _lora_spec(config: LoraConfig) -> LoraSpec:
 
 
 def _run(run: RunRecord, caller: Caller) -> RunInfo:
-    """Describe a run. Another owner's run shows only its published checkpoint."""
     lora = run.training.lora
     own = caller.may_see(run.owner)
     training, sampler = (

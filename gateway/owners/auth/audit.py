@@ -107,5 +107,4 @@ class RefusedKeys:
         self._lines.note(reason=reason, address=address, path=path[:200])
 
     def write(self, *, closing: bool = False) -> None:
-        """Log the number of events without a line of their own, if it is time."""
         self._lines.write(closing=closing)

@@ -64,7 +64,6 @@ async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit
 
 
 def _entry(action: str, key: Key) -> Entry:
-    """Return an audit entry for the local admin, without an address."""
     return Entry(
         actor=urn_of(LOCAL_OWNER),
         action=action,

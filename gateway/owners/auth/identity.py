@@ -51,7 +51,6 @@ class Caller:
         return self.role in ("admin", "member")
 
     def may_see(self, owner: str) -> bool:
-        """Return whether the caller may see the owner's things."""
         return self.role == "admin" or (owner == self.owner and self.role != "metrics")
 
 
@@ -135,7 +134,6 @@ class Identity:
         return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=expires_at)
 
     def _verify(self, token: bytes) -> tuple[str, float]:
-        """Return the key's id and the token's expiry."""
         try:
             claims = jwt.decode(
                 token,
@@ -152,7 +150,6 @@ class Identity:
 
 
 def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
-    """Return the SQL form of `Caller.may_see`."""
     if scope == "accessible" and caller.role == "admin":
         return true()
     return owner == caller.owner

@@ -83,7 +83,6 @@ class KeyStore:
         self._keys = {row["id"]: from_row(Key, row) for row in rows}
 
     def set_local(self, secret: str) -> Key:
-        """Set or replace the local admin's key."""
         self._keys = {id_: key for id_, key in self._keys.items() if not key.local}
         new = NewKey(owner=LOCAL_OWNER, role="admin", name="local-key")
         key = self._key(secret, new, local=True)
@@ -103,7 +102,6 @@ class KeyStore:
         return self._keys.get(key_id)
 
     def all(self) -> list[Key]:
-        """Return all keys by creation, the local one first."""
         return sorted(self._keys.values(), key=lambda key: (not key.local, key.created_at))
 
     def ended(self, key: Key) -> Literal["revoked", "expired"] | None:

@@ -102,7 +102,6 @@ class SessionQueries:
         return from_row(SessionRecord, row)
 
     async def contents(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Return the ids of a session's runs and of its sampling sessions, by creation."""
         await self._database.flush()
         run_ids, sampler_ids = [
             await self._ids(
@@ -117,7 +116,6 @@ class SessionQueries:
     async def session_ids(
         self, caller: Caller, *, scope: Scope, limit: int, offset: int
     ) -> list[str]:
-        """Return a page of session ids, newest first."""
         return await self._ids(
             select(sessions.c.id)
             .where(visible(sessions.c.owner, caller, scope))

@@ -52,8 +52,6 @@ Metadata = Annotated[dict[str, object], AfterValidator(_bounded), AfterValidator
 
 @dataclass(frozen=True)
 class NewSession:
-    """A client's description of its session."""
-
     owner: str
     project_id: str = ""
     display_name: str | None = None
@@ -129,12 +127,10 @@ class SessionRegistry:
         return session
 
     def count_of(self, owner: str, session_ids: Iterable[str]) -> int:
-        """Count the ids of the owner's active sessions."""
         sessions = map(self._active.get, session_ids)
         return sum(session is not None and session.owner == owner for session in sessions)
 
     async def assign_project(self, *, session_id: str, project_id: str) -> None:
-        """Move a session and its runs into a project."""
         await self._database.write_together(
             update(sessions).where(sessions.c.id == session_id).values(project_id=project_id),
             update(runs).where(runs.c.session_id == session_id).values(project_id=project_id),

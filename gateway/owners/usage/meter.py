@@ -93,7 +93,6 @@ class UsageMeter:
             self.record(kind, subject, input_tokens=tokens, accelerator_seconds=seconds)
 
     def write(self) -> None:
-        """Queue the sums since the last call for writing."""
         sums, self._sums = self._sums, {}
         rows = [
             {
@@ -143,7 +142,6 @@ class SampleMeter:
         return self._spans.get(request_id)
 
     def of_session(self, session_id: str) -> list[SampleSpan]:
-        """Return the session's remembered samples by start time."""
         found = (span for span in self._spans.values() if span.session_id == session_id)
         return sorted(found, key=lambda span: span.started_at)
 
@@ -221,7 +219,6 @@ class TimeShares:
         self._at = clock()
 
     def start(self) -> float:
-        """Return the mark for `stop`."""
         self._advance()
         self._under_way += 1
         return self._share

@@ -30,7 +30,6 @@ _PURPOSE = "trace"
 _BATCH = 500
 _MICRO = 1e6
 _OPERATION_COLUMNS = [c for c in operations.c if c.name not in ("request", "result")]
-"""Without large columns."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class TraceExporter:
         self._ttl = ttl
 
     def address(self, session_id: str) -> str:
-        """Return the address of the session's trace until now, relative to the server."""
         now = time.time()
         file = f"{session_id}-{now}.json"
         query = sign_address(self._key, _PURPOSE, file, expires=int(now + self._ttl))

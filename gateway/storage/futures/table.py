@@ -161,7 +161,6 @@ class FutureTable:
         return sum(self._bytes.values())
 
     async def open(self) -> None:
-        """Remove result files of an earlier gateway."""
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     async def close(self) -> None:

@@ -59,8 +59,6 @@ def _kubernetes() -> Callable[[GatewaySettings, Epoch], Launcher]:
 
 
 def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
-    """Return a launcher with the data directory's agent, or with agents on other hosts."""
-
     def launcher(address: str = "", authority: Authority | None = None) -> AgentLauncher:
         return AgentLauncher(
             data_dir=settings.data_dir,

@@ -63,12 +63,10 @@ class LauncherByKind:
         await asyncio.gather(*(each.close(leaving=leaving) for each in self.by_kind.values()))
 
     def _of(self, worker_id: str) -> AgentLauncher:
-        """Return the launcher for a worker id, which begins with its kind."""
         return self.by_kind[cast(WorkerKind, worker_id.partition("-")[0])]
 
 
 async def _merged(watches: Sequence[AsyncIterator[WorkerExit]]) -> AsyncIterator[WorkerExit]:
-    """Yield all exits until all watches end."""
     exits: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
 
     async def pass_on(watch: AsyncIterator[WorkerExit]) -> None:

@@ -33,8 +33,6 @@ _LOG_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of object and its path on the server."""
-
     kind: str
     api_version: str
     plural: str
@@ -123,7 +121,6 @@ class Api:
 
     @property
     def trouble(self) -> str:
-        """The last call's failure, or ""."""
         return f"the API server does not answer ({self._said})" if self._failures else ""
 
     async def create(self, resource: Resource, body: Object) -> Object:
@@ -132,7 +129,6 @@ class Api:
         return await self._call(_HttpRequest("POST", resource.path, query=query, body=body))
 
     async def read(self, resource: Resource, name: str) -> Object | None:
-        """Return the object, None if there is none."""
         try:
             return await self._call(_HttpRequest("GET", resource.path + "/{name}", name=name))
         except Refused as error:
@@ -181,7 +177,6 @@ class Api:
         return Listed(answer.get("items") or [], answer["metadata"].get("resourceVersion", ""))
 
     async def log(self, pod: str, *, container: str, lines: int) -> str:
-        """Return a container's last log lines."""
         query = {"container": container, "tailLines": str(lines), "limitBytes": str(_LOG_BYTES)}
         request = _HttpRequest("GET", PODS.path + "/{name}/log", name=pod, query=query)
         return (await self._send(request)).decode(errors="replace")
@@ -235,7 +230,6 @@ class Api:
         return answer
 
     async def _send(self, request: _HttpRequest) -> bytes:
-        """Return the answer's body. Raises `Refused` or `Unanswered`."""
         pause = _FIRST_PAUSE
         try:
             async with asyncio.timeout(self._patience):
@@ -261,7 +255,6 @@ class Api:
             yield
 
     async def _exchange(self, request: _HttpRequest) -> bytes:
-        """Send one request. Raises `Unanswered` if it should be repeated."""
         bound = aiohttp.ClientTimeout(total=self._timeout)
         try:
             async with (

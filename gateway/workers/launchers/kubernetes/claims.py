@@ -36,7 +36,6 @@ class Claims:
         self._idle_since: dict[str, float] = {}
 
     def users(self, name: str) -> set[str]:
-        """Return the ids of wanted workers that name a claim."""
         return self._users.get(name, set())
 
     def use(self, worker: PodWorker) -> None:
@@ -64,7 +63,6 @@ class Claims:
         return False
 
     def delete_idle(self) -> None:
-        """Delete claims that were unused for long enough."""
         now = asyncio.get_running_loop().time()
         held = {claim for pod in self._pods.objects.values() for claim in pod.claims}
         for name, claim in self._view.objects.items():

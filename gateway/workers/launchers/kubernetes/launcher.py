@@ -50,7 +50,6 @@ _API_TIMEOUT = 30.0
 _PATIENCE = 2
 """A call's time with repetitions, in request timeouts."""
 _REMEMBERED = 256
-"""Exits kept for later watchers."""
 
 
 class ServingCheck(Protocol):
@@ -307,7 +306,6 @@ class KubernetesLauncher:
 
 
 def _all_run(pods: list[Pod], *, nodes: int) -> bool:
-    """Return whether all pods of a worker run."""
     return len(pods) == nodes and all(
         pod.status.phase == "Running" and pod.status.pod_ip and not pod.deleted for pod in pods
     )
@@ -371,7 +369,6 @@ def _own_namespace() -> str:
 
 
 async def _connect(kubeconfig: Path | None) -> ApiClient:
-    """Return a client with the pod's own credentials, or a file's."""
     configuration = Configuration()
     try:
         if kubeconfig is None:

@@ -74,7 +74,6 @@ class WorkerMaker:
         return spec, objects
 
     def handle_of(self, spec: WorkerSpec, address: str) -> WorkerHandle:
-        """Return the handle of a worker, from the address of its first pod."""
         host = f"[{address}]" if ":" in address else address
         return WorkerHandle.of(spec, address=f"{host}:{PORT}", metrics_port=METRICS_PORT)
 

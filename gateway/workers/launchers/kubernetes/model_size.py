@@ -18,7 +18,6 @@ _LARGEST_HEADER = 100 * 2**20
 
 
 _read: dict[Path, ModelSize | str] = {}
-"""The last read size of each model, or the error."""
 
 
 def known_size(path: Path) -> ModelSize:

@@ -120,7 +120,6 @@ class WorkerObjects:
 def spec_of_pod(
     spec: WorkerSpec, *, pool: ClaimPoolSettings, home: Home, tls: Certificate
 ) -> WorkerSpec:
-    """Return the worker's complete specification for its pods."""
     update: dict[str, object] = {
         "host": "0.0.0.0",
         "port": PORT,
@@ -138,7 +137,6 @@ def spec_of_pod(
 
 
 def nodes_of(spec: WorkerSpec, pool: ClaimPoolSettings) -> int:
-    """Return the number of a worker's pods in a pool."""
     return math.ceil(spec.trainer.ranks / pool.devices) if spec.trainer is not None else 1
 
 

@@ -48,7 +48,6 @@ class Observed(Seen):
 
     @property
     def deleted(self) -> bool:
-        """Whether it is being deleted."""
         return self.metadata.deletion_timestamp is not None
 
 
@@ -78,7 +77,6 @@ class Event(Seen):
 
     @property
     def at(self) -> datetime:
-        """The time of its last occurrence."""
         return self.last_timestamp or self.event_time or datetime.min.replace(tzinfo=UTC)
 
 
@@ -159,7 +157,6 @@ class Pod(Observed):
 
     @property
     def claims(self) -> list[str]:
-        """The names of its shared claims."""
         names = (each.resource_claim_name for each in self.spec.resource_claims)
         return [name for name in names if name]
 

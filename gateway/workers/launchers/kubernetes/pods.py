@@ -109,7 +109,6 @@ def why_lost(pod: Pod) -> str:
 
 
 def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
-    """Explain the end of a pod that the gateway did not request."""
     cause = pod.condition("DisruptionTarget")
     if cause is not None and cause.status == "True":
         return f"the {kind}'s pod was taken away: {_joined(cause.reason, cause.message)}"
@@ -186,7 +185,6 @@ def _out_of_memory(pod: Pod, kind: WorkerKind, container: str) -> str:
 
 
 def _why_failed(pod: Pod, kind: WorkerKind) -> str:
-    """Explain a pod that the node or the control plane ended."""
     cause = pod.condition("DisruptionTarget")
     said = _joined(pod.status.reason, pod.status.message)
     if cause is not None and pod.status.reason != "Evicted":
@@ -195,7 +193,6 @@ def _why_failed(pod: Pod, kind: WorkerKind) -> str:
 
 
 def _reported(message: str) -> str:
-    """Return the worker's sentence from its termination message, "" for other messages."""
     for line in reversed(message.splitlines()):
         try:
             return without_paths(WorkerReport.model_validate_json(line).error)

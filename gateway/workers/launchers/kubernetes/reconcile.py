@@ -103,11 +103,9 @@ class Reconciler:
 
     @property
     def current(self) -> bool:
-        """Whether all views are up to date."""
         return all(each.current for each in self.views)
 
     def open(self) -> None:
-        """Start to watch and compare."""
         followers = (each.follow() for each in self.views)
         self._tasks = [asyncio.create_task(each) for each in (*followers, self._run())]
 
@@ -121,7 +119,6 @@ class Reconciler:
     # --- Wanted workers -----------------------------------------------------------------------
 
     def want(self, spec: WorkerSpec, objects: WorkerObjects) -> PodWorker:
-        """Want a worker with these objects."""
         worker = self._new_worker(
             spec,
             objects,
@@ -183,18 +180,15 @@ class Reconciler:
         self._removal.begin(worker.worker_id, grace=KILL_GRACE, failed=worker)
 
     def gone(self, worker_id: str) -> asyncio.Future[None] | None:
-        """Return the future of a worker's removal, None if it is not being removed."""
         ending = self._removal.endings.get(worker_id)
         return ending.gone if ending is not None else None
 
     def why_left(self, worker_id: str) -> str:
-        """Describe the rest of an ending worker."""
         if not self.current:
             return "the API server does not answer"
         return self._removal.why_left(worker_id)
 
     def unwanted(self) -> set[str]:
-        """Return the ids of unwanted workers with objects."""
         found = {
             each.worker_id
             for view in (self.pods, self.secrets, self.services, self.policies)
@@ -334,7 +328,6 @@ class Reconciler:
         self._steps.begin(("log", worker.worker_id), step, worker=worker)
 
     async def _examine(self, worker: PodWorker, failure: PodFailure) -> None:
-        """Read the failed pod's log for the cause."""
         text = ""
         with suppress(Refused):
             text = await self._api.log(failure.log_of, container=CONTAINER, lines=_LOG_LINES)

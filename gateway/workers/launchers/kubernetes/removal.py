@@ -58,7 +58,6 @@ class Removal:
     def begin(
         self, worker_id: str, *, grace: int, failed: PodWorker | None = None
     ) -> asyncio.Future[None]:
-        """Remove a worker. The future is done when nothing is left."""
         ending = self.endings.get(worker_id)
         if ending is None:
             gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,7 +71,6 @@ class Removal:
             ending.gone.cancel()
 
     def note_pod(self, pod: Pod, *, there: bool) -> None:
-        """Note a pod's state, or its disappearance."""
         seconds = asyncio.get_running_loop().time()
         for since, holds in (
             (self.lost_since, there and node_is_lost(pod)),
@@ -90,7 +88,6 @@ class Removal:
         self._deleted_since = dict.fromkeys(self._deleted_since, now)
 
     def why_left(self, worker_id: str) -> str:
-        """Describe the rest of an ending worker."""
         pods = self._pods.of(worker_id)
         why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
         if not why:

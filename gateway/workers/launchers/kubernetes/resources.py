@@ -42,7 +42,6 @@ _STEP = 64 * _MIB
 _CPU_RANK, _GPU_RANK = 768 * _MIB, 4 * _GIB
 _CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
 _WEIGHT = 4
-"""Bytes of a float32 parameter."""
 _ADAPTERS_HELD = 4
 """An engine stores this multiple of its concurrent adapters."""
 
@@ -155,7 +154,6 @@ class TrainerPod:
 
     @property
     def _load(self) -> int:
-        """Bytes of the largest tensor."""
         return self.model.vocabulary * self.model.hidden * _WEIGHT
 
     @property
@@ -253,7 +251,6 @@ def _examples(path: Path, settings: GatewaySettings) -> Iterator[tuple[str, Work
 
 
 def main() -> int:
-    """Answer the command line, which sends a model's path."""
     asked = json.loads(sys.stdin.buffer.read())
     try:
         answer: dict[str, object] = {"rows": table(Path(asked["model"]), GatewaySettings())}

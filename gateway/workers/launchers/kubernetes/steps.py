@@ -74,7 +74,6 @@ class Steps:
             self._under_way[key] = task
 
     def put_off(self, key: Key, seconds: float) -> None:
-        """Allow no such step for `seconds`."""
         self._not_before[key] = asyncio.get_running_loop().time() + seconds
 
     def forget_past(self) -> None:

@@ -20,7 +20,6 @@ from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import KubernetesSettings
 
 Object: TypeAlias = dict[str, Any]
-"""A Kubernetes object, or a part of one, as JSON."""
 
 KINDS: tuple[WorkerKind, ...] = ("trainer", "sampler")
 _NAMED = ("containers", "initContainers", "volumes", "env", "resourceClaims", "claims")
@@ -167,7 +166,6 @@ def _mapping(value: object, path: str, template: Template) -> Object:
 
 
 def _fields(type_: str) -> dict[str, str] | None:
-    """Return a model's fields with their types, None for no model."""
     from kubernetes.aio.client import models  # slow
 
     model = getattr(models, type_, None)

@@ -42,12 +42,10 @@ class Turns:
         return ""
 
     def note(self, pod: str, claims: Sequence[str]) -> None:
-        """Note an unscheduled pod on its claims."""
         for claim in claims:
             self._pods[claim].setdefault(pod, asyncio.get_running_loop().time())
 
     def give(self, pod: str) -> None:
-        """Note that a pod is scheduled or given up."""
         for claim in [each for each, pods in self._pods.items() if pod in pods]:
             del self._pods[claim][pod]
             if not self._pods[claim]:
@@ -65,7 +63,6 @@ class Turns:
         return "" if first == worker_id else first
 
     def give_of_pool(self, worker_id: str, pool: str) -> None:
-        """Note that all pods of a worker are scheduled or given up."""
         workers = self._workers.get(pool, {})
         if worker_id not in workers:
             return

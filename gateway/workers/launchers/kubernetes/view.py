@@ -69,7 +69,6 @@ class View(Generic[Kind]):
         self._log = get_log(resource=resource.plural)
 
     def of(self, worker_id: str) -> list[Kind]:
-        """Return a worker's objects."""
         return list(self._indexed.get(worker_id, {}).values())
 
     def note(self, made: Object) -> None:
@@ -90,7 +89,6 @@ class View(Generic[Kind]):
             self._noted.add(judged.name)
 
     async def follow(self) -> None:
-        """Follow the cluster forever."""
         while True:
             try:
                 await self._follow_once()

@@ -57,7 +57,6 @@ class PodWorker:
     running: asyncio.Future[WorkerHandle]
     lost: asyncio.Future[None]
     since: float
-    """The start of its stage."""
     stage: Stage = "making"
     says: str = ""
     started_at: float = 0.0
@@ -107,7 +106,6 @@ class PodWorker:
         return self._advance(states, claims, deadlines, now)
 
     def warn(self, told: str) -> None:
-        """Note the warning in its pods' events, or ""."""
         if told and not self._warning:
             self._warned_at = asyncio.get_running_loop().time()
         self._warning = told
@@ -118,7 +116,6 @@ class PodWorker:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether all its pods have nodes."""
         return all(name in self.seen and self.seen[name].scheduled for name in self.pods)
 
     def prepares_for(self) -> float:
