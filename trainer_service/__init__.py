@@ -4,10 +4,9 @@
 others. Each folder imports only folders below it:
 
 - `service`: gRPC, the order of operations, the other ranks' processes.
-- `checkpoints`: publishing weight versions, saving and loading training state.
+- `checkpoints`: weight versions and training state on disk.
 - `compute`: ranks that compute a batch together.
 - `backends`: loading, sharding and differentiating a model.
-- `optimizers`, `lora`, `batches`: update rules, adapters, and client messages as checked
-  micro-batches.
-- `models`, `losses`: Hugging Face models and files, pure loss functions.
+- `optimizers`, `lora`, `batches`: update rules, adapters, checked micro-batches.
+- `models`, `losses`: Hugging Face models, pure loss functions.
 """

@@ -1,11 +1,7 @@
-"""`python -m trainer_service`: rank 0 of a trainer.
+"""`python -m trainer_service`: rank 0 of a trainer. On several nodes, the others run `node.py`.
 
-A launcher starts it (`tandem.protocol.worker`). With several nodes it runs on node 0, and the other
-nodes run `node.py`.
-
-torch and transformers are imported in the engine thread, after the address is reported. If there
-are other ranks on this node, the import comes first, because they are forked from the loaded
-process.
+torch and transformers are imported after the address is reported, in the engine thread. Ranks
+forked on this node need the imports first.
 """
 
 from __future__ import annotations
@@ -51,7 +47,6 @@ def main() -> None:
 
 
 def serve(spec: WorkerSpec, link: LauncherLink) -> NoReturn:
-    """Run the worker of a specification, then end the process."""
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
@@ -78,9 +73,7 @@ class _Worker:
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
     def start_ranks(self) -> tuple[Topology, PeerRanks]:
-        """Start this node's other ranks. Return them with the layout of all ranks. Raises
-        `WorkerStartFailed`.
-        """
+        """Start this node's other ranks. Raises `WorkerStartFailed`."""
         topology = topology_of(self._spec, node=0)
         devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
         ranks = PeerRanks(self._spec, topology, devices=devices, on_death=self._break)

@@ -1,14 +1,13 @@
 """`python -m trainer_service.node --spec-file FILE`: a trainer's node other than node 0.
 
-It starts its ranks, joins node 0 and follows it until the worker ends. It exits with status 0, or
-with 1 if the worker failed. The reason is in its log and in `--report-file`, if given. All nodes
-get an equal `WorkerSpec` as FILE. Node 0 runs `python -m trainer_service --spec-file FILE`.
+It starts its ranks, joins node 0 and follows it until the worker ends. After a failure its status
+is 1, and the reason is in its log and in `--report-file`. FILE is the `WorkerSpec` of all nodes.
 
 A launcher of several nodes sets:
 - In the specification: `nodes`, the number of all ranks as `trainer.ranks`, node 0's HOST:PORT as
   `rendezvous`, and the devices of all ranks, if any, in the nodes' order. HOST must resolve as soon
-  as node 0 runs, even before it is ready. On Kubernetes, a headless Service with
-  `publishNotReadyAddresses` does that.
+  as node 0 runs, even before it is ready (on Kubernetes, a headless Service with
+  `publishNotReadyAddresses`).
 - In the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, ….
 - Between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
   that the kernel chooses. The models and the data directory have one path on all nodes.
@@ -32,7 +31,7 @@ from trainer_service.service.rank_processes import devices_of_ranks
 
 
 class _Stopped(Exception):
-    """Raised by SIGTERM and SIGINT."""
+    pass
 
 
 def main() -> None:
@@ -53,7 +52,6 @@ def main() -> None:
 
 
 def _follow(spec: WorkerSpec, topology: Topology) -> None:
-    """Raise `TandemError` if the worker fails."""
     devices = devices_of_ranks(spec.devices, ranks=topology.ranks)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

@@ -1,4 +1,4 @@
-"""One fixed order of additions for GPU kernels whose order otherwise varies."""
+"""A mode for GPU kernels in which equal inputs give equal bits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Make torch's GPU kernels return equal bits each time, while the block runs.
+    """Make torch's GPU kernels add in a fixed order within the block.
 
-    Use it for single calls, because other operators get slower or raise in this mode. Use it only
-    on a GPU, with one computing thread, because the mode is global to the process. `warn_only`
-    would only warn. Filling new memory is off because it costs time. torch's public function would
-    also change its compiler.
+    Use it on a GPU, for single calls, in one computing thread: other operators get slower or raise,
+    and the mode is global to the process. torch's public function would also change its compiler.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -53,9 +53,8 @@ class Capability(enum.StrEnum):
 
 @dataclass(frozen=True)
 class LiveState:
-    """The tensors that live between operations, in the order in which they leave the device.
-
-    For sharded tensors, they are this rank's shards.
+    """The tensors (or this rank's shards) that live between operations, in their order of leaving
+    the device.
     """
 
     optimizer: Sequence[Tensor]
@@ -82,7 +81,7 @@ class Export:
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all. `device` is "cpu" or "cuda". On "cuda" its GPU is the current one."""
+    """`device` is "cpu" or "cuda". On "cuda" this rank's GPU is the current one."""
 
     rank: int
     size: int
@@ -96,9 +95,8 @@ class TrainerBackend(ABC):
 
     **Class.** The constructor loads a model for one rank. There are `world.size` processes. If
     there are several, they already form a torch process group. All ranks call each method in the
-    same order, one at a time, so a method may use collectives unless its docstring says otherwise.
-    Other parts validate requests, divide batches, gather results, apply operations once, and write
-    and commit files.
+    same order, one at a time, so a method may use collectives. Other parts validate requests,
+    divide batches, gather results, apply operations once, and write and commit files.
 
     **Required.** A constructor that sets the attributes below, and these methods:
 
@@ -118,22 +116,20 @@ class TrainerBackend(ABC):
         forward_backward   the whole loop: a pipeline, one fused call
 
     **Optional.** `capabilities` names further abilities. Their methods otherwise raise
-    `UnsupportedByBackend`. A class declares them, and an instance may remove some after loading its
-    model (`self.capabilities -= {Capability.SLEEP}`).
+    `UnsupportedByBackend`. An instance may remove some after loading its model (`self.capabilities
+    -= {Capability.SLEEP}`).
 
     **Guarantees.** A loss is a sum over datums, so gradients are summed over ranks, never averaged:
     N ranks must compute what one computes. Equal operations give equal bits. A rank without datums
     still takes part in its collectives.
 
-    **Registration.** `BACKEND = ThatClass` in a module `NAME` of this folder. An external package
-    uses an entry point of the group `tandem.trainer_backends` (example:
-    `tests/support/plain_backend`, 80 lines). A run names its backend in `tandem.backend` of its
-    `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
+    **Registration.** `BACKEND = ThatClass` in a module of this folder, or an entry point of the
+    group `tandem.trainer_backends` (example: `tests/support/plain_backend`, 80 lines). A run names
+    its backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
     """
 
     capabilities: frozenset[Capability] = frozenset()
     facts: ModelFacts
-    """Facts of the model, for clients and for validating requests."""
     training: TrainingSpec
     dtype: str
     """The type of the computation and of published weights: "float32" or "bfloat16"."""
@@ -167,9 +163,8 @@ class TrainerBackend(ABC):
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
         """Compute this rank's share of a batch, and add the gradients of its loss to the held ones.
 
-        A `forward_only` batch adds none. `share` lists the datums of each micro-batch, and every
-        rank has equally many micro-batches. `done` is called with the tokens of each. Raises
-        `MicroBatchTooLarge` if memory runs out.
+        A `forward_only` batch adds none. `share` lists the datums of each micro-batch, equally many
+        on every rank. `done` is called with the tokens of each. Raises `MicroBatchTooLarge`.
         """
         return compute_share(self, batch, share, keep=self.backward, done=done)
 
@@ -227,8 +222,7 @@ class TrainerBackend(ABC):
     def undo(self, mark: Mark) -> bool:
         """Forget the computation since the mark, and free its memory.
 
-        Returns True if the held gradients are those of the mark, bit for bit. A gradient that was
-        added to is lost.
+        Returns True if the held gradients are those of the mark, bit for bit.
         """
         return False
 
@@ -237,9 +231,7 @@ class TrainerBackend(ABC):
         return
 
     def weights_changed(self) -> None:
-        """Called after each step and after a load into `parameters`, to refresh weights derived
-        from them.
-        """
+        """Refresh weights derived from `parameters`, after each step and each load."""
         return
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
@@ -253,14 +245,13 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
-        """The live tensors of a checkpoint, by name, possibly sharded.
-
-        They are all parameters and persistent buffers, or the adapter's parameters.
+        """The live tensors of a checkpoint, by name, possibly sharded: all parameters and
+        persistent buffers, or the adapter's parameters.
         """
 
     @abstractmethod
     def exports(self) -> Sequence[Export]:
-        """The tensors of the published whole model, equal on all ranks. A LoRA run publishes its
+        """The tensors of the published whole model, equal on all ranks. LoRA runs publish the
         adapter instead.
         """
 
@@ -268,22 +259,20 @@ class TrainerBackend(ABC):
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of these units, by name, in the order of `exports`.
 
-        All ranks iterate to the end. A tensor need only exist until the next one is requested, so
-        no rank holds the whole model.
+        All ranks iterate to the end. A tensor need only exist until the next one is requested.
         """
 
     # --- Capabilities ----------------------------------------------------------------------
 
     def live_state(self) -> LiveState:
-        """SLEEP: all tensors that must outlast the sleep: parameters (also frozen ones), buffers,
-        gradients and optimizer state. The call frees other device memory, such as gathered
-        parameters.
+        """SLEEP: parameters (also frozen ones), buffers, gradients and optimizer state. The call
+        frees other device memory, such as gathered parameters.
         """
         raise self.cannot(Capability.SLEEP)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
-        """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files. Empty on
-        other ranks.
+        """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files. Else
+        empty.
         """
         raise self.cannot(Capability.ADAPTERS)
 
@@ -304,12 +293,10 @@ class TrainerBackend(ABC):
 
     @classmethod
     def cannot(cls, what: Capability) -> UnsupportedByBackend:
-        """The error for a missing capability."""
         return UnsupportedByBackend(f"the trainer backend {cls.__name__} cannot {what}")
 
 
 def to_device(values: object, device: str) -> Tensor:
-    """A NumPy array as a tensor on a device."""
     return torch.from_numpy(values).to(device, non_blocking=True)
 
 
@@ -324,8 +311,7 @@ def add_gradients(held: Gradients, more: Gradients) -> Gradients:
 def backend_named(name: str) -> type[TrainerBackend]:
     """The backend of this package or of an installed one.
 
-    Raises `WorkerStartFailed`, which lists the known names, or the packages that all register this
-    name.
+    Raises `WorkerStartFailed` for an unknown name, or one that several packages register.
     """
     known = known_backends()
     if name not in known:

@@ -20,7 +20,7 @@ class CopiedWeights:
     `dtype`.
 
     Each gradient of a copy is added to its master's immediately, in float32. FSDP does so too, with
-    equal bits. The copies stay the same objects. They take the memory of one more model in `dtype`.
+    equal bits. The copies stay the same objects.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:

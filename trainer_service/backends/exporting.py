@@ -1,7 +1,4 @@
-"""The whole weights of a model for publishing, gathered a group at a time.
-
-They have the names and shapes of the model's own files.
-"""
+"""The whole weights of a model for publishing, as in its own files, gathered a group at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WholeWeights:
-    """The whole weights of a model, in `dtype`. Create it after the model is loaded and sharded."""
+    """Create it after the model is loaded and sharded."""
 
     def __init__(self, model: nn.Module, groups: ShardGroups, *, dtype: torch.dtype) -> None:
         self._model = model
@@ -66,7 +63,6 @@ class WholeWeights:
                     yield name, tensor.to(self._dtype)
 
     def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
-        """The parameters of a group by unit."""
         units: dict[str, list[str]] = {}
         for name in group:
             units.setdefault(self._unit(name), []).append(name)

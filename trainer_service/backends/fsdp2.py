@@ -87,15 +87,14 @@ class Fsdp2Backend(TrainerBackend):
     """Float32 master weights, sharded over ranks. Computes in `dtype`, reduces in float32.
 
     LoRA runs freeze the weights, keep them in `dtype`, and can share them. Each run has its own
-    backend object on the shared model, which computes with the active run's adapters. Adapters are
-    float32 and whole on every rank. The ranks sum their gradients themselves, once per step,
-    because adapters come and go while FSDP's set of sharded parameters is fixed.
+    backend object on the shared model. Adapters are float32 and whole on every rank. The ranks sum
+    their gradients themselves, once per step, because FSDP's set of sharded parameters is fixed
+    while adapters come and go.
 
-    A single rank shards nothing. Its model stays a plain module, which is faster for a small model
-    than a group of one rank. In bfloat16 it computes with copies of its float32 weights, made after
-    each step. If the copies do not fit into memory, FSDP casts a group at a time, with equal bits.
-    FSDP also handles states in bfloat16 with computation in float32, and a single rank's weights on
-    the host.
+    A single rank keeps a plain module, which is faster for a small model than a group of one rank.
+    In bfloat16 it computes with copies of its float32 weights, made after each step. If the copies
+    do not fit into memory, FSDP casts a group at a time, with equal bits. FSDP also handles states
+    in bfloat16 with computation in float32, and a single rank's weights on the host.
     """
 
     capabilities = frozenset(Capability)
@@ -247,9 +246,8 @@ class Fsdp2Backend(TrainerBackend):
 
     @property
     def _compile_threads(self) -> int:
-        """The number of kernels compiled at once.
-
-        Each torch compile thread is a process, which would take cores from a computing CPU.
+        """The number of kernels compiled at once. Each compile thread is a process and takes a
+        core.
         """
         if self._world.device == "cpu":
             return 1
@@ -323,9 +321,7 @@ class Fsdp2Backend(TrainerBackend):
 
     @property
     def _shape(self) -> str:
-        """The part of the specification that compiled code depends on, for runs that share the
-        model.
-        """
+        """The part of the specification that compiled code depends on."""
         lora = self.training.lora
         return "" if lora is None else lora.model_dump_json(exclude={"seed"})
 
@@ -345,8 +341,7 @@ class Fsdp2Backend(TrainerBackend):
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
         """Sum gradients over replicas only with the last micro-batch.
 
-        The ranks of one replica do so too, unless memory is short: until then each holds gradients
-        of the whole model.
+        The ranks of one replica do so too if each has memory for gradients of the whole model.
         """
         if not self._reduces_once and self.training.layout.replicas == 1:
             return super().forward_backward(batch, share, done=done)
@@ -411,9 +406,7 @@ class Fsdp2Backend(TrainerBackend):
         ]
 
     def undo(self, mark: Mark) -> bool:
-        """A write into a tensor raises its version. Gradients that the backward pass did not reach
-        are intact.
-        """
+        """Each write into a tensor raises its version. A gradient of unchanged version is intact."""
         self._groups.forget_backward()
         intact = True
         for parameter, gradient, version in mark:

@@ -55,9 +55,7 @@ class MicroBatchBackend(Protocol):
 
 @dataclass(frozen=True)
 class ShareResult:
-    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs in
-    plan order.
-    """
+    """One share: the loss and its sums [1 + s], its maxima [m], and logprobs in plan order."""
 
     sums: NDArray[np.float64]
     maxima: NDArray[np.float64]
@@ -67,10 +65,7 @@ class ShareResult:
 def compute_share(
     backend: MicroBatchBackend, batch: Batch, share: RankPlan, *, keep: Keep, done: Done
 ) -> ShareResult:
-    """Compute the micro-batches of one share, and call `keep` with each one's loss.
-
-    Raises `MicroBatchTooLarge`.
-    """
+    """Compute one share, with `keep` for each micro-batch. Raises `MicroBatchTooLarge`."""
     loss = batch.loss
     chosen: list[Tensor] = []
     sums: list[Tensor] = []
@@ -123,7 +118,6 @@ def _join_collectives(backend: MicroBatchBackend, batch: Batch, keep: Keep) -> N
 def _compute(
     backend: MicroBatchBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
 ) -> tuple[Tensor, LossResult]:
-    """Return the logprobs and the result of the loss."""
     micro_batch = make_micro_batch(batch, datums, packed=backend.packs)
     loss, settings = batch.loss, batch.settings
     inputs = backend.inputs(micro_batch)

@@ -1,7 +1,4 @@
-"""Plans the memory of an FSDP2 backend.
-
-It applies the formula of `tandem/backends/memory.py` to the shapes of a model without memory.
-"""
+"""Plans the memory of an FSDP2 backend by the formula of `tandem/backends/memory.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def memory_of(
     world: World,
     at_once: int = 1,
 ) -> TrainerMemory:
-    """The memory of a rank that trains the model of a directory. Raises `UnsuitableLora`."""
+    """The memory of a rank that trains the model at `path`. Raises `UnsuitableLora`."""
     model = empty_model(path)
     outer = {name.rpartition(".")[0] for name in outer_parameters(model)}
     adapters: dict[str, tuple[int, ...]] = {}
@@ -81,7 +78,7 @@ def memory_of(
 
 
 def _moments(trained: _Shapes, training: TrainingSpec, *, outer: set[str]) -> int:
-    """The number of moment values: two for each trained number, one in a matrix of dimuon.
+    """Count moments: two for each trained number, or one in a matrix of dimuon.
 
     Dimuon trains embeddings and head, the `outer` layers, with AdamW.
     """

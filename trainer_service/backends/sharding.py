@@ -64,7 +64,6 @@ class RankMesh:
             self.data = mesh[tuple(names[:-1])]
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of its collectives."""
         meshes = [self.data] if self.tensor is None else [self.data, self.tensor]
         return [group for mesh in meshes for group in mesh.get_all_groups()]
 
@@ -76,7 +75,6 @@ class RankMesh:
 
 
 def _meet_nobody(device: str, *, timeout: timedelta) -> None:
-    """Make the process group of a single rank."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -92,10 +90,9 @@ class ShardGroups:
     """The parameters of a model in groups that FSDP gathers at once.
 
     There is one group for each entry of `blocks`, and a last one, the root, with all other
-    parameters. `names` are the parameter names by group. A tied weight appears once.
-
-    Create it before anything replaces the model's modules, so that parameters keep their names.
-    Without a call of `shard` nothing is sharded or gathered.
+    parameters. `names` are the parameter names by group. Create it before anything replaces the
+    model's modules, so that parameters keep their names. Without a call of `shard` nothing is
+    sharded or gathered.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -116,8 +113,7 @@ class ShardGroups:
         """Shard the parameters over the ranks of a mesh.
 
         They are gathered in `dtype` (None: their own), and their gradients are summed in float32.
-        `on_host` keeps both in host memory, pinned beside a GPU, and moves them to the device by
-        group.
+        `on_host` keeps both in host memory, pinned beside a GPU.
         """
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy()
@@ -161,16 +157,14 @@ class ShardGroups:
                 module.reshard()
 
     def reshard(self) -> None:
-        """Free gathered parameters: the root's after a forward pass without gradients or a failed
-        loss.
-        """
+        """Free parameters still gathered, by a forward pass without gradients or a failed loss."""
         for module in self._modules():
             module.reshard()
 
     def reduce_with_next_backward(self, *, in_replica: bool, between_replicas: bool) -> None:
         """Choose the reductions of the next backward pass: within a replica, then between replicas.
 
-        A reduction includes the gradients held back before. Without it, gradients are held back.
+        Without a reduction, gradients are held back for a later one.
         """
         for module in self._modules():
             module.set_requires_gradient_sync(in_replica)

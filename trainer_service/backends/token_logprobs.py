@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs:
-    """The logprobs of tokens, for all runs that share the model. It computes with the `active`
-    adapters.
+    """The logprobs of tokens, for all runs that share the model and its `active` adapters.
 
     `apart`: the model can end at its hidden states. Logits are then made in chunks of at most
     `logits_bytes`, else whole. `compiled`: the blocks are compiled and take no row of a single
@@ -71,9 +70,7 @@ class TokenLogprobs:
     def with_gradients(
         self, micro_batch: MicroBatch, objective: Objective
     ) -> tuple[Tensor, LossResult]:
-        """As `TrainerBackend.loss_of` for a loss by entry. The gradients are made with the log
-        probabilities.
-        """
+        """As `TrainerBackend.loss_of` for a loss by entry, whose gradients are made at once."""
 
         def gradient_of(logprobs: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -91,9 +88,9 @@ class TokenLogprobs:
         return logprobs, replace(result, loss=result.loss + carrier)
 
     def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
-        """The hidden states [rows, hidden] of all tokens.
+        """The hidden states [rows, hidden] of all tokens, without an attention mask.
 
-        There is no attention mask: in a causal model real tokens never see padding on the right.
+        In a causal model real tokens never see padding on the right.
         """
         single = self._compiled and micro_batch.tokens.shape[1] == 1
         if single:

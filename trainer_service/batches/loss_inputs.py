@@ -44,12 +44,10 @@ def item_bytes(dtype: int) -> int:
 
 
 def read_integers(data: bytes, dtype: int) -> Int64Array:
-    """Decode little-endian integers of a wire type as int64."""
     return np.frombuffer(data, _NUMPY_TYPES[dtype]).astype(np.int64, copy=False)
 
 
 def read_floats(data: bytes, dtype: int) -> Float32Array:
-    """Decode little-endian floats of a wire type as float32."""
     values = np.frombuffer(data, _NUMPY_TYPES[dtype])
     if dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
@@ -57,20 +55,18 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
 
 
 MAX_DENSE_CELLS = 2**26
-"""Limit for all sparse tensors of a request together, empty cells included: half a GiB as int64.
-Without it, a few bytes could claim a shape of any size.
+"""Limit for all sparse tensors of a request together, empty cells included: half a GiB as int64. A
+few bytes could otherwise claim any shape.
 """
 
 
 class DenseBudget:
-    """The dense cells left for a request's sparse tensors."""
-
     def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
         self._cells = cells
         self._left = cells
 
     def take(self, cells: int, *, where: str) -> None:
-        """Take `cells` from the budget. Raises `LossInputShape` if fewer are left."""
+        """Raise `LossInputShape` if fewer than `cells` are left."""
         if cells > self._left:
             raise LossInputShape(
                 f"{where} has {cells} cells when its empty ones are filled in; the sparse tensors "
@@ -85,8 +81,8 @@ def densify(
 ) -> wire.Tensor:
     """Fill the empty cells of a sparse (CSR) [N, K] tensor with zeros, as the SDK does.
 
-    Raises `LossInputShape`, naming the tensor as `where`, if its shape is not `expected`, if its
-    three arrays do not describe such a matrix, or if it exceeds the `budget`.
+    Raises `LossInputShape`, naming the tensor as `where`, for another shape than `expected`,
+    malformed arrays, or an exceeded `budget`.
     """
     csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
     if len(shape) != 2 or not size:
@@ -274,7 +270,7 @@ def read_array(
 
 
 def _check_extent(tensor: wire.Tensor, *, where: str) -> None:
-    """Bound the shape of an empty tensor, which has no bytes to bound.
+    """Bound the shape of an empty tensor.
 
     numpy and torch raise for an extent beyond int64. A sum along the empty dimension makes a tensor
     of the other dimensions.
@@ -328,7 +324,6 @@ def type_name(dtype: int) -> str:
 
 
 def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSettings:
-    """Return every setting of the loss, given or default. Raises `UnknownLossSetting`."""
     declared = {setting.name: setting for setting in loss.settings}
     values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
     for name, value in _given_settings(message).items():

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from trainer_service.batches.micro_batches import MicroBatchPlan, RankPlan
 
 _SENTENCES = ("DefaultCPUAllocator: can't allocate", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Messages of RuntimeErrors for lack of memory: torch's on a CPU, and those of GPU libraries."""
+"""RuntimeErrors for lack of memory: torch's on a CPU, and those of GPU libraries."""
 
 
 class MicroBatchTooLarge(Exception):
     """A micro-batch of `tokens`, padding included, ran out of memory while the device had `free`
     bytes.
 
-    If `RankTrainer.forward_backward` raises it, gradients are lost or other ranks hang in a
-    collective. The process group is unusable then.
+    If `RankTrainer.forward_backward` raises it, the process group is unusable: gradients are lost
+    or other ranks hang in a collective.
     """
 
     def __init__(self, tokens: int, reason: str, *, free: int = 0) -> None:
@@ -30,15 +30,14 @@ class MicroBatchTooLarge(Exception):
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """True if an error says that memory could not be allocated, on a GPU or in this process."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _SENTENCES)
 
 
 def free_on(device: str) -> int:
-    """The free bytes of a rank's GPU, for all processes. 0 on a CPU, where the system ends a
-    process rather than refuse it memory.
+    """The free bytes of a rank's GPU. 0 on a CPU, where the system ends a process rather than
+    refuse it memory.
     """
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
@@ -50,5 +49,4 @@ def tokens_of(part: MicroBatchPlan, lengths: Sequence[int], *, packed: bool) -> 
 
 
 def largest(plan: Sequence[RankPlan], lengths: Sequence[int], *, packed: bool) -> int:
-    """The tokens of the largest micro-batch of a plan."""
     return max(tokens_of(part, lengths, packed=packed) for share in plan for part in share)

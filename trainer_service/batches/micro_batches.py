@@ -43,9 +43,9 @@ def plan_batch(
 
     `group` consecutive datums (2 for pairs) stay together and in order. Groups go to ranks longest
     first, each to the rank with the fewest tokens so far. A rank's groups are sorted by their
-    longest datum and cut into micro-batches of at most `micro_batch_tokens` tokens. A longer group
-    is a micro-batch by itself. Padding counts unless `packed`. All ranks get equally many
-    micro-batches, because collectives must match. The empty ones are `()`.
+    longest datum and cut into micro-batches of at most `micro_batch_tokens` tokens, or of one
+    longer group. Padding counts unless `packed`. All ranks get equally many micro-batches, because
+    collectives must match. The empty ones are `()`.
 
     Literal example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`.
     """
@@ -123,9 +123,7 @@ class MicroBatch:
 
 
 def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
-    """Make the micro-batch of `datums`. Padding is token 0 on the right, unseen by real tokens of a
-    causal model.
-    """
+    """Padding is token 0 on the right, unseen by real tokens of a causal model."""
     chosen = np.array(datums, np.int64)
     lengths, widths = batch.lengths[chosen], batch.widths[chosen]
     rows, longest, widest = len(chosen), int(lengths.max()), int(widths.max())
@@ -174,7 +172,7 @@ STAND_IN_TOKENS = 2
 
 
 def stand_in(*, packed: bool) -> MicroBatch:
-    """A small micro-batch for a rank without datums, so that its collectives match the others'."""
+    """A small micro-batch for a rank without datums, so that its collectives match."""
     tokens = np.zeros((1, STAND_IN_TOKENS), np.int64)
     return MicroBatch(
         tokens=tokens,
@@ -194,8 +192,8 @@ _COMPILED_TOKENS = 251
 def micro_batches_to_compile(
     *, packed: bool, vocabulary: int, max_length: int
 ) -> Iterator[MicroBatch]:
-    """One micro-batch of each kind that a compiler distinguishes: with one row and, unless
-    `packed`, several.
+    """One micro-batch of each kind that a compiler distinguishes: one row and, unless `packed`,
+    several.
     """
     tokens = min(_COMPILED_TOKENS, max_length or _COMPILED_TOKENS)
     for rows in (1,) if packed else (1, 2):
@@ -212,7 +210,7 @@ def micro_batches_to_compile(
 
 
 def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
-    """Lengthen rows of a single token, a size that a compiler takes for a constant, to two tokens.
+    """Lengthen rows of one token, a size that a compiler takes for a constant.
 
     The second token is padding, or a sequence of its own if packed.
     """
@@ -227,7 +225,6 @@ def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
 def layout_of(
     batch: Batch, micro_batch: MicroBatch, datums: Sequence[int], *, device: torch.device
 ) -> DatumLayout:
-    """The layout for a loss on the micro-batch of `datums`, on `device`."""
     chosen = np.array(datums, np.int64)
     sizes = batch.sizes[chosen]
     datum = torch.from_numpy(np.repeat(np.arange(len(chosen)), sizes)).to(device)

@@ -76,7 +76,7 @@ class Batch:
 
 
 def parse(payload: bytes) -> wire.ForwardBackwardRequest:
-    """Parse the client's message. Raises `MalformedPayload`."""
+    """Raises `MalformedPayload`."""
     message = wire.ForwardBackwardRequest()
     try:
         message.ParseFromString(payload)
@@ -88,9 +88,8 @@ def parse(payload: bytes) -> wire.ForwardBackwardRequest:
 
 
 def is_forward(payload: bytes) -> bool:
-    """True for the payload of a forward pass, which leaves no gradients.
-
-    It parses as the gateway does, so it also works if the rest is malformed.
+    """True for a forward pass, which leaves no gradients, even if the rest of the payload is
+    malformed.
     """
     try:
         return wire.ForwardBackwardRouting.FromString(payload).forward_only
@@ -100,9 +99,7 @@ def is_forward(payload: bytes) -> bool:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The model's limits: token ids below `vocabulary`, sequences of at most `max_length` tokens
-    (0: any).
-    """
+    """Token ids are below `vocabulary`, sequences have at most `max_length` tokens (0: any)."""
 
     vocabulary: int
     max_length: int
@@ -111,10 +108,7 @@ class BatchLimits:
 def validate(
     message: wire.ForwardBackwardRequest, *, limits: BatchLimits, definition: bytes = b""
 ) -> Batch:
-    """Return a checked batch, or raise the most fitting `UserError`.
-
-    `definition` is that of `find_loss`.
-    """
+    """Return a checked batch, or raise a `UserError`. `definition`: see `find_loss`."""
     loss = find_loss(message.loss_fn, definition=definition)
     settings = read_settings(message, loss)
     if not message.data:
@@ -306,10 +300,8 @@ def read_sequences(
 ) -> Int64Array | None:
     """Number the sampled sequences of a batch, per target entry. Prompt entries get -1.
 
-    A datum without spans is one sequence. Returns None if no datum has spans. Spans of one datum
-    with one sequence id share a number. Two datums never share one.
-
-    Raises `LossInputShape` for spans that do not cover their datum exactly.
+    A datum without spans is one sequence. Returns None if no datum has spans. Two datums never
+    share a number. Raises `LossInputShape` for spans that do not cover their datum exactly.
     """
     if not any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data):
         return None

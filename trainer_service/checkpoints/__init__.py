@@ -1,11 +1,10 @@
 """The trainer's files on the shared filesystem.
 
-- `publish.py` writes weight versions, which samplers serve. `deltas.py` writes only their changes.
+- `publish.py` writes weight versions, or only their changes (`deltas.py`).
 - `handoff.py` hands a version's weights to a sampler in memory.
-- `snapshots.py` takes the snapshots that restore a crashed trainer. `staging.py` copies the state
-  for them.
-- `training_state.py` saves and loads checkpoints: weights, optimizer state and counters.
-  `shards.py` defines the format of their files and trusts none that it reads.
+- `snapshots.py` takes the snapshots that restore a crashed trainer, from a copy (`staging.py`).
+- `training_state.py` saves and loads checkpoints. `shards.py` defines the format of their files and
+  trusts none that it reads.
 - `storage.py` explains failed writes and makes all ranks agree on them.
 
 Versions and checkpoints are written into a partial directory, which gets its name by one rename.

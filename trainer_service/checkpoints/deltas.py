@@ -1,9 +1,8 @@
-"""Files of a version written as differences from another version's files, in the format of
-`tandem.weights.delta`.
+"""Files of a version written as differences from another version's files (`tandem.weights.delta`).
 
-Nothing is exported twice. A tensor is compared, piece by piece, with the bytes at its place in the
-other version's file. A piece with too many differences is written whole. So a patch is never larger
-than its file, except for the headers of its pieces.
+A tensor is compared, piece by piece, with the bytes at its place in the other version's file. A
+piece with too many differences is written whole. So a patch is never larger than its file, except
+for the headers of its pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trainer_service.checkpoints.storage import ByteCount, HashedFile
 def find_base(path: Path, delta_of: str) -> Path | None:
     """Return the folder of the whole version that the new one at `path` may be a delta of.
 
-    Returns None if that folder does not match its manifest. Then all files are written whole.
+    Returns None if that folder does not match its manifest.
     """
     if not delta_of:
         return None
@@ -42,7 +41,7 @@ def find_base(path: Path, delta_of: str) -> Path | None:
 
 
 def has_header(file: Path, header: bytes) -> bool:
-    """True if a safetensors file has the tensors of this header, in the same places."""
+    """True if a safetensors file has this header."""
     try:
         with file.open("rb") as stream:
             return stream.read(len(header)) == header
@@ -90,15 +89,14 @@ class PatchedFile:
         return whole.size
 
     def _take(self, new: Bytes, change: list[memoryview]) -> None:
-        """Take the next piece, with its change."""
         for part in change:
             self._patch.write(part)
         self._checksum.update(new.data)
         self._place += new.size
 
     def _compare(self, new: Bytes, start: int) -> list[memoryview]:
-        """Return the change of a piece. Each thread reuses its read buffer, because new memory must
-        be cleared first.
+        """Return the change of a piece. Each thread reuses its buffer, because new memory must be
+        cleared first.
         """
         if not hasattr(self._old, "piece"):
             self._old.piece = np.empty(PIECE_BYTES, np.uint8)

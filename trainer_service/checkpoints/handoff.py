@@ -1,7 +1,6 @@
 """Keeps a version's weights in memory, too, for a sampler on the same device to copy.
 
-The files remain the version. The copy saves the sampler from reading them. If it is impossible,
-usually for lack of memory, the log says why, and the sampler reads the files. The sampler compares
+If there is no room, the log says why, and the sampler reads the files. The sampler compares
 checksums taken here, of the tensors in the files, with those of its loaded weights.
 """
 
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT_SECONDS = 900.0
-"""An unreleased copy is freed after this time, for example if its gateway was killed. A later
-sampler reads the files.
-"""
+"""An unreleased copy is freed after this time. A later sampler reads the files."""
 _ALIGNMENT = 512
 """Of each tensor, in bytes."""
 
@@ -37,7 +34,7 @@ _ALIGNMENT = 512
 def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy | None:
     """Return memory for a copy of the next version, or None if there is no room.
 
-    The memory plan's needs and the `held` bytes of unreleased earlier copies are left free.
+    The memory plan's needs and the `held` bytes of unreleased earlier copies stay free.
     """
     size = sum(_aligned(export.bytes) for export in backend.exports())
     reason = ""
@@ -53,8 +50,6 @@ def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy 
 
 
 class KeptCopy:
-    """The copy of the version `name`, of `size` bytes."""
-
     def __init__(self, name: str, size: int, backend: TrainerBackend) -> None:
         self._message = common_pb2.Handoff(name=name, bytes=size, dtype=backend.dtype)
         self._dtype = getattr(torch, backend.dtype)
@@ -94,8 +89,7 @@ class KeptCopy:
         self._end += _aligned(tensor.nbytes)
 
     def offer(self, *, on_deadline: Callable[[], None]) -> common_pb2.Handoff | None:
-        """Let another process open the memory, and return its location, or None if tensors are
-        missing.
+        """Let another process open the memory. Return its location, or None if tensors are missing.
 
         `on_deadline` is called from a thread unless the copy is closed before its deadline.
         """
@@ -150,10 +144,9 @@ class _OnHost:
 
 
 class _OnGpu:
-    """A torch storage. A file in /dev/shm counts its reader: one other process, from the sharing
-    on.
+    """A torch storage, freed when it is closed or its reader has finished.
 
-    It is freed when nobody has it open, or when it is closed.
+    A file in /dev/shm counts its reader: one other process, from the sharing on.
     """
 
     outlives_close = False
@@ -196,7 +189,6 @@ def _aligned(size: int) -> int:
 
 
 def _room(backend: TrainerBackend, held: int) -> int:
-    """Return the bytes of the device that a copy may take."""
     room: int
     if backend.device == "cuda":
         kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
 """Publishes the current weights as a weight version (see `tandem/weights`).
 
-A version is the whole model, the changes of the whole model since another version (`deltas`), or a
-LoRA run's adapter in PEFT's layout.
+A version is the whole model, its changes since another version (`deltas`), or a LoRA run's adapter
+in PEFT's layout.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ CANARY_TOKENS = 16
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """A version to publish: its `name`, final `path`, `parent` version, run, `step`, and the
-    request_id of the `operation`.
+    """A version to publish: its `name`, final `path`, `parent` version, `step`, and the
+    `operation`'s id.
 
     `delta_of` is the whole version that it may be a delta of, or "" for a whole version.
     """
@@ -101,8 +101,7 @@ def bytes_needed(backend: TrainerBackend) -> int:
 
 
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
-    """Check the free space and make the partial directory, on rank 0, before publishing is
-    announced.
+    """Check the free space and make the partial directory, on rank 0, before the announcement.
 
     Raises `StorageFull` or `PublishFailed`.
     """
@@ -127,9 +126,9 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
 
 
 def published_by(request: VersionRequest) -> Manifest | None:
-    """Return the version that this operation has already published, if any.
+    """Return the version that this operation published before its trainer died, if any.
 
-    Its trainer died before it could reply. Raises `StorageFull` or `PublishFailed`.
+    Raises `StorageFull` or `PublishFailed`.
     """
     try:
         manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
@@ -180,9 +179,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Exported:
-    """The still open files of weights that a rank has written, with their tensors, and the error,
-    if it `failed`.
-    """
+    """A rank's open files of weights, with their tensors, and the error, if it `failed`."""
 
     files: list[tuple[HashedFile | PatchedFile, list[Export]]]
     opened: ExitStack
@@ -195,8 +192,8 @@ def _export(
 ) -> _Exported:
     """Write the weights in this rank's files, if it has any.
 
-    Between two tensors a rank may make the others wait to gather the next one. So slow syncs are
-    left to the end, where all ranks wait without limit.
+    Between two tensors the other ranks wait to gather the next one, so slow syncs are left to the
+    end, where ranks wait without limit.
     """
     backend, control = trainer.backend, trainer.control
     base = None
@@ -257,7 +254,6 @@ def _make_durable(
 
 
 def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:
-    """Write a version's files other than weights."""
     backend, base = trainer.backend, trainer.base
     if not (lora := backend.training.lora):
         return copy_small_files(base.path, partial.path, dtype=backend.dtype)
@@ -288,7 +284,6 @@ def _new_file(
 
 
 def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[str, str | int]:
-    """The facts of a file for rank 0."""
     patch = file.patch_entry().model_dump_json() if isinstance(file, PatchedFile) else ""
     return {
         **file.entry().model_dump(),
@@ -301,9 +296,8 @@ def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[s
 def name_files(
     exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int
 ) -> list[dict[str, list[Export]]]:
-    """The files of each rank, by rank, with their tensors in the order of export.
-
-    Each file has as many tensors as fit `FILE_BYTES`, and transformers' name.
+    """The files of each rank, by rank, with as many tensors as fit `FILE_BYTES`, in the order of
+    export.
     """
     files: list[list[list[Export]]] = [[] for _ in range(ranks)]
     for export in exports:
@@ -343,7 +337,6 @@ def compute_canary(backend: TrainerBackend) -> Canary:
 
 
 def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
-    """The writer of the safetensors file with this name."""
     return TensorWriter(
         {
             export.name: StoredTensor(
@@ -364,10 +357,8 @@ def _write_tensors(
     exports: Sequence[Export],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Write one safetensors file.
-
-    The library would close it without checking for errors, and NFS reports failed writes at the
-    close.
+    """Write one safetensors file. The library ignores errors of close, where NFS reports failed
+    writes.
     """
     writer = _writer(file.name, exports)
     file.write(writer.header)
@@ -376,8 +367,8 @@ def _write_tensors(
 
 
 def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    """The bytes of the tensors, by name, in the file's order, wide types first. Tensors that come
-    early are kept until their turn.
+    """The bytes of the tensors in the file's order. Tensors that come early are kept until their
+    turn.
     """
     early: dict[str, Tensor] = {}
     for awaited in order:

@@ -7,8 +7,8 @@ file's header says everything: a shard's type, shape and place, and its part of 
 Literal example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
 part that starts at the origin has only the tensor's name.
 
-`read_layout` reads only headers and trusts nothing in them. Ranks exchange plans as pickles, but
-trust each other and use no file for that.
+`read_layout` reads only headers and trusts nothing in them. Ranks trust each other and exchange
+plans as pickles.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ Layout = Mapping[str, SavedTensor]
 def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
     """Read the tensors in these files of a checkpoint.
 
-    Raises `CheckpointDamaged` if a file is not a regular file of the folder, or holds anything but
-    complete tensors.
+    Raises `CheckpointDamaged` for a file outside the folder, or anything but complete tensors.
     """
     shards: defaultdict[str, list[Shard]] = defaultdict(list)
     try:
@@ -128,9 +127,7 @@ def _shard(place: StoredTensor) -> tuple[str, Shard]:
 
 
 def _whole(name: str, shards: Sequence[Shard]) -> SavedTensor:
-    """Return the tensor with these parts. They must be the cells of a grid, because ranks divide
-    each dimension once.
-    """
+    """Return the tensor with these parts, which must be the cells of a grid."""
     kinds = {(shard.place.dtype, len(shard.shape)) for shard in shards}
     if len(kinds) > 1:
         raise ValueError(f"the parts of {name[:100]!r} do not belong together")
@@ -152,10 +149,7 @@ def _whole(name: str, shards: Sequence[Shard]) -> SavedTensor:
 
 
 class ShardReader(StorageReader):  # type: ignore[misc]
-    """Reads the shards in `files` that a rank needs.
-
-    The ranks of `group` wait for each other during the reads.
-    """
+    """Reads the shards in `files` that a rank needs. The ranks of `group` wait for each other."""
 
     def __init__(
         self, folder: Path, *, files: Collection[str], group: dist.ProcessGroup | None = None
@@ -216,8 +210,6 @@ class ShardReader(StorageReader):  # type: ignore[misc]
     def _rows(self, stream: BinaryIO, shard: Shard, item: ReadItem) -> Tensor:
         """Read the part of a shard that an item needs, in pieces, so that a slow disk shows
         progress.
-
-        Unneeded rows are not read.
         """
         shape, start = list(shard.shape), shard.place.start
         if shape:
@@ -244,7 +236,6 @@ class ShardReader(StorageReader):  # type: ignore[misc]
 
 
 def _described(tensor: SavedTensor) -> TensorStorageMetadata:
-    """Describe a tensor to torch."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=tensor.dtype),
         size=torch.Size(tensor.shape),
@@ -264,7 +255,7 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 class _Results(list[WriteResult]):
-    """One rank's results for the first rank. torch needs a list of results, which nobody reads."""
+    """One rank's results for the first rank. torch requires a list, which nobody reads."""
 
     def __init__(self, files: list[FileEntry]) -> None:
         super().__init__()
@@ -274,8 +265,8 @@ class _Results(list[WriteResult]):
 class ShardWriter(StorageWriter):  # type: ignore[misc]
     """Writes a rank's shards into files of bounded size, and syncs them.
 
-    The ranks of `group` wait for each other during the writes. `files` lists all ranks' files, once
-    the first rank has finished the checkpoint.
+    The ranks of `group` wait for each other. After `finish`, `files` lists all ranks' files on the
+    first rank.
     """
 
     def __init__(self, folder: Path, *, group: dist.ProcessGroup | None) -> None:
@@ -342,9 +333,7 @@ class ShardWriter(StorageWriter):  # type: ignore[misc]
 
 
 def _divided(items: Sequence[WriteItem]) -> Iterator[dict[str, WriteItem]]:
-    """Yield the items of each file, by their names there. A rank may have no part of a tensor with
-    few rows.
-    """
+    """Yield the items of each file, by their names there. Empty parts are left out."""
     file: dict[str, WriteItem] = {}
     size = 0
     for item in items:

@@ -1,9 +1,8 @@
 """Snapshots of a training run, from which a crashed trainer is restored.
 
-A snapshot is taken right after an optimizer step, or between operations. It is the state after a
-step or a load, without later gradients. Each rank copies its part to host memory, which is the only
-pause, and a thread writes it while training continues. The files are those of a checkpoint
-(`training_state`).
+A snapshot is the state after a step or a load, without later gradients. Each rank copies its part
+to host memory, which is the only pause, and a thread writes it while training continues. The files
+are those of a checkpoint (`training_state`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ _NICENESS = 5
 
 
 def snapshot_thread() -> ThreadPoolExecutor:
-    """Return the thread in which a rank writes its snapshots."""
     return ThreadPoolExecutor(1, "snapshots", initializer=_yield_to_training)
 
 
@@ -51,8 +49,7 @@ class Snapshots:
     def prepare(self, path: str) -> str:
         """Make the folder of a snapshot, on rank 0, before its announcement. Return its path.
 
-        Returns "" if that fails, or if another snapshot is still being written: copies do not
-        queue.
+        Returns "" if that fails, or if another snapshot is still being written.
         """
         if not path or (self._path and not self._newest.done()):
             return ""
@@ -65,10 +62,7 @@ class Snapshots:
         return path
 
     def take(self, path: str, header: common_pb2.OperationHeader) -> None:
-        """Copy the state after the operation of `header`, and start writing it, if there is a path.
-
-        All ranks call it alike.
-        """
+        """Copy the state after the operation of `header`, and start writing it to `path`, if any."""
         if not path:
             return
         began, trainer = time.perf_counter(), self._trainer
@@ -87,7 +81,7 @@ class Snapshots:
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
 
     def free(self) -> None:
-        """Free host memory kept for the next snapshot, because the trainer goes to sleep."""
+        """Free host memory kept for the next snapshot, before the trainer sleeps."""
         self._staging.free()
 
     def abandon(self, path: str) -> None:
@@ -97,7 +91,7 @@ class Snapshots:
             self._fail(InternalError("the step was not applied"))
 
     def result(self, path: str) -> Future[trainer_pb2.AwaitSnapshotReply]:
-        """Return, on rank 0, the result of the snapshot that was requested last."""
+        """Return, on rank 0, the result of the last requested snapshot."""
         if path == self._path:
             return self._newest
         unknown: Future[trainer_pb2.AwaitSnapshotReply] = Future()
@@ -141,9 +135,7 @@ class Snapshots:
         written: Future[trainer_pb2.AwaitSnapshotReply],
         newest: Future[trainer_pb2.AwaitSnapshotReply],
     ) -> None:
-        """Resolve the result. An internal error is logged, and training continues without a
-        snapshot.
-        """
+        """Resolve the result. An internal error is logged, and training continues."""
         if (fault := written.exception()) is None:
             reply = written.result()
         else:

@@ -1,5 +1,3 @@
-"""A copy of a run's state in host memory, from which a snapshot is written."""
-
 from __future__ import annotations
 
 import weakref
@@ -22,10 +20,10 @@ _SMALL = 2**20
 
 
 class Staging:
-    """Copies the state of one run, while training pauses.
+    """Copies the state of one run to host memory, while training pauses.
 
     The memory of a copy from a GPU is pinned and reused, because new memory comes page by page.
-    `pin` pins a tensor. It is None for a CPU, where nothing is kept.
+    `pin` is None for a CPU, where nothing is kept.
     """
 
     def __init__(self, pin: Callable[[Tensor], None] | None) -> None:
@@ -35,9 +33,8 @@ class Staging:
         self._read: Copy | None = None
 
     def copy(self, state: Mapping[str, Tensor]) -> Copy:
-        """Return a copy of the state. Call `end` after it is written.
-
-        Until then, further copies get their own memory.
+        """Return a copy of the state. Call `end` after it is written. Until then, others get their
+        own memory.
         """
         if self._pin is None or self._read is not None:
             return _copied(state)
@@ -73,7 +70,6 @@ class Staging:
 
 
 def staging_of(device: str) -> Staging:
-    """Return the staging of a run on a kind of device."""
     return Staging(_pin if device == "cuda" else None)
 
 

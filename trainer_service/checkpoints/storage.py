@@ -1,5 +1,5 @@
 """Shared parts of publishing and checkpoints: free space, failed writes, hashed files, and ranks
-that wait for each other and agree on the result.
+that agree on the result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 FILE_BYTES = 4 * 2**30
-"""The most bytes of one file, unless a single tensor has more. A file is synced, copied and
-verified as a whole.
-"""
+"""The most bytes of one file, unless a single tensor has more."""
 STALLED_AFTER = 300.0
 """Seconds without progress on any rank, after which the disk counts as failed."""
 _BEAT = 1.0
@@ -51,7 +49,7 @@ def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
 
 
 def check_free_space(path: Path, *, what: str, needed: int) -> None:
-    """Raise `StorageFull` if `needed` bytes do not fit, before anything is written."""
+    """Raise `StorageFull` if `needed` bytes do not fit."""
     free = shutil.disk_usage(_existing(path)).free
     if free < needed:
         raise _full(what=what, needed=needed, free=f"{free} are free")
@@ -80,8 +78,7 @@ def agree(
 ) -> list[dict[str, str | int]]:
     """Run `write` on every rank. Rank 0 gets all results, other ranks their own.
 
-    A failed rank reports its error instead, so that all ranks stay in step. Rank 0 then raises the
-    first failed rank's error.
+    A failed rank reports its error instead, and rank 0 raises the first one.
     """
     mine: list[dict[str, str | int]] = []
     try:
@@ -106,21 +103,19 @@ def agree(
 
 
 class Counted(Protocol):
-    """Counts the bytes that this rank has written or read."""
-
     @property
     def bytes(self) -> int: ...
 
 
 class ByteCount:
-    """The bytes that this rank has written or read, for progress."""
+    """The bytes that this rank has written or read."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
 
 class HashedFile:
-    """A new file, hashed while it is written, so that nothing is read again for its checksum."""
+    """A new file, hashed while it is written."""
 
     def __init__(self, path: Path, *, progress: ByteCount) -> None:
         self.name = path.name
@@ -148,10 +143,7 @@ class HashedFile:
         return self._file.fileno()
 
     def sync(self) -> None:
-        """Make the content survive a power failure.
-
-        Syncing a newly opened file would not report this file's failed writes.
-        """
+        """Sync through this file, because a newly opened one would not report its failed writes."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -172,8 +164,8 @@ def together(
     """Return the result of `work` after all ranks of the group have finished theirs.
 
     Each rank works in a thread, and the ranks exchange their progress every second. So no
-    collective waits for a disk, however large the data, and a rank's death is noticed at once.
-    Without a group, this rank is the only one.
+    collective waits for a disk, and a rank's death is noticed at once. Without a group, this rank
+    is the only one.
 
     Raises the error of `work`, after the others have finished too. Raises `OSError` on every rank
     if none makes progress for `stalled_after` seconds. The thread may then still hang.
@@ -182,7 +174,6 @@ def together(
 
 
 def begin(work: Callable[[], Result]) -> Future[Result]:
-    """Start `work` in a thread."""
     future: Future[Result] = Future()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     threading.Thread(target=_carry_out, args=(future, work, gpu), name="disk", daemon=True).start()
@@ -215,7 +206,6 @@ def end_together(
 
 
 def _sum(group: dist.ProcessGroup | None, *numbers: int) -> list[int]:
-    """Return the sum of each number over the ranks."""
     if group is None:
         return [*numbers]
     total: Tensor = torch.tensor(numbers, dtype=torch.int64)

@@ -1,11 +1,9 @@
 """Checkpoints: weights, optimizer state and counters. `shards` defines the format of their files.
 
-A checkpoint can be loaded into another number of ranks. Like a weight version it is written into a
-partial directory, `checkpoint.json` with checksums last, and gets its name by one rename. A LoRA
-run's checkpoint holds only the adapter and identifies its base model by a fingerprint. There is no
-random number generator state, because training draws no random numbers.
-
-A snapshot, from which a crashed run is restored, has the same format. `snapshots` writes it.
+A checkpoint can be loaded into another number of ranks. It is written into a partial directory,
+`checkpoint.json` with checksums last, and gets its name by one rename. A LoRA run's checkpoint
+holds only the adapter and identifies its base model by a fingerprint. There is no random number
+generator state, because training draws no random numbers. Snapshots have the same format.
 """
 
 from __future__ import annotations
@@ -61,9 +59,9 @@ class CheckpointRecord(BaseModel):
     """`checkpoint.json`.
 
     `parameters` maps each name to its whole shape. `optimizer`: there is optimizer state, which is
-    missing before the first step. `base_model` and `base_fingerprint` identify the base model of a
-    LoRA run's adapter. `micro_batch_tokens` is the trainer's plan. A restored trainer keeps it,
-    because larger micro-batches may have run out of memory.
+    missing before the first step. `base_model` and `base_fingerprint` identify a LoRA run's base
+    model. A restored trainer keeps the plan `micro_batch_tokens`, because larger micro-batches may
+    have run out of memory.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -91,7 +89,7 @@ def partial_path(path: Path) -> Path:
 
 
 def prepare_save(path: Path, backend: TrainerBackend) -> None:
-    """Make the partial directory, on rank 0, before the save is announced.
+    """Make the partial directory, on rank 0, before the announcement.
 
     Raises `NameTaken`, `StorageFull` or `PublishFailed`.
     """
@@ -110,9 +108,9 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
 
 
 def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
-    """Return the checkpoint that this operation has already written, if any.
+    """Return the checkpoint that this operation wrote before its trainer died, if any.
 
-    Its trainer died before it could reply. Raises `StorageFull` or `PublishFailed`.
+    Raises `StorageFull` or `PublishFailed`.
     """
     path = Path(request.path)
     try:
@@ -208,9 +206,9 @@ def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) 
 def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRecord:
     """Verify a checkpoint before it is loaded.
 
-    Raises `CheckpointDamaged`. Raises `CheckpointMismatch` for another model, other trained layers,
-    or, if `optimizer`, another kind of optimizer. The headers are read before the files, so no file
-    has more bytes than the run's state needs.
+    Raises `CheckpointDamaged`, or `CheckpointMismatch` for another model, other trained layers, or,
+    if `optimizer`, another kind of optimizer. The headers are read first and bound the size of the
+    files.
     """
     try:
         record = _read_record(path)
@@ -228,9 +226,7 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
 
 
 def verify(path: Path, trainer: RankTrainer) -> None:
-    """Read this rank's share of the files. Rank 0 raises `CheckpointDamaged` if any rank finds a
-    damaged one.
-    """
+    """Read this rank's share of the files. Rank 0 raises `CheckpointDamaged` if any is damaged."""
     control, read = trainer.control, ByteCount()
 
     def block_read() -> None:
@@ -256,7 +252,6 @@ def verify(path: Path, trainer: RankTrainer) -> None:
 
 
 def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimizer: bool) -> None:
-    """Raise `CheckpointMismatch` with the difference."""
     backend, base = trainer.backend, trainer.base
     theirs, ours = record.training, backend.training
     if _trained_by(theirs.lora) != _trained_by(ours.lora):
@@ -295,10 +290,7 @@ def _match_layout(
     *,
     optimizer: bool,
 ) -> None:
-    """Raise `CheckpointDamaged` unless the files hold exactly the state of the record.
-
-    `_match` has already compared the record with this run.
-    """
+    """Raise `CheckpointDamaged` unless the files hold exactly the state of the record."""
     saved = {tensor: list(each.shape) for tensor, each in layout.items()}
     wanted = {f"model.{tensor}": shape for tensor, shape in record.parameters.items()}
     if optimizer and record.optimizer:
@@ -325,7 +317,7 @@ def _match_layout(
 
 
 def _trained_by(lora: LoraSpec | None) -> str:
-    """Describe the trained layers, as far as a checkpoint must match. The seed need not match."""
+    """Describe the trained layers that a checkpoint must match."""
     if lora is None:
         return "all parameters"
     kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
@@ -351,8 +343,8 @@ def _read_record(path: Path) -> CheckpointRecord:
 def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     """Load this rank's part and set the step counter. Drop gradients.
 
-    Without `optimizer` the optimizer starts anew. Rank 0 has called `check`, so only the disk can
-    fail here. After such a failure the weights are partly loaded, and the error ends the worker.
+    Without `optimizer` the optimizer starts anew. After `check`, only the disk can fail here. The
+    weights are then partly loaded, and the error ends the worker.
     """
     backend, control = trainer.backend, trainer.control
     record = _read_record(path)
@@ -387,7 +379,6 @@ def state_of(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warning about a missing process group, which one rank does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

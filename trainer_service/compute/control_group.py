@@ -1,5 +1,3 @@
-"""The control group: rank 0's announcements to the other ranks, and their answers."""
-
 from __future__ import annotations
 
 import copy
@@ -48,9 +46,9 @@ def _buffer(data: bytes) -> Tensor:
 class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
-    `group` is a gloo group beside the computing group. It is None for a single rank, which sends
-    nothing. Every wait ends after `timeout`. Each run has its own `ControlGroup`. `run` is its
-    number in the process and tells the ranks whose operation it is.
+    `group` is a gloo group beside the computing group, or None for a single rank, which sends
+    nothing. Every wait ends after `timeout`. Each run has its own `ControlGroup`, with its number
+    `run`.
     """
 
     def __init__(
@@ -69,13 +67,11 @@ class ControlGroup:
         self.run = run
 
     def of_run(self, run: int) -> ControlGroup:
-        """Return the control group of another run on these ranks."""
         other = copy.copy(self)
         other.run = run
         return other
 
     def broadcast(self, op: Op, message: Message | None = None) -> None:
-        """Send an operation, and its request if any, from rank 0 to all others."""
         if self.group is None:
             return
         payload = b"" if message is None else message.SerializeToString()
@@ -119,7 +115,7 @@ class ControlGroup:
             group.set_timeout(self.timeout)
 
     def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
-        """Gather payloads whose `sizes` (bytes, by rank) all ranks know. Only rank 0 gets them."""
+        """Gather payloads of known `sizes` (bytes, by rank). Only rank 0 gets them."""
         if self.group is None:
             return [payload]
         if self.rank:

@@ -18,8 +18,8 @@ _LEFT_FREE = 2**30
 """Bytes of host memory that stay free."""
 
 _MAPPED_FROM = 17 * 2**16
-"""Bytes. It is above 1 MiB because libraries allocate buffers of exactly that size, hundreds per
-pass over sequences of 128 tokens. Mapping each anew nearly doubles the processor time.
+"""Bytes, above 1 MiB because libraries allocate hundreds of buffers of exactly that size in a pass.
+Mapping each anew nearly doubles the processor time.
 """
 _KEPT_AT_END = 64 * 2**20
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
@@ -27,10 +27,10 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
 def map_large_tensors() -> None:
-    """Make glibc map and unmap each large tensor. Other C libraries are left alone.
+    """Make glibc map and unmap each large tensor.
 
-    By default glibc raises its threshold up to 32 MiB when large tensors are freed. They then lie
-    in a heap whose gaps fit no tensor of equal size, and the heap takes twice the memory.
+    Otherwise glibc raises its threshold up to 32 MiB. Freed tensors then leave gaps in a heap that
+    fit no tensor of equal size, and the heap takes twice the memory.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
@@ -38,8 +38,8 @@ def map_large_tensors() -> None:
 
 
 def device_peaks(device: str) -> tuple[int, int]:
-    """Return the peak bytes of tensors on this rank's device, and of torch's reservation for them.
-    (0, 0) on a CPU.
+    """Return the peak bytes of tensors on this rank's device, and of torch's reservation. (0, 0) on
+    a CPU.
     """
     if device != "cuda":
         return 0, 0
@@ -69,8 +69,6 @@ class DeviceMemory(Protocol):
 
 
 class CpuMemory:
-    """`DeviceMemory` of a CPU."""
-
     is_host = True
 
     def __init__(self) -> None:
@@ -92,8 +90,6 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """`DeviceMemory` of the current GPU."""
-
     is_host = False
 
     def __init__(self) -> None:

@@ -1,12 +1,9 @@
-"""Moves the state of one rank off its device and back, bit for bit, so that others can use it.
+"""Moves the state of one rank off its device and back, bit for bit.
 
-The moved things are storages, the memory under tensors. Each storage is copied and emptied, and
-later allocated and filled again. Parameters, shards, gradients and optimizer state stay the same
-Python objects, so references, tied weights and views stay valid.
-
-On a GPU the copies go to pinned host memory on their own stream. The memory is kept for the next
-time. Each batch of storages is emptied after its copy. On a CPU, host and device memory are the
-same. Unless state goes to a file, nothing moves, and only caches are freed.
+Only the storages under the tensors are copied, emptied and later filled again. The Python objects
+stay, so references, tied weights and views stay valid. On a GPU the copies go to pinned host
+memory, kept for the next time, on their own stream. On a CPU, host and device memory are the same:
+unless state goes to a file, only caches are freed.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
 BLOCK_BYTES = 64 * 2**20
-"""The largest allocation of host memory, and the largest read or write of a file. Torch rounds
-pinned allocations up to a power of two.
+"""The largest allocation of host memory, and read or write of a file. Torch rounds pinned
+allocations up to a power of two.
 """
 _ALIGNMENT = 512
 """Of each storage's copy, in bytes."""
 _BATCH_BYTES = 4 * BLOCK_BYTES
-"""Storages of this total size are emptied together."""
 
 
 @dataclass
@@ -63,8 +59,7 @@ class _Moved:
 class Offload:
     """The state of one rank: that of its `backends`, which may share a model.
 
-    `memory` is their device's memory, found by default. `bytes` counts bytes written to files and
-    read.
+    `memory` is their device's memory. `bytes` counts bytes written to files and read.
     """
 
     def __init__(
@@ -93,12 +88,11 @@ class Offload:
     def sleep(
         self, *, enough_bytes: int = 0, spill_folder: str = "", most_bytes: int = 0
     ) -> common_pb2.SwitchReply:
-        """Move state off the device, optimizer state first, until `enough_bytes` are free there.
+        """Move state off the device, optimizer state first, until `enough_bytes` are free there (0:
+        all).
 
-        0 moves all of it. With `spill_folder` it goes to a file there. `most_bytes` bounds the host
-        memory or disk used. 0 is no bound.
-
-        Raises `OutOfMemory` or `StorageFailed`. Then the state is unchanged.
+        With `spill_folder` it goes to a file. `most_bytes` bounds the host memory or disk used (0:
+        no bound). Raises `OutOfMemory` or `StorageFailed`. Then the state is unchanged.
         """
         assert self._moved is None
         memory = self._memory = self._memory or memory_of(self._backends()[0].device)
@@ -145,7 +139,6 @@ class Offload:
         return self.describe(bytes_moved=moved.bytes)
 
     def describe(self, *, bytes_moved: int = 0) -> common_pb2.SwitchReply:
-        """The bytes of state on device, host and disk."""
         reply = common_pb2.SwitchReply(
             bytes_moved=bytes_moved,
             device_bytes=sum(each.nbytes() for each in _storages(self._tensors())),
@@ -159,9 +152,8 @@ class Offload:
     # --- Selection -------------------------------------------------------------------------
 
     def _tensors(self) -> list[Tensor]:
-        """The tensors in the order of moving. A shared model's tensors appear once per backend.
-
-        Moments on the host do not move.
+        """The tensors in the order of moving. Shared tensors appear once per backend. Moments on
+        the host stay.
         """
         backends = self._backends()
         states = [each.live_state() for each in backends]
@@ -213,7 +205,6 @@ class Offload:
         wait()
 
     def _reserve(self, size: int, memory: DeviceMemory) -> None:
-        """Allocate the blocks of host memory before anything moves."""
         blocks = list(self._blocks)
         missing = size - sum(len(block) for block in blocks)
         while missing > 0:
@@ -225,7 +216,7 @@ class Offload:
     def _pieces(
         self, storages: Sequence[UntypedStorage]
     ) -> Iterator[tuple[UntypedStorage, list[tuple[Tensor, Tensor]]]]:
-        """Each storage with its pieces, as bytes, and their places in the blocks. Equal sizes give
+        """Each storage with its bytes in pieces, and their places in the blocks. Equal sizes give
         equal places.
         """
         blocks = iter(self._blocks)
@@ -243,7 +234,7 @@ class Offload:
     # --- To a file -------------------------------------------------------------------------
 
     def _write(self, moved: _Moved, folder: str, memory: DeviceMemory) -> None:
-        """Write a file without a name, so that it is deleted when the process ends in any way."""
+        """Write a file without a name, which any end of the process deletes."""
         staging = None if memory.is_host else _allocated(memory, BLOCK_BYTES)
         checksum = xxhash.xxh3_64()
         file: IO[bytes] | None = None
@@ -299,10 +290,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def _make_own(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors whose memory cannot be emptied.
-
-    On a CPU, weights first lie in the model's mapped files, and NumPy may share other tensors.
-    """
+    """Copy tensors whose memory cannot be emptied, such as mapped files or NumPy's."""
     copies: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         mapped = tensor.untyped_storage()
@@ -347,7 +335,6 @@ def _allocated(memory: DeviceMemory, size: int) -> Tensor:
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:
-    """The whole storage as uint8 [size]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -21,9 +21,9 @@ class ParallelMicroBatches:
     """Computes up to `count` shares of a batch at once, each on a thread with `threads` torch
     threads.
 
-    It is for one rank on a CPU. Threads inside the operations of a small model synchronize hundreds
-    of times per update. Halves of a batch synchronize once. Each share has at least `least_tokens`,
-    or there are fewer shares. Small compiled shares cost more processor time than one share.
+    It is for one rank on a CPU. Threads inside a small model's operations synchronize hundreds of
+    times per update, shares only once. Shares have at least `least_tokens`, because small compiled
+    shares cost more processor time than one.
     """
 
     def __init__(self, *, count: int, threads: int, least_tokens: int = 1) -> None:
@@ -36,7 +36,6 @@ class ParallelMicroBatches:
         )
 
     def shares(self, tokens: int) -> int:
-        """The number of shares for a batch of `tokens`."""
         return max(1, min(self._count, tokens // self._least_tokens))
 
     def warm_up(self, backend: TrainerBackend) -> None:
@@ -48,8 +47,8 @@ class ParallelMicroBatches:
     ) -> list[ShareResult]:
         """Compute each share of a plan with its own gradients. Return the results in order.
 
-        The gradients are added to the backend's in this order too, so the sum does not depend on
-        the threads' speed. Raises the first error after all threads have ended.
+        Gradients are added in this order too, whichever thread is faster. Raises the first error
+        after all threads have ended.
         """
         held = [_SeparateGradients(backend.gradients) for _ in plan]
         futures = [
@@ -68,8 +67,6 @@ class ParallelMicroBatches:
 
 
 class _SeparateGradients:
-    """Sums the gradients of one share, apart from the model's."""
-
     def __init__(self, gradients: Callable[[Tensor], Gradients]) -> None:
         self._gradients = gradients
         self.total: Gradients = []

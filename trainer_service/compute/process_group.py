@@ -42,7 +42,7 @@ from trainer_service.models.tensor_parallel import check_divisible
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to meet and load the model. A launcher gives up sooner."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
-"""For another rank to reach the store, which rank 0 serves before it sends assignments."""
+"""For another rank to reach the store."""
 _COMPILED_SHARE_TOKENS = 512
 """Minimum tokens of a compiled run's share. One core computes them in about 30 ms."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
@@ -52,10 +52,9 @@ _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
 class Assignment(BaseModel):
     """Rank 0's message to another rank: its number, the meeting place, and the training.
 
-    `device` is "cpu" or "cuda", for all ranks. `local_rank` is the index of this rank's GPU among
-    the visible ones. `on_node` is the number of ranks on its node. `own_cores`: the rank does not
-    share its cores with the node's other ranks. Rank 0 serves torch's store at `store_host` and
-    `store_port`.
+    `local_rank` is the index of this rank's GPU among the visible ones. `on_node` is the number of
+    ranks on its node. `own_cores`: the rank does not share its cores with the node's other ranks.
+    Rank 0 serves torch's store at `store_host` and `store_port`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,10 +79,7 @@ class OtherRanks(Protocol):
     """Rank 0's connection to the other ranks."""
 
     def meet(self) -> Sequence[str]:
-        """Wait for all nodes. Return each node's network interface for collectives.
-
-        Raises `WorkerStartFailed`.
-        """
+        """Wait for all nodes. Return each node's network interface. Raises `WorkerStartFailed`."""
         ...
 
     def assign(self, rank: int, line: str) -> None:
@@ -96,8 +92,8 @@ def bring_up(
 ) -> RankTrainer:
     """Serve the store where ranks meet, send each rank its assignment and join as rank 0.
 
-    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed` (a node or a GPU is
-    missing), before any rank loads the model.
+    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed`, before any rank loads
+    the model.
     """
     size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
@@ -148,8 +144,8 @@ def bring_up(
 def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
     """Serve the store where ranks meet. Return it with its port.
 
-    The kernel picks the port, and torch gets the open socket, so nobody can take the port in
-    between. The store of a one-node trainer listens only on loopback.
+    torch gets the open socket, so nobody can take the port in between. The store of a one-node
+    trainer listens only on loopback.
     """
     listener = listen_on_all_addresses(0) if nodes > 1 else socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -168,7 +164,7 @@ def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
 def reach_store(
     host: str, port: int, *, rank: int, timeout: timedelta = _CONNECT_TIMEOUT
 ) -> dist.Store:
-    """Connect to rank 0's store. Raises `WorkerStartFailed`."""
+    """Raises `WorkerStartFailed`."""
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     except dist.DistError as error:
@@ -184,9 +180,8 @@ def reach_store(
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
     """Check the backend against the specification.
 
-    Raises `UnsupportedByBackend` if it lacks a capability that the run needs, and
-    `WorkerStartFailed` if the trainer shares devices and neither backend nor host can make it
-    sleep.
+    Raises `UnsupportedByBackend` for a missing capability, and `WorkerStartFailed` if the trainer
+    shares devices and neither backend nor host can make it sleep.
     """
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
@@ -264,16 +259,14 @@ def _parallel(
 
 
 def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> None:
-    """Wait until all ranks have reached a stage of the start.
-
-    Import and load times differ by more than a collective's timeout.
+    """Wait until all ranks have reached a stage. Import and load times may exceed a collective's
+    timeout.
     """
     store.set(f"tandem/{stage}/{rank}", "1")
     store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
 
 
 def threads_of(assignment: Assignment) -> int:
-    """The number of threads that the rank computes with."""
     sharing = 1 if assignment.own_cores else assignment.on_node
     return assignment.settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
 
@@ -281,10 +274,9 @@ def threads_of(assignment: Assignment) -> int:
 def kind_of_device(
     settings: TrainerSettings, given: Device | None, *, gpus: int, ranks: int
 ) -> Literal["cpu", "cuda"]:
-    """The ranks' kind of device: from the `given` device, or else from the settings.
+    """The kind of the `given` device, or else of the settings. Raises `WorkerStartFailed`.
 
-    "auto" is the CPU only if there is no GPU. Rank 0 sees `gpus` GPUs, and each of its node's
-    `ranks` needs one. Raises `WorkerStartFailed`.
+    "auto" is the CPU only if there is no GPU. Each of a node's `ranks` needs one of its `gpus`.
     """
     if given is not None:
         if given.kind == "cuda" and not gpus:
@@ -309,7 +301,7 @@ def _visible_gpus() -> int:
 
 
 def _take_gpu(assignment: Assignment) -> None:
-    """Make this rank's GPU the current one. Raises `WorkerStartFailed`."""
+    """Raises `WorkerStartFailed`."""
     if (there := _visible_gpus()) <= assignment.local_rank:
         raise WorkerStartFailed(
             f"rank {assignment.rank} sees {there} GPUs and was to use number "

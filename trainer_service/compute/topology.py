@@ -1,5 +1,3 @@
-"""The layout of a trainer's ranks on nodes."""
-
 from __future__ import annotations
 
 import socket
@@ -30,7 +28,6 @@ class Topology:
 
     @property
     def on_each(self) -> int:
-        """The number of ranks on a node."""
         return self.ranks // self.nodes
 
     @property
@@ -64,7 +61,7 @@ def node_number(environment: Mapping[str, str]) -> int:
 
 
 def topology_of(spec: WorkerSpec, *, node: int) -> Topology:
-    """Return the topology as seen from `node`. Raises `WorkerStartFailed`."""
+    """Raises `WorkerStartFailed`."""
     ranks = (spec.trainer or TrainerSettings()).ranks
     if ranks % spec.nodes:
         raise WorkerStartFailed(f"{ranks} ranks cannot be divided equally among {spec.nodes} nodes")

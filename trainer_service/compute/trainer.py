@@ -1,7 +1,7 @@
 """One rank of a trainer: computes its share of a batch and applies optimizer steps.
 
-All ranks run this code on the same operation. Rank 0 announces each operation over the control
-group and gathers the results.
+Rank 0 announces each operation over the control group, all ranks run it, and rank 0 gathers the
+results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP_TIMEOUT = timedelta(minutes=10)
 
 
 class BatchProgress:
-    """The progress of the current operation. Computing threads write it, others read it.
+    """The progress of the current operation, written by computing threads.
 
     A rank knows only its own share of a batch and extrapolates from it.
     """
@@ -51,7 +51,6 @@ class BatchProgress:
             self._seq_id, self._began = seq_id, time.perf_counter()
 
     def expect(self, *, tokens: int, share: int) -> None:
-        """Note the tokens of a batch, and the number computed here."""
         with self._lock:
             self._tokens, self._share, self._done = tokens, share, 0
 
@@ -61,7 +60,6 @@ class BatchProgress:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Report "compiling" within the block."""
         with self._lock:
             self._compiling = True
         yield
@@ -88,9 +86,7 @@ class BatchProgress:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The result of a forward_backward: `logprobs` [E], the loss's metrics, and the `plan` (tokens
-    of a micro-batch).
-    """
+    """`logprobs` [E], the loss's metrics, and the `plan` (tokens of a micro-batch)."""
 
     logprobs: Float32Array
     metrics: dict[str, float]
@@ -126,10 +122,7 @@ class RankTrainer:
         self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
 
     def share(self, training: TrainingSpec, *, run: int) -> RankTrainer:
-        """Return the trainer of another run of this model, with the number `run`.
-
-        Raises as `TrainerBackend.share`.
-        """
+        """Return the trainer of another run of this model. Raises as `TrainerBackend.share`."""
         mine = self.control
         return RankTrainer(
             backend=self.backend.share(training),
@@ -141,10 +134,7 @@ class RankTrainer:
         )
 
     def warm_up(self) -> None:
-        """Compile the run's code, unless a run of this trainer already compiled the like of it.
-
-        All ranks wait for the slowest.
-        """
+        """Compile the run's code, if it is not compiled yet. All ranks wait for the slowest."""
         backend = self.backend
         if backend.warm:
             return
@@ -158,9 +148,9 @@ class RankTrainer:
         """Compute this rank's share and add its gradients. Only rank 0 gets the result of the
         batch.
 
-        `plan` 0 is the trainer's own plan. If a single rank runs out of memory, it computes the
-        batch again. If more memory is free now than then, it first repeats with the same plan.
-        Otherwise it uses smaller micro-batches, and keeps that plan.
+        `plan` 0 is the trainer's own plan. A single rank that runs out of memory tries again: with
+        the same plan if more memory is free by then, else with smaller micro-batches, which it
+        keeps.
 
         Raises `OutOfMemory` (with the earlier gradients restored), `MicroBatchTooLarge`, or
         `CustomLossFailed` on rank 0.
@@ -195,7 +185,7 @@ class RankTrainer:
     def plan_after(self, batch: Batch, *, tokens: int, reason: str = "") -> int:
         """The plan after a micro-batch of `tokens` ran out of memory: half of it.
 
-        Raises `OutOfMemory` if a micro-batch would still be as large.
+        Raises `OutOfMemory` if that would not make one smaller.
         """
         plan = max(1, tokens // 2)
         parts = self._plan(batch, plan)
@@ -273,9 +263,7 @@ class RankTrainer:
         self.backend.optimizer.drop_gradients()
 
     def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
-        """Compute this rank's share. Rank 0 gets all shares in order, each from the first rank with
-        it.
-        """
+        """Compute this rank's share. Rank 0 gets all shares in order."""
         mine = self.backend.forward_backward(batch, plan[self._my_share], done=self.progress.add)
         numbers = np.concatenate([mine.sums, mine.maxima])
         width = numbers.nbytes
@@ -301,6 +289,6 @@ class RankTrainer:
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:
-    """The indices in the batch's [E] of a share's logprobs, in the plan's order."""
+    """The batch's [E] indices of a share's logprobs, in the plan's order."""
     datums = np.array([datum for part in share for datum in part], np.int64)
     return ranges(starts=starts_of(batch.sizes)[datums], sizes=batch.sizes[datums])

@@ -1,6 +1,4 @@
-"""Low-rank adapters (LoRA).
-
-`adapters.py` adds adapters to a model and describes their files. `run_adapters.py` holds one run's
-adapters. `merge.py` is a program that merges an adapter into its base model's files. `card.py`
-writes an adapter's README.
+"""Low-rank adapters (LoRA): their layers and files (`adapters.py`), one run's adapters
+(`run_adapters.py`), their README (`card.py`), and a program that merges an adapter into its base
+model (`merge.py`).
 """

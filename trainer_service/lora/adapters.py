@@ -3,13 +3,10 @@ format.
 
 A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes y = W x + b + alpha /
 r · B A x. A is drawn as in PEFT (uniform within ±1/√in) and B is zero, so a new adapter changes
-nothing.
-
-Several runs can adapt one model. Its layers compute with the active run's adapters. A layer without
-one is the plain layer.
+nothing. Several runs can adapt one model. Its layers compute with the active run's adapters.
 
 On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
-`adapter_model.safetensors`, whose keys are `base_model.model.{module}.lora_A.weight` [r, in] and
+`adapter_model.safetensors`, with the keys `base_model.model.{module}.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r].
 """
 
@@ -58,7 +55,6 @@ class Adapter:
         seed: int,
         device: torch.device | str = "cpu",
     ) -> Adapter:
-        """Return a new adapter, drawn from the seed."""
         a = torch.empty(rank, layer.in_features, dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -67,16 +63,14 @@ class Adapter:
 
 
 class ActiveAdapters:
-    """The adapters that a model computes with, by module name: those of the current operation's
-    run.
-    """
+    """The adapters of the current operation's run, by module name."""
 
     def __init__(self) -> None:
         self.by_module: Mapping[str, Adapter] = {}
         self.layers: list[LoraLinear] = []
 
     def activate(self, adapters: Mapping[str, Adapter]) -> None:
-        """Set each layer's adapter. The block's compiled code does not depend on adapter names."""
+        """Set each layer's adapter. Compiled code does not depend on adapter names."""
         if adapters is not self.by_module:
             self.by_module = adapters
             for layer in self.layers:
@@ -86,8 +80,8 @@ class ActiveAdapters:
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another, plus the active adapter, if any.
 
-    The parameters keep their names. A tied weight stays tied, because the adapter is added to the
-    layer's output. Adapters are not parameters of the module: they come and go with their runs.
+    The adapter is added to the layer's output, so a tied weight stays tied. Adapters are not
+    parameters of the module, because they come and go with their runs.
     """
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
@@ -125,9 +119,8 @@ def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | LoraLinear]:
     """The layers that `spec` selects, by module name, in the model's order.
 
-    Attention and MLP layers are those of the transformer blocks. Raises `UnsuitableLora` if a
-    selected kind has no linear layer, or has weights outside linear layers (fused experts, GPT-2's
-    convolutions), or if the rank is too large for a layer.
+    Raises `UnsuitableLora` if a selected kind has no linear layer, or has weights outside linear
+    layers (fused experts, GPT-2's convolutions), or if the rank is too large for a layer.
     """
     selected = [kind for kind in _KINDS if getattr(spec, kind)]
     if not selected:
@@ -160,7 +153,7 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
 
 
 def _instead(selected: Sequence[str], suits: Sequence[str]) -> str:
-    """The advice of an error: arguments of `create_lora_training_client` that would work."""
+    """Advise other arguments of `create_lora_training_client`, for an error."""
     off = ", ".join(f"{LORA_FLAGS[kind]}=False" for kind in selected if kind not in suits)
     left, full = [kind for kind in selected if kind in suits], "train all parameters (NAME:full)"
     if not left:
@@ -187,9 +180,10 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """The kind of each matrix, or stack of matrices, in a block but outside linear layers.
+    """The kind of each matrix, or stack of matrices, in a block but outside linear layers and
+    norms.
 
-    Norms are skipped. A norm may have a row of weights per head (Cohere), and needs no adapter.
+    Some norms have a row of weights per head (Cohere).
     """
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
@@ -222,7 +216,6 @@ def _kind(inside: str) -> str:
 
 
 def freeze(model: nn.Module, active: ActiveAdapters) -> None:
-    """Freeze the model, and let every adaptable layer compute with the active adapter."""
     model.requires_grad_(False)
     for name in _layers(model):
         parent, _, leaf = name.rpartition(".")
@@ -257,8 +250,8 @@ def _seed_of(name: str, *, seed: int) -> int:
 def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
     """PEFT's `target_modules` that select exactly the chosen modules.
 
-    PEFT selects a module whose name equals a target or ends with "." and a target. The last parts
-    of the names suffice, unless they also select other modules. Then the whole names are used.
+    PEFT selects a module whose name equals a target or ends with "." and a target. Whole names are
+    used only if the last parts would also select other modules.
     """
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
@@ -294,8 +287,7 @@ def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
 class AdapterConfig:
     """The contents of `adapter_config.json`. `targets` are PEFT's `target_modules`.
 
-    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name of the
-    model.
+    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name.
     """
 
     base_model: str
@@ -336,9 +328,8 @@ class AdapterConfig:
 
 
 def read_scale(directory: Path) -> float:
-    """Return alpha / r of an adapter.
-
-    Raises `InvalidRequest` unless it is plain LoRA with one rank and one alpha.
+    """Return alpha / r. Raises `InvalidRequest` unless it is plain LoRA with one rank and one
+    alpha.
     """
     try:
         config = json.loads((directory / CONFIG_NAME).read_text())

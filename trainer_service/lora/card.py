@@ -1,4 +1,4 @@
-"""The README of a published adapter, for people and hubs."""
+"""The README of a published adapter."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ _TIED = """\
 
 
 def adapter_card(*, base: str, lora: LoraSpec, targets: Collection[str], tied: bool) -> str:
-    """Return the README of an adapter of these layers.
-
-    `tied`: the base model's output head has no weight of its own.
-    """
+    """`tied`: the base model's output head has no weight of its own."""
     programs = (_TIED if tied else _UNTIED) if lora.unembedding else _PLAIN
     layers = ", ".join(f"`{name}`" for name in targets)
     return _CARD.format(base=base, rank=lora.rank, layers=layers, programs=programs)

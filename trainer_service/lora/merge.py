@@ -1,8 +1,8 @@
 """Merge an adapter into its base model, without a trainer:
 `python -m trainer_service.lora.merge ADAPTER_DIR BASE_DIR OUT_DIR`.
 
-It works tensor by tensor, so only the largest tensor must fit into memory. The result has the
-layout and dtypes of the base model's files, and loads in transformers and vLLM as it is.
+Only the largest tensor must fit into memory. The result has the layout and dtypes of the base
+model's files, and loads in transformers and vLLM as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """An adapter's directory, its adapted `modules`, and `scale` = alpha / r."""
+    """`modules` are the adapted ones, and `scale` is alpha / r."""
 
     directory: Path
     modules: list[str]
@@ -78,8 +78,8 @@ class _Step:
 def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
     """Write the merged model into `out_dir`, whole or not at all. Return its size in bytes.
 
-    Raises `NameTaken` if `out_dir` exists, `LoadFailed` if the adapter is damaged, and
-    `InvalidRequest` if it is not a LoRA adapter of this base model.
+    Raises `NameTaken`, `LoadFailed` (a damaged adapter), or `InvalidRequest` (not a LoRA adapter of
+    this base model).
     """
     if out_dir.exists():
         raise NameTaken(f"{out_dir.name} exists already; name a directory that does not")
@@ -133,10 +133,7 @@ def _open_adapter(directory: Path) -> AdapterFiles:
 def _plan(
     adapter: AdapterFiles, base_dir: Path, files: Mapping[str, Mapping[str, StoredTensor]]
 ) -> tuple[dict[str, dict[str, _Step]], bool]:
-    """The steps of each file, and whether the output head gets a weight of its own.
-
-    An adapted head that shares the embedding's weight goes into the last file.
-    """
+    """The steps of each file, and whether the output head gets its own weight."""
     model = empty_model(base_dir)
     module_of = {name_in_files(model, f"{name}.weight"): name for name in adapter.modules}
     head, embedding = _tied_weights(model)
@@ -168,7 +165,6 @@ def _tied_weights(model: nn.Module) -> tuple[str, str]:
 
 
 def _write(path: Path, steps: Mapping[str, _Step], adapter: AdapterFiles) -> None:
-    """Write one file with the adapter merged in, and fsync it."""
     writer = TensorWriter({tensor: step.source for tensor, step in steps.items()})
     with path.open("wb") as file:
         file.write(writer.header)

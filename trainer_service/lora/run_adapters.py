@@ -1,7 +1,6 @@
-"""The adapters of one run on the ranks of its trainer.
+"""The adapters of one run, whole on every rank of its trainer.
 
-Every rank holds them whole. Each rank has gradients of its own part of the batch, summed once per
-step.
+Each rank has gradients of its own part of the batch, summed once per step.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 
 
 class RunAdapters:
-    """Newly drawn adapters for a `LoraSpec`, `by_module`. Without a spec there are none.
-
-    `targets` are PEFT's names of their modules.
+    """Newly drawn adapters for a `LoraSpec`, `by_module`. `targets` are PEFT's names of their
+    modules.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class RunAdapters:
         }
 
     def files(self) -> dict[str, Tensor]:
-        """The tensors of PEFT's file, by key."""
         return {
             key_of(name, side=side): parameter.detach()
             for name, adapter in self.by_module.items()
@@ -53,7 +50,7 @@ class RunAdapters:
         }
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all ranks, in one collective for all adapters.
+        """Sum the gradients over all ranks, in one collective.
 
         A gradient missing on some ranks counts as zero there. One missing on all ranks stays
         absent.

@@ -1,9 +1,9 @@
 """The losses: one file each, pure functions of tensors, with formula and paper.
 
 `LOSSES` maps each loss's name on the wire to its `Loss`. With default settings a loss is a sum over
-tokens and datums, as the Tinker protocol defines it. No loss knows about padding, ranks or
+tokens and datums, as the Tinker protocol defines it. Losses know nothing of padding, ranks or
 micro-batches. `base.py` defines a loss. `policy.py`, `corrections.py` and `preference.py` hold
-shared parts. A `DefinedLoss` makes a `Loss` for each request that names it.
+shared parts.
 
 To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, and add a row to
 `tests/support/losses/cases.py`. Then run `scripts/loss_tables.py`, which writes the tables of
@@ -46,8 +46,8 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 def find_loss(name: str, *, definition: bytes = b"") -> Loss:
     """Return the loss that a request names.
 
-    `definition` is the gateway's payload for a `DefinedLoss`. Every rank calls this with equal
-    arguments. Raises `UnknownLoss`, or a `UserError` if the definition is wrong.
+    `definition` is the gateway's payload for a `DefinedLoss`. Raises `UnknownLoss`, or a
+    `UserError` for a wrong definition.
     """
     loss = _REGISTERED.get(name)
     if loss is None:

@@ -1,8 +1,4 @@
-"""A loss: its inputs, its settings and a pure function of tensors.
-
-A loss gets one micro-batch at a time. `DatumLayout` maps entries to datums and holds the `Totals`
-of the whole request. `aggregate` reduces token losses to one number.
-"""
+"""The parts of a loss: inputs, settings and a pure function of one micro-batch."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class Input:
     - "entry": the shape of the targets, [N] or [N, K].
     - "datum": one number per datum, [] or [1].
     - "either": "entry" or "datum".
-    - "free": any shape of `rank` dimensions, of floats or integers. It is passed datum by datum in
+    - "free": any shape of `rank` dimensions, of floats or integers, passed datum by datum in
       `DatumLayout.arrays`.
 
     All but "free" reach the loss as float [E]. A datum's number is repeated for its entries.
@@ -55,8 +51,8 @@ class Input:
 class Setting:
     """One value of `loss_fn_config`, of the type of its default.
 
-    `low` is the inclusive lower bound of a number. With `above`, the bound is exclusive. `choices`
-    lists the allowed texts. If it is empty, any text is allowed.
+    `low` bounds a number from below, inclusively unless `above`. `choices` lists the allowed texts.
+    If it is empty, any text is allowed.
     """
 
     name: str
@@ -95,7 +91,7 @@ class Totals:
     """Counts over the whole request, equal on every rank and in every micro-batch.
 
     `entries` counts target tokens ([N, K] targets count N·K). `active` counts the entries that the
-    loss acts on. A sum divided by a total does not depend on how the request was split.
+    loss acts on.
     """
 
     datums: int
@@ -136,10 +132,7 @@ class DatumLayout:
         return self.datum_sums(values * weights) / counts.where(counts != 0, counts.new_ones(()))
 
     def sequence_means(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Weighted mean by sampled sequence, repeated for each of its entries: [E].
-
-        Entries of a prompt belong to no sequence and get 0.
-        """
+        """Weighted mean by sampled sequence, for each entry: [E]. Prompt entries get 0."""
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
         count = max(self.sequences, 1)  # prompts need an index too; their weight is 0
@@ -159,7 +152,7 @@ class LossResult:
     """The result of one micro-batch.
 
     `loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the order
-    of the loss's `sum_names` and `max_names`. The trainer combines them over micro-batches and
+    of the loss's `sum_names` and `max_names`, which the trainer combines over micro-batches and
     ranks.
     """
 
@@ -176,21 +169,20 @@ class Loss:
     """A loss over the E target tokens of a micro-batch:
     `compute(logprobs [E], inputs {name: [E]}, settings, layout)`.
 
-    `compute` runs once per micro-batch, and the results are added up. `layout.totals` has the
-    counts over the whole request. `metrics` turns the combined `sum_names` and `max_names` into
-    reported numbers. Its keys are `name:reduction` with exactly one colon, and equal for every
-    batch, because the SDK combines chunks by them.
+    The results of micro-batches are added up. `metrics` turns the combined `sum_names` and
+    `max_names` into reported numbers. Its keys are `name:reduction` with exactly one colon, and
+    equal for every batch, because the SDK combines chunks by them.
 
-    - `group`: number of consecutive datums that stay together in one micro-batch (2 for pairs).
+    - `group`: consecutive datums that stay together in one micro-batch (2 for pairs).
     - `wide`: [N, K] targets are allowed.
     - `active`: the input whose nonzero entries the loss acts on, unless there is an input `mask`.
       Without either, all entries count.
     - `sampled_only`: entries with a prompt's provenance span do not act.
     - `check` raises a `UserError` for settings that contradict each other.
-    - `by_entry`: with these settings, the gradient at each entry depends on that entry's logprob
-      alone. It can then be computed before the others are known (`models/logprobs.py`).
-    - `failure`: for a loss that may fail on its datums. It returns the reason of a failure on this
-      rank, or "". After a failure the results are discarded.
+    - `by_entry`: with these settings, the gradient at each entry depends only on that entry's
+      logprob. It can then be computed before the others are known (`models/logprobs.py`).
+    - `failure` returns the reason if the loss failed on this rank's datums, or "". After a failure
+      the results are discarded.
     """
 
     name: str
@@ -221,8 +213,8 @@ class Loss:
 class DefinedLoss:
     """A loss made for each request from a definition that the session registered.
 
-    `define` gets the definition, empty if the request has none. It raises a `UserError` for a wrong
-    definition.
+    `define` raises a `UserError` for a wrong definition. The definition is empty if the request has
+    none.
     """
 
     name: str

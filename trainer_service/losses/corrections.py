@@ -1,10 +1,8 @@
 """Corrections for the mismatch between sampler and trainer: weights that multiply a policy loss.
 
 The setting `correction` names them, joined by "+" ("tis+off_policy_mask"). Their weights are
-multiplied. Without `old_logprobs` the loss's ratio already contains the mismatch. If a weight
-stands for the mismatch too, `policy.correction_weight` divides the ratio out once.
-
-To add a correction, write its function and its `Correction`, and list it in `CORRECTIONS` below.
+multiplied. To add a correction, write its function and its `Correction`, and list it in
+`CORRECTIONS` below.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of log ratios before exp, as in verl and SkyRL, so that one token cannot overflow a batch.
-Beyond the bound a token has no gradient through its ratio.
+Beyond it a token has no gradient through its ratio.
 """
 
 
@@ -44,15 +42,15 @@ class Mismatch:
     active: Tensor
 
     def sequence_log_rho(self, layout: DatumLayout) -> Tensor:
-        """log of the product of ρ over a datum's active tokens, for each of its entries: [E]."""
+        """log of ∏ ρ over a datum's active tokens, for each of its entries: [E]."""
         return bounded(layout.datum_sums(self.log_rho))[layout.datum]
 
 
 @dataclass(frozen=True)
 class Correction:
-    """One correction: `weight(mismatch, settings, layout)` is the factor [E] of each token's loss.
+    """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss.
 
-    The weight stands for the ratio of trainer and sampler. A `mask` only keeps or drops tokens.
+    It stands for the ratio of trainer and sampler. A `mask` only keeps or drops tokens.
     """
 
     name: str
@@ -162,9 +160,8 @@ ICEPOP = Correction(
 def geometric(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
 
-    The geometric mean does not grow with the length (verl, rollout_corr.md). The default bounds,
-    0.99 and 1.01, are ours. verl's examples are tighter, for engines that agree with their trainer
-    to four digits.
+    The geometric mean does not grow with the length (verl, rollout_corr.md). The default bounds are
+    ours, wider than verl's.
     """
     mean = layout.datum_means(mismatch.log_rho, mismatch.active)[layout.datum].exp()
     low, high = settings.number("geometric_low"), settings.number("geometric_high")
@@ -185,7 +182,7 @@ GEOMETRIC = Correction(
 def off_policy_mask(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = 0 where A < 0 and mean(mu - p) over the datum's active tokens is above δ, else 1.
 
-    DeepSeek-V3.2, arXiv 2512.02556. The paper names no δ. Our default is 0.1.
+    DeepSeek-V3.2, arXiv 2512.02556, which names no δ.
     """
     mean = layout.datum_means(mismatch.drift, mismatch.active)[layout.datum]
     dropped = (mismatch.advantages < 0) & (mean > settings.number("off_policy_delta"))

@@ -1,9 +1,8 @@
 """The loss "custom": a function of one datum that the client traced and registered.
 
-A separate process with bounded memory and time computes and differentiates the function, datum by
-datum. The model gets the loss's value and its derivative by the logprobs. An error in a client's
-graph is found before it reaches a gradient of the model. One pass gives the result that the SDK
-gets in three: forward, derivative, weighted cross-entropy.
+A separate process with bounded memory and time computes and differentiates the function, so errors
+of a client's graph never reach a gradient of the model. The result is that of the SDK's three
+passes (forward, derivative, weighted cross-entropy), in one.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ _COUNT = "datums"
 
 
 def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | None = None) -> Loss:
-    """Return the loss of one request, made from the JSON body of create_custom_loss.
+    """Return the loss of one request from the JSON body of create_custom_loss.
 
-    Raises `UnknownLoss` for a request without a definition, `MalformedPayload` or
-    `CustomLossInvalid`.
+    Raises `UnknownLoss` without a definition, `MalformedPayload` or `CustomLossInvalid`.
     """
     if not definition:
         raise UnknownLoss(
@@ -72,8 +70,6 @@ def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | Non
 
 
 class _LossRequest:
-    """One request's computation in one process, possibly in several threads."""
-
     def __init__(
         self, graph: Graph, definition: bytes, process: LossProcess, limits: Limits
     ) -> None:
@@ -94,12 +90,9 @@ class _LossRequest:
     ) -> LossResult:
         """Σ over datums of the client's function.
 
-        `logprobs` [E] reaches the function datum by datum, as [N] or [N, K], with the datum's other
-        inputs in the client's shapes.
-
-        After a failure this micro-batch counts as zero, the rest of the request is skipped, and
-        `failure` returns the reason. Raising here would leave the other ranks waiting in the
-        operation's collectives.
+        The function gets each datum's `logprobs` as [N] or [N, K], with the datum's other inputs.
+        After a failure the rest of the request counts as zero, and `failure` returns the reason. An
+        error raised here would leave the other ranks in the operation's collectives.
         """
         try:
             value, gradient, sums = self._evaluate(logprobs, layout)

@@ -27,9 +27,9 @@ def dppo(
 ) -> LossResult:
     """-Σ exp(p - q)·A·1[kept], per token, with q the sampler's log probability. All [E].
 
-    A token is dropped if A has already pushed its probability further than δ from the sampler's: A
-    > 0 and exp(p) - exp(q) > δ, or A < 0 and exp(q) - exp(p) > δ (binary total variation, arXiv
-    2602.04879, with δ = 0.2 as in prime-rl's code).
+    A token is dropped if A has already moved its probability more than δ: A > 0 and exp(p) - exp(q)
+    > δ, or A < 0 and exp(q) - exp(p) > δ (binary total variation, arXiv 2602.04879, with δ = 0.2 as
+    in prime-rl's code).
     """
     tokens = ready(logprobs, inputs)
     advantages, delta = tokens.advantages, settings.number("delta")

@@ -1,4 +1,4 @@
-"""DRO: direct reward optimisation, a policy gradient with a quadratic penalty."""
+"""DRO: direct reward optimisation."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def dro(
 ) -> LossResult:
     """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
 
-    Richemond et al., arXiv 2405.19107, per token as in the Tinker documentation of losses (β =
-    0.05). The penalty acts on every token, also where A = 0. Without `mask`, it pulls prompt tokens
-    towards their `logprobs`, so give the sampler's logprobs of the prompt too.
+    Richemond et al., arXiv 2405.19107, per token as in the Tinker documentation (β = 0.05). The
+    penalty acts on every token, also where A = 0. Without `mask`, prompt tokens need the sampler's
+    logprobs too.
     """
     tokens = ready(logprobs, inputs, acts_everywhere=True)
     distance = logprobs - tokens.sampler

@@ -31,10 +31,9 @@ def gspo(
 ) -> LossResult:
     """-Σ min(s·A, clamp(s, low, high)·A), s = exp(mean of p - old over a datum's tokens). All [E].
 
-    The mean is weighted by `sequence_ratio_mask`, or else taken over the active tokens. Each
-    token's s is sg(s)·p/sg(p) in probabilities, so its gradient is s times that of its own log
-    probability. This is GSPO-token, arXiv 2507.18071. Its bounds 1 - 3e-4 and 1 + 4e-4 are the
-    defaults, because the SDK states none.
+    `sequence_ratio_mask` weighs the mean, by default over the active tokens. Each token's s is
+    sg(s)·p/sg(p) in probabilities, so its gradient is s times that of its own log probability. This
+    is GSPO-token, arXiv 2507.18071, with its bounds 1 - 3e-4 and 1 + 4e-4 as the defaults.
     """
     tokens = ready(logprobs, inputs)
     advantages = tokens.advantages

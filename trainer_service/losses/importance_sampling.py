@@ -1,4 +1,4 @@
-"""Importance-weighted policy gradient: REINFORCE corrected for the sampler's policy."""
+"""Importance-weighted policy gradient."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def importance_sampling(
 ) -> LossResult:
     """-Σ exp(p - q)·A, per token. All [E].
 
-    p is the current log probability (argument `logprobs`), q the sampler's (input `logprobs`) and A
-    the advantage. Source: the Tinker documentation of losses. It is the estimator of off-policy
-    policy gradients (Degris, White, Sutton, arXiv 1205.4839), per token.
+    p is the current log probability (argument `logprobs`), q the sampler's (input `logprobs`).
+    Source: the Tinker documentation of losses, after Degris, White, Sutton, arXiv 1205.4839.
     """
     tokens = ready(logprobs, inputs)
     return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)

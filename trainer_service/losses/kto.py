@@ -24,9 +24,9 @@ def kto(
 ) -> LossResult:
     """Σ λ⁺·(1 - σ(β·(g - z))) over good and Σ λ⁻·(1 - σ(β·(z - g))) over bad datums.
 
-    g = Σ w·(p - ref) of the datum. `desirable` is above 0 for a good datum. z = max(0, KL) of the
-    policy to the reference. The client estimates z and gives it as the input or the setting `z0`
-    (default 0). Ethayarajh et al., arXiv 2402.01306.
+    g = Σ w·(p - ref) of the datum. `desirable` is above 0 for a good datum. The client estimates z
+    = max(0, KL to the reference) and gives it as the input or the setting `z0`. Ethayarajh et al.,
+    arXiv 2402.01306.
     """
     gain = gains(logprobs, inputs, layout)
     # A datum's number is repeated for its entries, so their mean is the number.

@@ -131,7 +131,6 @@ def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
 
 
 def check_policy(settings: LossSettings) -> None:
-    """Raise `UnknownLossSetting` for an unknown correction or a missing `max_length`."""
     check_aggregation(settings)
     correction_names(settings)
 
@@ -142,7 +141,6 @@ def by_entry(settings: LossSettings) -> bool:
 
 
 def correction_names(settings: LossSettings) -> tuple[str, ...]:
-    """Return the names in `correction`, in order. Raises `UnknownLossSetting`."""
     text = settings.text("correction")
     if text in ("none", ""):
         return ()
@@ -161,8 +159,8 @@ class Tokens:
     """The prepared tokens of a policy loss. All [E] but `bypass`.
 
     `logprobs` p. `sampler` mu and `old`, both finite. `log_ratio` = p - old within ±20, and `ratio`
-    is its exponential. `active`: 1 for tokens that count, else 0. `dropped`: 1 for tokens whose
-    sampler logprob is not finite. `bypass`: there are no `old_logprobs`, so old is mu.
+    is its exponential. `active` and `dropped` are 0 or 1. `bypass`: there are no `old_logprobs`, so
+    old is mu.
     """
 
     logprobs: Tensor
@@ -181,7 +179,7 @@ def ready(
 ) -> Tokens:
     """Prepare the inputs that all policy losses share.
 
-    A token whose sampler logprob is not finite is dropped: it is not active, and its ratio is 1.
+    A token is dropped if its sampler logprob is not finite: it is not active, and its ratio is 1.
     Without `mask`, tokens with a nonzero advantage are active, or all with `acts_everywhere`.
     """
     now = logprobs.detach()
@@ -210,7 +208,7 @@ def ready(
 def clip_bounds(
     inputs: Mapping[str, Tensor], settings: LossSettings, *, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The bounds of the ratio, [E] or [1]: from the inputs if given, else from the settings."""
+    """The bounds of the ratio, [E] or [1]: the inputs, if given, or the settings."""
     low, high = (
         inputs[name] if name in inputs else like.new_full((1,), settings.number(name))
         for name in ("clip_low_threshold", "clip_high_threshold")
@@ -223,9 +221,8 @@ def correction_weight(
 ) -> Tensor:
     """The product of the named corrections' weights: [E], without gradient.
 
-    In bypass mode the loss's own `ratio` [E] is p/mu, so it includes the mismatch that the weights
-    stand for. It is divided out once, however many weights there are. Masks alone leave it in
-    place.
+    In bypass mode the loss's `ratio` [E] is p/mu and contains the mismatch. Any weight that stands
+    for the mismatch divides the ratio out once. Masks alone leave it in place.
     """
     names = correction_names(settings)
     now = tokens.logprobs.detach()
@@ -256,10 +253,10 @@ def finish(
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,
 ) -> LossResult:
-    """Weigh the token losses `values` [E], add the KL term and aggregate.
+    """Weigh the token losses `values` [E], add the unweighted KL term and aggregate.
 
     `ratio` is the loss's own ratio if it differs from the tokens'. `clipped` [E] marks clipped
-    tokens. The KL term is not weighted.
+    tokens.
     """
     ratio = tokens.ratio if ratio is None else ratio
     weight = torch.ones_like(tokens.active)
@@ -279,10 +276,10 @@ def reported(
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,
 ) -> LossResult:
-    """The loss with statistics of its active tokens, in the order of `POLICY_SUMS`.
+    """The loss with statistics of its active tokens, in the order of `POLICY_SUMS`. All [E] but
+    `loss`.
 
-    The statistic "kl" estimates KL(old, p) by -log ratio ("k1", Schulman,
-    joschu.net/blog/kl-approx). All [E] but `loss`.
+    "kl" estimates KL(old, p) by -log ratio ("k1", Schulman, joschu.net/blog/kl-approx).
     """
     with torch.no_grad():
         active = tokens.active

@@ -61,7 +61,6 @@ def pair_result(
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """The reported numbers. A batch has at least one pair."""
     pairs = max(sums["pairs"], 1.0)
     return {
         "pairs:sum": sums["pairs"],

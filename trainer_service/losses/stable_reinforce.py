@@ -36,19 +36,18 @@ def stable_reinforce(
 ) -> LossResult:
     """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
 
-    **The SDK's original service does not publish its formula. This one is ours.** It is REINFORCE
+    **This formula is ours. The SDK's original service does not publish its own.** It is REINFORCE
     with known remedies for a sampler that differs slightly from the trained policy:
 
     - r = exp(p - q) weights a token's gradient, truncated at C = `ratio_cap` (arXiv 1606.02647). sg
       stops the gradient.
-    - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] drops sequences that another policy
-      seems to have sampled (`sequence_low`, `sequence_high`; geometric rejection, verl,
-      rollout_corr.md).
+    - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] drops sequences of another policy
+      (`sequence_low`, `sequence_high`; geometric rejection, verl, rollout_corr.md).
     - The last term pulls towards the sampler. On policy its gradient is that of KL(policy, sampler)
       ("k2", joschu.net/blog/kl-approx).
 
-    With provenance spans, each sampled sequence of a datum is judged by itself and prompt tokens do
-    not act. Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1.
+    With provenance spans, each sampled sequence is judged by itself and prompt tokens do not act.
+    Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1.
     """
     if "logprobs" not in inputs:
         inputs = {**inputs, "logprobs": logprobs.detach()}

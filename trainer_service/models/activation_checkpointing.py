@@ -1,6 +1,4 @@
-"""Checkpointed blocks recompute their activations instead of keeping them (Chen et al., arXiv
-1604.06174).
-"""
+"""Checkpointed blocks, which recompute activations (Chen et al., arXiv 1604.06174)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Compiled blocks: `torch.compile` of each transformer block, once for all equal blocks.
 
-Lengths and the layout of rows are variables of the compiled code, so a new batch needs no new
-compilation. But a compiler divides loops by the first sizes that it sees. These are always the
-sizes of `micro_batches_to_compile`, before a run's first batch, so that a restored trainer has
-equal bits. Compiled code is cached in `TORCHINDUCTOR_CACHE_DIR`, set by the agent or the pod.
+Lengths and the layout of rows are variables of the compiled code. But a compiler divides loops by
+the first sizes that it sees. These are always the sizes of `micro_batches_to_compile`, so that a
+restored trainer has equal bits. Compiled code is cached in `TORCHINDUCTOR_CACHE_DIR`, set by the
+agent or the pod.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _KINDS = 64
-"""Number of kinds of blocks, and of sizes that torch compiles as constants, such as an adapter's
-rank.
-"""
+"""Kinds of blocks, and of sizes that torch compiles as constants, such as an adapter's rank."""
 
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -47,7 +45,6 @@ def compiles(wanted: str, device: str) -> bool:
 
 
 def check_compiler(device: str) -> None:
-    """Raise `WorkerStartFailed` if there is no compiler."""
     if device != "cpu":
         # Triton compiles its kernel launchers with it.
         if not any(map(shutil.which, [os.environ.get("CC", "gcc"), "clang"])):
@@ -63,10 +60,7 @@ def check_compiler(device: str) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
-    """Compile the forward method of each block.
-
-    With more than one of `threads`, they are processes, which end with this one.
-    """
+    """Compile each block's forward method. With several `threads`, they are processes."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -88,8 +82,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, threads: int) -> None:
 def processor() -> str:
     """A name for processors like this one.
 
-    torch compiles for the exact processor, but its cache does not distinguish processors. Several
-    machines may share the cache folder.
+    torch compiles for the exact processor, but machines with other processors may share its cache.
     """
     told = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
@@ -100,8 +93,8 @@ def processor() -> str:
 def mask_windows(model: PreTrainedModel) -> None:
     """Give the blocks of padded rows the mask of a sliding window, even for short rows.
 
-    Transformers omits the mask if no token is far enough from another. The first longer or shorter
-    row would then be compiled in the middle of an operation.
+    Transformers omits the mask for short rows. The first longer row would then be compiled in the
+    middle of an operation.
     """
     if model.config._attn_implementation != "sdpa":
         return  # other implementations always get a mask

@@ -1,6 +1,6 @@
 """The directory of a model in the Hugging Face layout, and its safetensors files.
 
-Safetensors files are written piece by piece, because the library needs all tensors in memory.
+Files are written piece by piece, because the library needs all tensors in memory.
 `tandem/weights/tensors.py` describes the format.
 """
 
@@ -29,7 +29,7 @@ _SAMPLE_BYTES = 64 * 2**10
 class BaseModelFiles:
     """A base model: the gateway's `name` of it, and its directory (`path`).
 
-    `fingerprint` identifies the weights in checkpoints of adapters. It is "" if the whole model is
+    `fingerprint` identifies the weights in checkpoints of adapters, and is "" if the whole model is
     trained.
     """
 
@@ -41,7 +41,7 @@ class BaseModelFiles:
     def of_run(cls, path: Path, training: TrainingSpec, *, name: str = "") -> BaseModelFiles:
         """Return the files of a run whose model was just loaded. Raises `OSError`.
 
-        The fingerprint is read now, because the files may be gone or changed later.
+        The fingerprint is read now, because the files may change later.
         """
         fingerprint = _fingerprint(path) if training.lora else ""
         return cls(name=name or path.name, path=path, fingerprint=fingerprint)
@@ -51,8 +51,7 @@ def _fingerprint(path: Path) -> str:
     """Identify weights: XXH3-128 of the weight files' sizes and of pieces spread over each file (64
     of 64 KiB, or all of a smaller file).
 
-    An adapter is useless on other weights. Hashing all of a large model would take minutes, and
-    further training changes weights everywhere.
+    Hashing all of a large model takes minutes, and further training changes weights everywhere.
     """
     digest = xxhash.xxh3_128()
     for file in sorted(path.iterdir()):
@@ -78,8 +77,8 @@ def copy_small_files(
     """Copy configuration and tokenizer, so that `target` loads by itself. Return the copies.
 
     The configuration gets `dtype`, if given, and, if `untied`, an output head with its own weight.
-    An `adapter` gets no `config.json`, which would make transformers expect a whole model there,
-    and no README of the base model.
+    An `adapter` gets no `config.json`, with which transformers would expect a whole model, and no
+    README.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -116,7 +115,7 @@ def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[
 
 
 def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
-    """Write the index of several files: the file of each tensor, as transformers expects."""
+    """Write the index of several files, as transformers expects."""
     path = directory / INDEX_NAME
     index = {
         "metadata": {"total_size": total_bytes},
@@ -130,7 +129,7 @@ _ALIGNMENT = 8
 
 
 class TensorWriter:
-    """Makes a file's header for tensors like these. Their data follows it in `order`."""
+    """The header of a file with tensors like these. Their data follows in `order`."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         # Wide types first, so that each tensor starts at a multiple of its width.

@@ -27,10 +27,8 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model.
-
-    `max_length` is in tokens, 0 if the model states no limit. `parameters` counts the base model's,
-    of which a LoRA run trains none.
+    """`max_length` is in tokens, 0 if the model states no limit. `parameters` counts the base
+    model's.
     """
 
     architecture: str
@@ -41,7 +39,7 @@ class ModelFacts:
 
 
 def check_trainable(path: Path) -> None:
-    """Raise `WorkerStartFailed` for a model whose configuration shows that it cannot be trained."""
+    """Raise `WorkerStartFailed` for a model that cannot be trained, by its configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = _config(path)
@@ -64,13 +62,12 @@ def load_model(
 ) -> nn.Module:
     """Load any model that AutoModelForCausalLM accepts, in float32 on the CPU, fully trainable.
 
-    Sharded parameters go to the device of their shards, or stay `on_host`. `prepare` gets the model
-    while its parameters have no memory yet. It may shard them or change their types. Then only this
-    rank's part of each tensor is read, in its type. Raises `WorkerStartFailed` for files without
-    the model's tensors.
+    `prepare` gets the model while its parameters have no memory yet. It may shard them or change
+    their types. Then only this rank's part of each tensor is read, in its type, to its device or
+    `on_host`. Raises `WorkerStartFailed` for files without the model's tensors.
 
-    The model stays in eval mode even for training. Dropout would make the trainer's logprobs differ
-    from the sampler's.
+    The model stays in eval mode, because dropout would make the trainer's logprobs differ from the
+    sampler's.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -115,9 +112,7 @@ def load_model(
 
 @contextmanager
 def _shards_on_host() -> Iterator[None]:
-    """Make transformers leave each part on the host. torch would move a sharded tensor's part to
-    the device of its ranks.
-    """
+    """Make transformers leave each part on the host. torch would move it to the ranks' device."""
     from transformers import core_model_loading, modeling_utils
 
     modules = (core_model_loading, modeling_utils)
@@ -137,10 +132,8 @@ def _part_of(part: Tensor, whole: DTensor) -> DTensor:
 
 
 def _copy_shards(model: nn.Module) -> None:
-    """Give each shard its own memory.
-
-    A shard as read may be part of a mapped file. torch cannot copy a sharded tensor whose part
-    begins in the middle of its memory.
+    """Give each shard its own memory. As read, it may be part of a mapped file, and torch cannot
+    copy it.
     """
     own: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
@@ -170,10 +163,7 @@ def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raise `WorkerStartFailed` unless tokens are independent of later ones, such as padding.
-
-    Two sequences with a common beginning must have equal logits there.
-    """
+    """Raise `WorkerStartFailed` unless tokens are independent of later ones, such as padding."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.tensor(
         [[1, 2, 3, 4, 5], [1, 2, 3, 7, 8]], device=next(model.parameters()).device
@@ -220,10 +210,10 @@ UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, V
 
 
 def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
-    """Build a small random model of the same code, with few and narrow layers.
+    """Build a small random model of the same code, to test the code while the real weights are
+    sharded.
 
-    It shows the code's abilities while the real weights are spread over ranks. It has `times` as
-    many heads and columns as needed. None if the configuration does not allow it.
+    It has `times` as many heads and columns as needed. None if the configuration does not allow it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -274,9 +264,8 @@ def _make_small(config: PreTrainedConfig, *, times: int) -> None:
 
 
 def name_in_files(model: nn.Module, name: str) -> str:
-    """The name of a parameter in the model's files, which may differ from its name in the modules.
-
-    Raises `InvalidRequest` if it is not one tensor there.
+    """The name of a parameter in the model's files. Raises `InvalidRequest` if it is not one tensor
+    there.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -293,10 +282,7 @@ def name_in_files(model: nn.Module, name: str) -> str:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks in order: the `ModuleList` with the most parameters.
-
-    This works for any architecture, because all keep their repeated blocks in one list.
-    """
+    """The transformer blocks in order: the `ModuleList` with the most parameters."""
     best: list[nn.Module] = []
     most = 0
     for module in model.modules():
@@ -310,8 +296,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.Module]]:
     """Group consecutive blocks so that each group has at least `minimum` parameters.
 
-    The rest, or all of a smaller model, stays in the root group with embeddings and head. For a
-    small model one large collective is faster than many.
+    The rest, or all of a smaller model, stays in the root group, because one large collective is
+    faster than many small ones.
     """
     groups: list[list[nn.Module]] = []
     current: list[nn.Module] = []

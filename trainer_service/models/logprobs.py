@@ -1,9 +1,8 @@
 """Log probabilities of targets from hidden states, without the logits of a whole micro-batch.
 
-A model is divided into a body, which makes hidden states, and a tail, which makes logits of them.
-The tail gets a chunk of rows at a time, and a chunk's logits are freed before the next. For
-gradients, the backward pass makes a chunk's logits again. For a loss by entry (`Loss.by_entry`),
-the gradients are made with the log probabilities.
+A model is divided into a body, which makes hidden states, and a tail, which makes logits of a chunk
+of rows at a time. For gradients, the backward pass makes a chunk's logits again, or, for a loss by
+entry (`Loss.by_entry`), the gradients are made with the log probabilities.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ GradientOf = Callable[["Tensor"], "Tensor"]
 
 
 class _HiddenStates:
-    """The output of a model's body, reduced to the last hidden state."""
+    """A model body's output, reduced to the last hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -61,8 +60,7 @@ def divide(model: nn.Module) -> tuple[LogitsOf, dict[str, nn.Module]]:
     `comes_apart`.
 
     Returns the function that makes logits of them, with the parts of the model that it uses, by
-    name. That function is the model's own forward with another body, so it also applies a softcap
-    or a factor to the logits.
+    name. It is the model's own forward with another body, so it also applies a softcap or a factor.
     """
     prefix = str(model.base_model_prefix)
     body = model._modules[prefix]
@@ -95,10 +93,7 @@ def return_logits(model: nn.Module) -> None:
 
 
 def comes_apart(model: nn.Module) -> bool:
-    """True if the divided model makes the whole model's logits of a short sequence.
-
-    The model itself stays unchanged.
-    """
+    """True if the divided model makes the whole model's logits of a short sequence."""
     if getattr(model, "base_model_prefix", "") not in model._modules:
         return False  # no part makes hidden states
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -144,10 +139,7 @@ class ChunkedLogprobs:
         self.rows = rows
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The log probabilities [N, K], float32, of `targets` [N, K] after `hidden` [N, hidden].
-
-        They are differentiable if gradients are on.
-        """
+        """The log probabilities [N, K], float32, of `targets` [N, K] after `hidden` [N, hidden]."""
         if len(hidden) <= self.rows:
             return self.of_chunk(hidden, targets)
         if not torch.is_grad_enabled():
@@ -160,8 +152,6 @@ class ChunkedLogprobs:
     ) -> tuple[Tensor, Tensor]:
         """For a loss by entry: the log probabilities [e] of the targets that `select` picks out of
         the flat [N·K], and a number with the loss's gradient.
-
-        `gradient_of` returns the loss's gradient at log probabilities.
         """
         logprobs, carrier = _MadeAtOnce.apply(
             self, targets, select, gradient_of, hidden, *self._parameters()
@@ -190,8 +180,7 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 class _Sums:
     """Gradients of hidden states and parameters, collected chunk by chunk.
 
-    Parameters' gradients are summed in float32. In bfloat16 the contributions of many chunks would
-    be lost.
+    Parameters' gradients are summed in float32, because bfloat16 would lose small contributions.
     """
 
     def __init__(
@@ -202,9 +191,7 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
-        """Add a chunk's gradients, with `gradient_of` its log probabilities [n, K], and return
-        these.
-        """
+        """Add a chunk's gradients. Return its log probabilities [n, K], the input of `gradient_of`."""
         with torch.enable_grad():
             hidden = self._hidden[part].detach().requires_grad_()
             logprobs = self._head.of_chunk(hidden, targets[part])
@@ -233,7 +220,7 @@ def _known(gradient: Tensor, logprobs: Tensor) -> Tensor:
 
 
 class _MadeAgain(torch.autograd.Function):  # type: ignore[misc]
-    """Log probabilities whose logits are made again for their gradients."""
+    """Log probabilities with logits made again for the gradients."""
 
     @staticmethod
     def forward(

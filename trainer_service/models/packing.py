@@ -1,10 +1,9 @@
 """Packed rows: sequences one after the other in a single row, without padding.
 
-Token-wise computation (projections, norms, feed-forward layers, the head) does not depend on where
-a sequence begins. Positions are given, and a tensor tells attention where each sequence begins. The
-attention is registered with transformers as an implementation and is an operator of its own. On a
-CPU every run of equally long sequences is one causal call of torch's kernel, on a view of the row.
-On a GPU the row is one call of torch's FlashAttention.
+Token-wise computation does not depend on where a sequence begins. Only positions and attention do.
+The attention is a transformers implementation and an operator of its own. On a CPU every run of
+equally long sequences is one causal call of torch's kernel, on a view of the row. On a GPU the row
+is one call of torch's FlashAttention.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def row_inputs(
 def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
     """Make the model accept packed rows if it computes equal logits on them, and return "".
 
-    Otherwise return the reason and leave the model unchanged. The test runs on `device`, wherever
-    the parameters are. Models differ in their computation between tokens (recurrent layers,
-    position biases, sinks), so it compares two sequences in a row with each alone.
+    Otherwise return the reason and leave the model unchanged. Models differ in their computation
+    between tokens (recurrent layers, position biases, sinks), so this compares two sequences in a
+    row with each alone, on `device`.
     """
     from transformers import PreTrainedModel
 
@@ -102,7 +101,6 @@ def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Make the model accept packed rows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
@@ -112,8 +110,8 @@ def pack(model: PreTrainedModel) -> None:
 def _windows_are_told(model: PreTrainedModel) -> bool:
     """True if each layer's attention is told its window or chunk.
 
-    A packed row has no mask, and some models pass windows only in masks. The test of a few tokens
-    lies within any window, so its numbers do not show this.
+    A packed row has no mask, and some models pass windows only in masks. The numbers of a short
+    test do not show this.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -121,7 +119,7 @@ def _windows_are_told(model: PreTrainedModel) -> bool:
     differs: list[nn.Module] = []
 
     def mask(*, local_size: int | None = None, **others: object) -> Tensor | None:
-        """Returns the window in place of a mask."""
+        """Return the window in place of a mask."""
         return torch.tensor(local_size) if local_size else None
 
     def attention(
@@ -170,9 +168,8 @@ def packed_attention(
 
     `query` is [1, heads, T, head size]. `key` and `value` have equally many heads or fewer. Returns
     [1, T, heads, head size]. Without `bounds` the rows [B, heads, T, head size] are whole
-    sequences.
-
-    Raises `NotImplementedError` if the model needs more than scaling and a sliding window.
+    sequences. Raises `NotImplementedError` if the model needs more than scaling and a sliding
+    window.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
@@ -357,9 +354,7 @@ torch.library.register_fake("tandem::packed_attention_backward", _gradients, lib
 
 
 class _Packed(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """The operator with its gradients. They are not registered with the operator, because torch's
-    call overhead would slow small models.
-    """
+    """The operator with its gradients, not registered with it because of torch's call overhead."""
 
     @staticmethod
     def forward(
@@ -407,9 +402,7 @@ def _mask(query: Tensor, window: int) -> Tensor | None:
 
 
 def _outside(query: Tensor, window: int) -> Tensor | None:
-    """The pairs of tokens that do not see each other, [length, length]. None: only later tokens are
-    unseen.
-    """
+    """The pairs of tokens that do not see each other, [length, length]. None: only causality."""
     length = query.shape[-2]
     if not 0 < window < length:
         return None

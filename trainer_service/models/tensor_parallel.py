@@ -2,10 +2,9 @@
 that compute the same tokens together.
 
 Transformers' plan of a model (`tp_plan`) says which matrices are divided, and how. Each parameter
-becomes a DTensor over the mesh of those ranks, divided or whole. So FSDP can shard a rank's part,
-and loading, checkpoints and exporting know which part it is. The forward of a block, or of a module
-outside blocks, gives its modules their parts as plain tensors. Sums, gathers and splits are the
-operations below. Blocks can be compiled with them: equal modules compute alike in all blocks, and
+becomes a DTensor over the mesh of those ranks, divided or whole, so FSDP, checkpoints and exporting
+know a rank's part. The forward of a block, or of a module outside blocks, gives its modules their
+parts as plain tensors. Blocks can be compiled: equal modules compute alike in all blocks, and
 collectives are operators.
 """
 
@@ -50,16 +49,14 @@ COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
 )
 """Transformers' names of the styles. In a linear layer, a rank has some outputs, some inputs, some
 outputs that are then gathered, or some inputs of a whole input. In an embedding it has some tokens.
-The last style is whole and computes with one rank's heads, as norms of queries and keys do.
+The last style is whole and computes with one rank's heads, such as norms of queries.
 """
 EXPERTS = "experts"
-"""Not transformers' plan, which divides each expert. A rank has some of a layer's experts, whole:
-rows of the stack of their matrices.
+"""Unlike transformers' plan, which divides each expert, a rank has some of a layer's experts,
+whole.
 """
 _OF_EXPERTS = "_is_expert_parallel"
-"""An attribute of transformers' layers of experts: some experts are on other ranks, so tokens of
-those experts are skipped.
-"""
+"""An attribute of transformers' layers of experts: tokens of experts on other ranks are skipped."""
 _TOLERANCE = 1e-4
 _LAYERS: Mapping[str, type[nn.Module]] = {
     COLUMNS: nn.Linear,
@@ -73,9 +70,7 @@ _LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 def check_divisible(model: PreTrainedModel, count: int) -> None:
-    """Raise `WorkerStartFailed`, with the reason, for a model that cannot be divided among `count`
-    ranks.
-    """
+    """Raise `WorkerStartFailed` for a model that cannot be divided among `count` ranks."""
     if reason := _why_not(model, count):
         raise WorkerStartFailed(
             f"{type(model).__name__} cannot be divided among {count} ranks "
@@ -214,7 +209,6 @@ class _Ranks:
 
 
 def _styles_of(model: PreTrainedModel) -> dict[str, str]:
-    """The plan's style of each module, by its name in the model."""
     plan = dict(model.tp_plan)
     found = {
         name: EXPERTS if hasattr(module, _OF_EXPERTS) else plan.get(_general(name), "")
@@ -229,7 +223,6 @@ def _general(name: str) -> str:
 
 
 def _placement(style: str, key: str) -> Placement:
-    """The placement of a module's parameter: divided along a dimension, or whole on each rank."""
     if style in (COLUMNS, GATHERED, TABLE, EXPERTS):
         return Shard(0)
     return Shard(1) if style in (ROWS, SPLIT) and key == "weight" else Replicate()
@@ -266,7 +259,7 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     ranks: _Ranks
     of_replicated: Placement = Replicate()
-    """The placement of gradients of whole parameters: equal on all ranks, or parts of a sum
+    """The placement of whole parameters' gradients: equal on all ranks, or parts of a sum
     (`Partial`).
     """
 
@@ -279,9 +272,8 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
                 self._parameters[key] = each.to_local(grad_placements=[gradient])
 
     def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's parts of an adapter's whole A [r, in] and B [out, r].
-
-        The ranks' gradients of them add up to those of the whole layer.
+        """This rank's parts of an adapter's A [r, in] and B [out, r]. The ranks' gradients add up
+        to the whole layer's.
         """
         return _of_first(a, self.ranks), _of_first(b, self.ranks)
 
@@ -365,9 +357,8 @@ class _PartOfExperts(_Part):
         setattr(self, _OF_EXPERTS, True)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the `chosen` experts' outputs for `hidden` [T, hidden].
-
-        `chosen` and `weights` are [T, k].
+        """The weighted sum of the `chosen` experts' outputs. `hidden` is [T, hidden], the others
+        [T, k].
         """
         own = chosen - self.ranks.index * self.num_experts
         elsewhere = (own < 0) | (own >= self.num_experts)
@@ -393,7 +384,6 @@ _PARTS: Mapping[str, type[_Part]] = {
 
 @functools.cache
 def _class_of_part(kind: type, style: str) -> type:
-    """The class of a rank's part of a module."""
     return type(kind.__name__, (_PARTS[style], kind), {"__module__": kind.__module__})
 
 
@@ -406,7 +396,6 @@ def _copy_to(value: Tensor, ranks: _Ranks) -> Tensor:
 
 
 def _sum(value: Tensor, ranks: _Ranks) -> Tensor:
-    """The sum over ranks."""
     return _Sum.apply(value, ranks)
 
 
@@ -423,8 +412,6 @@ def _split(value: Tensor, ranks: _Ranks) -> Tensor:
 def _of_first(value: Tensor, ranks: _Ranks) -> Tensor:
     """A common value with which all ranks compute alike: rank 0 gets its gradient, the others
     zeros.
-
-    The others need a gradient too, because every rank's backward pass must match.
     """
     return _OfFirst.apply(value, ranks)
 

@@ -1,8 +1,7 @@
 """The optimizers: AdamW, and "dimuon" (Muon for hidden matrices, AdamW for the rest).
 
-A run's `TrainingSpec` fixes the optimizer. The settings come with each step. Optimizers work on
-plain and sharded parameters and return their state as named tensors for checkpoints. `staged.py` is
-AdamW for states in bfloat16 or on the host.
+A run's `TrainingSpec` fixes the optimizer. The settings come with each step. Parameters may be
+sharded. `staged.py` is AdamW for states in bfloat16 or on the host.
 
 To add one, write a file with a class that satisfies `Optimizer`, put its settings into `base.py`,
 and add a branch to `make_optimizer`.
@@ -42,9 +41,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer that `training` names.
 
-    `parameters` are the trained ones, by name. `outer` names those of embeddings and head
-    (`outer_parameters`). `device` is the backend's, "cpu" or "cuda". `sum_over_ranks` adds up a
-    scalar tensor in place over all ranks.
+    `outer` names the parameters of embeddings and head (`outer_parameters`). `device` is the
+    backend's, "cpu" or "cuda". `sum_over_ranks` adds up a scalar tensor in place.
     """
     if training.optimizer == "adamw":
         return AdamW(

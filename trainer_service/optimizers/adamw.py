@@ -1,4 +1,4 @@
-"""AdamW whose settings come with each step, with clipping by the global norm over ranks."""
+"""AdamW with settings of each step and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 
 class AdamW:
-    """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named, possibly sharded
-    parameters.
+    """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters.
 
     Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`, in the parameters' dtype.
-    `device` computes the step, even if the parameters are on the host. `moments_on_host` puts the
-    moments on the host.
+    `device` computes the step, wherever the parameters are.
     """
 
     def __init__(

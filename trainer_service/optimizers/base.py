@@ -22,11 +22,11 @@ class Optimizer(Protocol):
     """All ranks call each method in the same order."""
 
     def step(self, settings: StepSettings) -> dict[str, float]:
-        """Apply the gradients and drop them.
+        """Apply the gradients and drop them. Return `grad_norm`, before clipping, and
+        `learning_rate`.
 
-        Returns `grad_norm`, the global norm before clipping, and `learning_rate`. Raises
-        `GradientsNotFinite` on all ranks alike. Then the gradients are dropped and the weights
-        unchanged.
+        Raises `GradientsNotFinite` on all ranks alike. Then the gradients are dropped and the
+        weights unchanged.
         """
         ...
 
@@ -35,9 +35,8 @@ class Optimizer(Protocol):
     def state(self, *, create: bool) -> dict[str, Tensor]:
         """The live state tensors by `{parameter}.{kind of state}`, sharded like the parameters.
 
-        Before the first step it is empty, unless `create` makes zeros to load into. After it, every
-        parameter has state. A parameter that never had a gradient has zeros, so saved and loaded
-        states have equal names.
+        Before the first step it is empty, unless `create` makes zeros to load into. After it, a
+        parameter without a gradient has zeros, so saved and loaded states have equal names.
         """
         ...
 
@@ -51,8 +50,8 @@ class Optimizer(Protocol):
 
 
 _LARGEST = 1e18
-"""Bound of a setting that multiplies weights. Products of two such factors (rate and decay, or rate
-and Muon's scale) still fit float32. Beyond float32, torch raises or makes weights infinite.
+"""Bound of a setting that multiplies weights. Products of two such factors still fit float32.
+Beyond float32, torch raises or makes weights infinite.
 """
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 """In float32, 0 would divide 0 by 0 for a parameter that never had a gradient."""
@@ -71,7 +70,7 @@ class AdamWSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.AdamWParams) -> AdamWSettings:
-        """Raise `OptimizerSetting`, with the setting, its value and its range."""
+        """Raise `OptimizerSetting` for a setting out of range."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -104,7 +103,7 @@ class DiMuonSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.DiMuonParams) -> DiMuonSettings:
-        """Raise `OptimizerSetting`, with the setting, its value and its range."""
+        """Raise `OptimizerSetting` for a setting out of range."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -124,7 +123,7 @@ _PARAMS = {"adamw": "AdamParams", "dimuon": "DimuonParams"}
 
 
 def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> StepSettings:
-    """The settings of a step, for a run created with `optimizer`.
+    """Return the settings of a step, for a run created with `optimizer`.
 
     Raises `OptimizerSetting` for settings of another optimizer or out of range.
     """
@@ -155,10 +154,10 @@ def clip(
     limit: float,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> float:
-    """Scale gradients down to the norm `limit`. 0 or less turns clipping off.
+    """Scale gradients down to the norm `limit`, or not at all if it is 0 or less. Return the norm
+    before.
 
-    Returns the norm before clipping. Raises `GradientsNotFinite` on all ranks alike. The caller
-    then drops the gradients.
+    Raises `GradientsNotFinite` on all ranks alike. The caller then drops the gradients.
     """
     found = [each.grad for each in parameters if each.grad is not None]
     gradients = [local(each) for each in found]
@@ -179,9 +178,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _counts(gradient: Tensor) -> bool:
-    """True if this rank's part is added to the norm. A gradient replicated along "tensor" counts
-    once per replica.
-    """
+    """True if the norm includes this part: a gradient replicated along "tensor" counts once."""
     if not isinstance(gradient, DTensor):
         return True
     mesh = gradient.device_mesh
@@ -203,7 +200,7 @@ def outer_parameters(model: nn.Module) -> frozenset[str]:
     """Names of the parameters of embeddings and of the output head.
 
     Muon treats a matrix as a map between two spaces of features. A row of an embedding or of the
-    head belongs to one token and is an entry of a table (Jordan et al., "Muon", 2024).
+    head belongs to one token instead (Jordan et al., "Muon", 2024).
     """
     head = model.get_output_embeddings()
     found: set[str] = set()

@@ -110,8 +110,6 @@ class DiMuon:
 
 
 class PlainMuon:
-    """torch's Muon over unsharded matrices."""
-
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
         self._matrices = dict(matrices)
         self._muon = _muon(list(self._matrices.values())) if self._matrices else None
@@ -146,11 +144,10 @@ class PlainMuon:
 
 
 class ShardedMuon:
-    """Muon over matrices sharded over one mesh.
+    """Muon over sharded matrices.
 
-    Momentum works element by element and is sharded like the weights. Newton-Schulz needs whole
-    matrices. Each rank gathers some of them, computes their update with torch's Muon and broadcasts
-    it within its replica. The cost of a step is one rank's cost divided by the ranks of a replica.
+    Momentum is sharded like the weights. Newton-Schulz needs whole matrices, so each rank of a
+    replica gathers some of them, computes their update with torch's Muon and broadcasts it.
     """
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
@@ -255,7 +252,6 @@ def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
 
 
 def _piece(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole matrix that is sharded like `like`."""
     shape, first = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )

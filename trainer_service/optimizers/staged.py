@@ -1,16 +1,13 @@
 """AdamW over states in bfloat16 or on the host, one piece at a time.
 
 torch's fused AdamW needs weights, gradients and moments in float32 on one device. Other states are
-copied there, stepped and copied back, so the extra memory is one piece. A GPU also steps states of
-the host, so the result does not depend on where they lie.
+copied there, stepped and copied back, a piece at a time.
 
-Rounding to bfloat16 is stochastic: up or down, with the probabilities that keep the mean. Rounding
-to nearest would lose every update of a weight below 2^-9 of it, and every decay of the second
-moment.
-
-An element's random bits are a hash of the optimizer's step, the tensor's kind and the element's
-position among all parameters. No generator has a state to save. A restored run draws equal bits, on
-any number of ranks.
+Rounding to bfloat16 is stochastic, with the probabilities that keep the mean. Rounding to nearest
+would lose every update of a weight below 2^-9 of it, and every decay of the second moment. An
+element's random bits are a hash of the optimizer's step, the tensor's kind and the element's
+position among all parameters. So there is no generator state to save, and a restored run draws
+equal bits, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 2**22
-"""The largest number of elements stepped together: 16 MiB for each of up to four tensors, and 64
-MiB for random bits.
+"""Elements stepped together: at most 16 MiB for each of up to four tensors, and 64 MiB for random
+bits.
 """
 
 
@@ -59,9 +56,7 @@ class Positions:
 
 @dataclass
 class _Kept:
-    """The state of one parameter. Moments and `positions` cover this rank's part. `step` is on the
-    host.
-    """
+    """The state of one parameter, of this rank's part. `step` is on the host."""
 
     parameter: nn.Parameter
     positions: Positions
@@ -85,7 +80,7 @@ class _Slice:
 class StagedMoments:
     """`Moments`, computed on `device` wherever the parameters are.
 
-    Moments have their parameter's dtype. With `on_host` they are in pinned host memory.
+    With `on_host` the moments are in pinned host memory.
     """
 
     def __init__(
@@ -130,7 +125,7 @@ class StagedMoments:
         return found
 
     def reset(self) -> None:
-        """Pinned memory stays allocated."""
+        """Keep pinned memory allocated."""
         self.begun = False
 
     def _create(self) -> None:
@@ -234,9 +229,9 @@ def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 def round_(values: Tensor, positions: Positions, *, start: int, key: int) -> None:
     """Round `values`, float32 [n], to bfloat16 in place, stochastically and without bias.
 
-    The random bits are those of the `positions` from number `start` on, under the `key`. A bfloat16
-    is the upper half of a float32. Random bits are added to the lower half and carry into the upper
-    half with the right probability. Then the lower half is dropped.
+    `start` is the number of the first of the `positions`. A bfloat16 is the upper half of a
+    float32. Random bits added to the lower half carry into the upper half with the right
+    probability.
     """
     bits = values.view(torch.int32)
     bits += random_bits(positions, start, start + len(values), key=key, device=values.device)
@@ -248,7 +243,7 @@ def random_bits(
 ) -> Tensor:
     """Sixteen random bits per position, int32 [end - start].
 
-    The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31), with 32-bit wrap-around.
+    The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31).
     """
     x = positions.of(start, end, device=device).add_(key).to(torch.int32)
     x ^= (x >> 16) & 0xFFFF
@@ -271,9 +266,8 @@ def _mixed(number: int) -> int:
 
 
 def _positions(parameter: nn.Parameter, first: int) -> Positions:
-    """Positions of this rank's part of a parameter whose first element is at `first`.
-
-    The part is a range of rows, and, for a matrix sharded by columns too, a range of columns.
+    """Positions of this rank's part, a range of rows and perhaps columns. The first element is at
+    `first`.
     """
     if not isinstance(parameter, DTensor):
         return Positions(first)
@@ -308,5 +302,4 @@ def pin(tensor: Tensor) -> None:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`, before the memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -5,9 +5,8 @@
 `operations.py` checks the call, announces it to the other ranks and makes the reply. `switching.py`
 puts all ranks to sleep and wakes them.
 
-`rank_processes.py` forks and watches the other ranks. `trainer_service/__main__.py` is rank 0's
-program, and `trainer_service/node.py` another host's. `nodes.py` and `node_connection.py` connect
-the two. `deaths.py` finds the cause when ranks end.
+`rank_processes.py` forks and watches the other ranks. `nodes.py` and `node_connection.py` connect
+several hosts. `deaths.py` finds the cause when ranks end.
 
 To add an operation: write a method of the servicer and of `Operations`, an `Op`, and a branch in
 `Follower` for the other ranks.

@@ -1,4 +1,4 @@
-"""Finds the cause when a process group breaks: the rank or node whose death broke it.
+"""Finds the rank or node that broke a process group.
 
 A dying rank breaks its peers' collectives, so they die within moments. A killed rank is the cause.
 """
@@ -20,9 +20,7 @@ _DEFECTS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
     *(NotImplementedError, RecursionError, TypeError, ValueError),
 )
-"""Errors of a program. Others, such as RuntimeError and OSError, may come from a device, a disk or
-a network.
-"""
+"""Errors of a program. Others may come from a device, a disk or a network."""
 _MOST_CAUSES = 3
 _MOST_FRAMES = 12
 """The innermost frames of each traceback."""
@@ -30,9 +28,7 @@ _MOST_CHARACTERS = 800
 
 
 class RankReport(BaseModel):
-    """A rank's reason for its end.
-
-    `out_of_memory_at`: the tokens of a micro-batch that was too large, or 0. `defect`: as in
+    """`out_of_memory_at`: the tokens of a micro-batch that was too large, or 0. `defect`: as in
     `WorkerDied`.
     """
 
@@ -53,8 +49,7 @@ class RankReport(BaseModel):
 def trace(error: BaseException) -> str:
     """Return an error of any library on one line: type, sentence and traceback, and its causes'.
 
-    An error that Tandem reports needs no traceback. Literal example: `KeyError: 'weights'
-    (traceback: loop.py:88 compute, losses.py:12 weigh)`.
+    Literal example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
     """
     told: list[str] = []
     at: BaseException | None = error
@@ -74,8 +69,8 @@ def trace(error: BaseException) -> str:
 
 
 class Death(BaseModel):
-    """The end of a rank. `report` None: the rank could not report. For a whole node, only `node`, a
-    sentence, counts.
+    """The end of a rank, with its `report`, if it could write one. `node`: the end of a whole node,
+    in a sentence.
     """
 
     rank: int = 0
@@ -129,7 +124,6 @@ class Deaths:
         self._changed = threading.Condition()
 
     def add(self, death: Death) -> None:
-        """Note a death, from any thread."""
         with self._changed:
             first = not self._deaths
             self._deaths.append(death)

@@ -1,8 +1,7 @@
 """The runs that a trainer hosts: one, or several LoRA runs of one base model.
 
 Each run has its own `Operations` and a number, which rank 0 announces with each operation. The
-engine thread applies one operation at a time, in the order of arrival. First it activates the run's
-adapters.
+engine thread activates the run's adapters before each of its operations.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from trainer_service.service.switching import Switching
 
 
 class HostedRuns:
-    """The runs on rank 0, by their ids. There is always at least one."""
-
     def __init__(self, first: RankTrainer, *, run_id: str) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
@@ -46,7 +43,6 @@ class HostedRuns:
         return self._control.size
 
     def heartbeat(self) -> None:
-        """Keep the other ranks from timing out between operations."""
         self._control.heartbeat()
 
     def find(self, run_id: str) -> Operations:
@@ -60,7 +56,6 @@ class HostedRuns:
         return operations
 
     def release_copies(self) -> None:
-        """Free copies of versions that samplers read."""
         for run in self._runs.values():
             run.release()
 
@@ -94,7 +89,7 @@ class HostedRuns:
         self._runs[request.run_id] = self._operations(made)
 
     def remove(self, run_id: str) -> None:
-        """Free a run's memory. Does nothing for an unknown run."""
+        """Free a run's memory, if there is such a run."""
         if (removed := self._runs.pop(run_id, None)) is None:
             return
         removed.trainer.control.broadcast(Op.REMOVE_RUN)
@@ -103,8 +98,6 @@ class HostedRuns:
 
 
 class FollowedRuns:
-    """The runs on another rank, by their numbers."""
-
     def __init__(self, first: RankTrainer) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
@@ -155,7 +148,6 @@ def _free_copies(runs: Iterable[Operations | Follower]) -> None:
 
 
 def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> RankTrainer:
-    """Raises as `RankTrainer.share`, or `OutOfMemory`."""
     try:
         return sibling.share(training, run=number)
     except Exception as error:
@@ -165,8 +157,6 @@ def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> Rank
 
 
 def _free(other: RankTrainer) -> None:
-    """Free the memory of a removed run. The model may still hold its adapters, so another run's are
-    activated first.
-    """
+    """Free a removed run's memory, after another run's adapters replace its own."""
     other.backend.activate()
     memory_of(other.backend.device).give_back()

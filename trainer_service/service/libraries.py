@@ -1,4 +1,4 @@
-"""The slow imports of a rank's start: torch, transformers, and the parts that every run uses."""
+"""The slow imports of a rank's start: torch and transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
 def set_environment() -> None:
-    """Set the environment that torch reads at its import, for this process and its ranks."""
+    """Set the environment that torch reads at its import."""
     # Waiting OpenMP threads must sleep. Spinning, they take cores from the gateway, the sampler and
     # each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -26,10 +26,8 @@ def set_environment() -> None:
 
 
 def import_libraries() -> None:
-    """Import the libraries, once in a process.
-
-    Garbage collection is off meanwhile, because it would find nothing. It never visits these
-    objects later, because they live as long as the process.
+    """Import the libraries, once in a process, without garbage collection, which would find
+    nothing.
     """
     if _LAST in sys.modules:
         return
@@ -49,7 +47,7 @@ def import_before_forks() -> None:
     """Import the libraries in a process that will fork into ranks, each with its own GPUs.
 
     A library asks at its import whether there is a GPU. The usual check would start CUDA, which no
-    forked process can use, and which reads the list of devices once.
+    forked process can use.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import_libraries()

@@ -32,9 +32,7 @@ class ConnectionLost(Exception):
 
 
 class Hello(BaseModel):
-    """The first message of a node. `nodes` and `ranks` count the whole trainer. `interface` is the
-    network interface of the node's connection.
-    """
+    """The first message of a node. `nodes` and `ranks` count the whole trainer."""
 
     worker_id: str
     node: int = Field(ge=1)
@@ -61,8 +59,7 @@ class Message(BaseModel):
 class Peer:
     """Messages with another node, both ways.
 
-    A thread sends a sign of life five times per `patience` seconds, so the other side can tell
-    silence from a lost host or network.
+    A thread sends a sign of life five times per `patience` seconds.
     """
 
     def __init__(self, connection: socket.socket, *, name: str, patience: float) -> None:
@@ -183,7 +180,6 @@ def connect(host: str, port: int, *, node: int, until: float) -> socket.socket:
 
 
 def interface_of(connection: socket.socket) -> str:
-    """Return the name of the network interface that a connection goes through."""
     address = ipaddress.ip_address(connection.getsockname()[0].partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     for name, entries in psutil.net_if_addrs().items():

@@ -1,10 +1,9 @@
 """The nodes of a trainer: node 0's view of the others, and the work of each other node.
 
-Node 0 is the worker. Each other node has one connection to it (`node_connection.py`), gets its
-ranks' assignments over it and reports their deaths. The connection is a lifeline both ways. Without
-node 0 the others end. Without one of them the worker ends, because its process group is unusable. A
-node that is silent for half of the collective timeout counts as gone, so it is named before a
-collective times out.
+Each other node has one connection to node 0 (`node_connection.py`), gets its ranks' assignments
+over it and reports their deaths. The connection is a lifeline both ways, because a process group
+without one node is unusable. A node that is silent for half of the collective timeout counts as
+gone, so it is named before a collective times out.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ from trainer_service.service.rank_processes import RankProcesses
 _DEATH_SECONDS = 1.0
 """A rank's death is known within this time after rank 0's collectives fail."""
 _HELLO_SECONDS = 10.0
-"""Limit for a connection to send its `Hello`."""
 
 
 class PeerRanks:
-    """All ranks but 0, on this node and the others, as seen from rank 0. Create it in the main
-    thread.
+    """All ranks but 0, as seen from rank 0. Create it in the main thread.
 
     `on_death` is called once, from a thread, with an error that names the causing rank or node.
     """
@@ -78,10 +75,7 @@ class PeerRanks:
             self._nodes.assign(rank, line)
 
     def cause(self, error: BaseException) -> TandemError:
-        """Return why the process group broke, given the error that rank 0 met.
-
-        Another rank's death makes rank 0's collectives fail.
-        """
+        """Return why the process group broke, given the error that rank 0 met."""
         own = Death(returncode=1, report=RankReport.of(error)).cause(self._topology.where(0))
         if isinstance(own, OutOfMemory) or self._topology.ranks == 1:
             return own
@@ -97,8 +91,6 @@ class PeerRanks:
 
 
 class _OtherNodes:
-    """The other nodes, as seen from node 0."""
-
     def __init__(
         self, spec: WorkerSpec, topology: Topology, *, on_death: Callable[[Death], None]
     ) -> None:
@@ -209,7 +201,7 @@ class Member:
         self._ranks = RankProcesses(ranks=topology.local, devices=devices, on_death=self._tell)
 
     def run(self) -> None:
-        """Join node 0 and follow it until the worker ends.
+        """Follow node 0 until the worker ends.
 
         Raises `WorkerStartFailed`, or `WorkerDied` unless the end was orderly.
         """
@@ -239,7 +231,6 @@ class Member:
             raise WorkerDied(f"node 0 ended: {message.text}")
 
     def end(self, reason: str) -> None:
-        """Tell node 0 why this node ends, and kill its ranks."""
         if self._peer is not None:
             self._peer.send(Message(kind="end", text=reason))
         self._ranks.kill()

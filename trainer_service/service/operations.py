@@ -1,7 +1,6 @@
 """The operations of a run: on rank 0 (`Operations`) and on the other ranks (`Follower`).
 
-Rank 0 checks an operation before it announces it. So a refused operation changes nothing, except
-that the held gradients no longer match the client's intent.
+Rank 0 checks an operation before it announces it. So a refused operation changes nothing.
 """
 
 from __future__ import annotations
@@ -50,16 +49,14 @@ from trainer_service.service.switching import Switching
 
 @dataclass
 class HeldBatches:
-    """The batches whose gradients are held. `tokens` and `seconds` are their sums."""
+    """The batches with held gradients. `tokens` and `seconds` are their sums."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
-        """Combine metrics by the suffix of their name. Without a known suffix, use the mean over
-        tokens.
-        """
+        """Combine metrics by the suffix of their name, or else by the mean over tokens."""
         share = tokens / max(1, self.tokens + tokens)
         for name, value in metrics.items():
             before = self.metrics.get(name)
@@ -80,7 +77,7 @@ class Operations:
 
     `_held` describes the batches with held gradients, if any. `_refused` is the reason if these are
     incomplete: a step then drops them, and a load clears both. `_published` is the newest weight
-    version. `_changed` is the newest step or load: the weights are those after it.
+    version. `_changed` is the newest step or load.
     """
 
     def __init__(
@@ -100,8 +97,8 @@ class Operations:
         self._published = ""
         self._changed = common_pb2.OperationHeader()
         self._copies: dict[str, KeptCopy] = {}
-        """Copies for a sampler: of the newest version until the sampler releases it, and of older
-        versions never released.
+        """Copies for a sampler: of the newest version until its release, and of older versions
+        never released.
         """
         self._releasing = threading.Lock()
 
@@ -136,10 +133,7 @@ class Operations:
         self.trainer.control.broadcast(op, message)
 
     def read_batch(self, request: trainer_pb2.ForwardBackwardRequest) -> Batch:
-        """Read the batch of a request, from any thread, before its turn.
-
-        Raises the `UserError` for a wrong batch.
-        """
+        """Read the batch of a request, from any thread, before its turn. Raises a `UserError`."""
         return _read_batch(request, self.trainer)
 
     def forward_backward(
@@ -147,9 +141,7 @@ class Operations:
         request: trainer_pb2.ForwardBackwardRequest,
         read: Callable[[], Batch] | None = None,
     ) -> trainer_pb2.ForwardBackwardReply:
-        """Apply a request. `read`, if the batch was read ahead, returns it or raises as
-        `read_batch`.
-        """
+        """`read`, if the batch was read ahead, returns it or raises as `read_batch`."""
         trainer, began = self.trainer, time.perf_counter()
         try:
             batch = self.read_batch(request) if read is None else read()
@@ -178,7 +170,7 @@ class Operations:
         )
 
     def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
-        """Return the tokens of a micro-batch for a request.
+        """Return the tokens of a micro-batch.
 
         Raises `OutOfMemory` if even the smallest possible micro-batch is known to be too large.
         """
@@ -271,7 +263,7 @@ class Operations:
         return offered
 
     def release(self, name: str = "") -> None:
-        """Free the copy of a version that its reader no longer needs, from any thread.
+        """Free the copy of a version after its reader has loaded it, from any thread.
 
         Without a name, free the copies that their readers keep alive by themselves.
         """
@@ -303,7 +295,7 @@ class Operations:
     def load_checkpoint(
         self, request: trainer_pb2.LoadCheckpointRequest
     ) -> trainer_pb2.LoadCheckpointReply:
-        """The held gradients are dropped."""
+        """Held gradients are dropped."""
         began = time.perf_counter()
         try:
             self._load(Path(request.path), optimizer=request.optimizer)
@@ -317,7 +309,6 @@ class Operations:
         )
 
     def take_snapshot(self, request: trainer_pb2.TakeSnapshotRequest) -> None:
-        """Take a snapshot. `snapshots` has its result."""
         request.header.CopyFrom(self._changed)
         if self.snapshots.prepare(request.path):
             self._announce(Op.SNAPSHOT, request)
@@ -369,7 +360,7 @@ def _memory(plan: MemoryPlan | None) -> trainer_pb2.MemoryPlan | None:
 
 
 class Follower:
-    """A run's operations on a rank other than 0. Rank 0 has checked them."""
+    """A run's operations on a rank other than 0, which rank 0 has checked."""
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self.trainer = trainer
@@ -410,7 +401,6 @@ class Follower:
 
 
 def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTrainer) -> Batch:
-    """Raise the `UserError` for a wrong batch."""
     facts = trainer.backend.facts
     return validate(
         parse(request.payload),
@@ -420,11 +410,10 @@ def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTraine
 
 
 def encode_output(batch: Batch, *, logprobs: Float32Array, metrics: Mapping[str, float]) -> bytes:
-    """The client's `ForwardBackwardOutput`.
+    """The client's `ForwardBackwardOutput`, with each datum's part of `logprobs` [E] in its
+    targets' shape.
 
-    `logprobs` [E] are in the order of the batch. Each datum gets its own in the shape of its
-    targets. A record holds several datums with one trailing shape, so a new record begins where K
-    changes.
+    A record holds several datums with one trailing shape, so a new record begins where K changes.
     """
     output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     ends = np.cumsum(batch.sizes)

@@ -1,8 +1,8 @@
 """The processes of ranks other than 0: starting and watching them, and their own program.
 
-They are forked after torch and transformers are imported, once for all ranks of the node. A rank
-with a device confines itself to it. It reads its assignment, one line of JSON, from its standard
-input. This pipe then stays open as its lifeline. It follows rank 0 until it is killed.
+They are forked after torch and transformers are imported. A rank with a device confines itself to
+it. It reads its assignment, one line of JSON, from its standard input. This pipe then stays open as
+its lifeline.
 
 A process group without one of its ranks is unusable. So a failed rank writes a `RankReport` to
 another pipe, and waits to be killed. If it ended at once, its peers would fail too, and rank 0
@@ -55,7 +55,7 @@ def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """A forked rank. `assignment` and `report` are the parent's ends of its pipes."""
+    """`assignment` and `report` are the parent's ends of the rank's pipes."""
 
     process: ForkProcess
     assignment: int
@@ -65,9 +65,8 @@ class _Rank:
 class RankProcesses:
     """The `ranks` of this node, without rank 0.
 
-    Create it in the main thread, with which they die, and before other threads hold locks or a
-    server runs, because it forks. `devices` are those of the trainer's ranks, or none. `on_death`
-    is called from a thread for each rank that ends by itself.
+    Create it in the main thread, with which they die, and before other threads hold locks, because
+    it forks. `on_death` is called from a thread for each rank that ends by itself.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class RankProcesses:
             watcher.start()
 
     def assign(self, rank: int, line: str) -> None:
-        """Send a rank its assignment. The pipe stays open as the rank's lifeline."""
+        """Send a rank its assignment."""
         try:
             with os.fdopen(self._ranks[rank].assignment, "wb", closefd=False) as pipe:
                 pipe.write(line.encode() + b"\n")
@@ -109,7 +108,7 @@ class RankProcesses:
             return  # it has died, and its watcher reports how
 
     def kill(self) -> None:
-        """Kill the ranks. They hold nothing that needs an orderly end."""
+        """Kill the ranks. They need no orderly end."""
         self._stopping = True
         for rank in self._ranks.values():
             rank.process.kill()
@@ -143,7 +142,6 @@ def _fork(number: int, device: Device | None) -> _Rank:
 
 
 def _run(parent: int, assignment: int, report: int, device: Device | None) -> None:
-    """The program of a rank, until it is killed."""
     die_with_parent(parent)
     # Rank 0 stops us. A signal to the whole process group must not look like our own death.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

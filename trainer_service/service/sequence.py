@@ -27,8 +27,7 @@ class OperationSequence:
     """Admits the operations of a run in journal order, each once.
 
     `queued` is the newest operation handed to the engine thread, `applied` the newest finished one.
-    The last `KEPT_RESULTS` results are kept, so that a repeated operation is answered and not
-    applied again.
+    The last `KEPT_RESULTS` results answer repeated operations.
     """
 
     def __init__(self) -> None:
@@ -40,11 +39,9 @@ class OperationSequence:
         self.applied = 0
 
     def result(self, seq_id: int) -> Reply | None:
-        """The kept result of a finished operation."""
         return self._results.get(seq_id)
 
     def running(self, seq_id: int) -> asyncio.Task[Reply] | None:
-        """The task of a waiting or running operation."""
         return self._running.get(seq_id)
 
     def begin(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
@@ -69,7 +66,6 @@ class OperationSequence:
             self._turn.notify_all()
 
     async def close(self) -> None:
-        """Admit no further operation."""
         self._closed = True
         async with self._turn:
             self._turn.notify_all()

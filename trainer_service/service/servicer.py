@@ -1,8 +1,4 @@
-"""The gRPC servicer of rank 0: admits calls, puts them in order and answers each once.
-
-A run's operations enter the engine thread in the order of its journal (`sequence`). Operations of
-several runs enter as they come.
-"""
+"""The gRPC servicer of rank 0: admits calls, puts them in order and answers each once."""
 
 from __future__ import annotations
 
@@ -55,8 +51,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """The trainer's gRPC service.
 
     Once `broken` is set, the process group is unusable, and every call ends with ABORTED and its
-    sentence. If the group ran out of memory in an operation of the call's run, the status is
-    RESOURCE_EXHAUSTED. Callers are already authenticated (`tandem/protocol/worker_server.py`).
+    sentence, or with RESOURCE_EXHAUSTED if the call's run ran out of memory. Callers are already
+    authenticated (`tandem/protocol/worker_server.py`).
     """
 
     def __init__(
@@ -232,9 +228,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Wake(
         self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        """Answer at once while awake, even during an operation.
+        """Answer at once while awake, even during an operation of an earlier gateway.
 
-        That operation is an earlier gateway's. Its next one takes the lease over.
+        The new gateway's next operation takes the lease over.
         """
         if self._fence.leased and not self._fence.asleep:
             await self._fence.admit(context)
@@ -284,8 +280,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> R:
         """Return an operation's reply, applying the operation unless it was applied before.
 
-        `begin` is called at once, and `job` by the engine thread in its turn. Only a new operation
-        needs the lease. Applied and running operations are answered without it.
+        `begin` is called at once, and `job` by the engine thread in its turn. Applied and running
+        operations are answered without a lease.
         """
         header = request.header
         sequence = await self._sequence(header.run_id, context)
@@ -324,8 +320,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def _or_broken(self, task: asyncio.Future[T], context: Context, *, run_id: str = "") -> T:
         """Return the task's result.
 
-        Aborts the call at its deadline, if it has one, or when the process group breaks. The caller
-        decides the deadline, because it knows the operations sent before.
+        Aborts the call at its deadline or when the process group breaks. The caller decides the
+        deadline, because it knows the operations sent before.
         """
         await first_of(task, self._broken, timeout=context.time_remaining())
         if task.done() and task.exception() is None:
@@ -350,7 +346,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         kind: str,
         job: Callable[[Operations], R],
     ) -> Reply:
-        """Wait for the previous operation, apply this one and keep the result."""
         self._metrics.waiting.inc()
         try:
             try:
@@ -407,10 +402,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
 
 class _ForwardBackward:
-    """A call whose batch is read while the engine thread computes earlier ones.
-
-    The gateway bounds the number of calls sent ahead.
-    """
+    """A call whose batch is read while the engine thread computes earlier ones."""
 
     def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
         self._request = request
@@ -442,7 +434,6 @@ async def _abort_unknown(context: Context, run_id: str) -> NoReturn:
 
 
 def _in_numbers(reply: Reply, seconds: float) -> dict[str, int]:
-    """Return further numbers for an operation's log line."""
     if isinstance(reply, trainer_pb2.ForwardBackwardReply):
         per_second = reply.tokens / seconds if seconds else 0
         return {"tokens": reply.tokens, "tokens_per_second": round(per_second)}

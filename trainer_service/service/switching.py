@@ -16,7 +16,7 @@ from trainer_service.compute.offload import Offload
 class Switching:
     """The sleep and wake of this rank, together with all others.
 
-    Rank 0 calls `sleep` and `wake`, the others `follow`. The state of `backends` moves.
+    Rank 0 calls `sleep` and `wake`, the others `follow`.
     """
 
     def __init__(
@@ -38,20 +38,15 @@ class Switching:
         return self._offload.asleep or self._suspended
 
     def sleep(self, request: common_pb2.SleepRequest) -> common_pb2.SwitchReply:
-        """Put all ranks to sleep, unless they are. Raises `WorkerDied` if they can neither sleep
-        nor stay awake.
-        """
+        """Put all ranks to sleep. Raises `WorkerDied` if they can neither sleep nor stay awake."""
         self._slept = request
         return self._switch(Op.SLEEP)
 
     def wake(self) -> common_pb2.SwitchReply:
-        """Wake all ranks, unless they are awake. Raises `WorkerDied` if they can neither wake nor
-        stay asleep.
-        """
+        """Wake all ranks. Raises `WorkerDied` if they can neither wake nor stay asleep."""
         return self._switch(Op.WAKE)
 
     def follow(self, op: Op, payload: bytes) -> None:
-        """Carry out rank 0's announcement."""
         if op == Op.SLEEP:
             self._slept = common_pb2.SleepRequest.FromString(payload)
         self._control.gather(self._move(op).SerializeToString())
@@ -95,8 +90,7 @@ class Switching:
     def _move(self, op: Op) -> common_pb2.SwitchReply:
         """Do this rank's part, unless it is done already.
 
-        With a spill folder, ranks wait for each other without limit while there is progress. A
-        stall ends them all.
+        With a spill folder, ranks wait for each other as long as there is progress.
         """
         if not self._slept.spill_folder:
             return self._do(op)
