@@ -406,7 +406,7 @@ class Fsdp2Backend(TrainerBackend):
         ]
 
     def undo(self, mark: Mark) -> bool:
-        """Each write into a tensor raises its version. A gradient of unchanged version is intact."""
+        """A write into a tensor raises its version. A gradient of unchanged version is intact."""
         self._groups.forget_backward()
         intact = True
         for parameter, gradient, version in mark:

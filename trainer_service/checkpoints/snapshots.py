@@ -62,7 +62,7 @@ class Snapshots:
         return path
 
     def take(self, path: str, header: common_pb2.OperationHeader) -> None:
-        """Copy the state after the operation of `header`, and start writing it to `path`, if any."""
+        """Copy the state after the operation of `header`. Start writing it to `path`, if any."""
         if not path:
             return
         began, trainer = time.perf_counter(), self._trainer

@@ -191,7 +191,7 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
-        """Add a chunk's gradients. Return its log probabilities [n, K], the input of `gradient_of`."""
+        """Add a chunk's gradients. Return its log probabilities [n, K]."""
         with torch.enable_grad():
             hidden = self._hidden[part].detach().requires_grad_()
             logprobs = self._head.of_chunk(hidden, targets[part])
