@@ -32,13 +32,13 @@ test-all: setup  ## Runs all the tests but the nightly ones, as CI does; the slo
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
 	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest -n $(JOBS) $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
 
-test-compose: setup ## Builds and starts docker-compose.yaml, kills each container; see docs/deploy-compose.md.
+test-compose: setup ## Builds docker-compose.yaml, starts it and kills each container. Needs Docker, debootstrap and root.
 	@.venv/bin/python -m tests.compose $(ARGS)
 
 test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
 
-test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/deploy-kubernetes.md
+test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/design/kubernetes.md
 	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)
 
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
