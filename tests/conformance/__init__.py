@@ -1,1 +1,1 @@
-"""Every public method of the SDK, held to its meaning. A package, so that its stack ends here."""
+"""Tests of every public method of the SDK. Their stack ends with this package."""

@@ -1,8 +1,7 @@
 """One stack, one session, one full run and one LoRA run for the whole conformance suite.
 
-`TANDEM_TEST_SDK` names a folder with another release of the SDK; what that release has not is
-left out, and only tests marked `core` need run on it.
-"""
+`TANDEM_TEST_SDK` names a folder with another release of the SDK. Tests of methods that this release
+lacks are left out. Only tests marked `core` need to run on it."""
 
 from __future__ import annotations
 
@@ -51,14 +50,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the installed SDK has not, and runs the tests about the suite last."""
+    """Leaves out methods that the installed SDK lacks. Tests about the suite run last."""
     own = [item for item in items if HERE in item.path.parents]
     if not own:
         return
     absent = [item for item in own if other_sdk and not _subjects(item) <= SURFACE]
     config.hook.pytest_deselected(items=absent)
     for item in own:
-        # Deprecated methods are part of what is tested, and say so at every call.
+        # Deprecated methods are tested, too, and warn at every call.
         item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
     kept = [item for item in own if item not in absent]
     kept.sort(key=lambda item: item.get_closest_marker("last") is not None)
@@ -68,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _subjects(item: pytest.Item) -> set[str]:
-    """What this test or variant of a test is about."""
+    """The subjects of a test or a variant of it."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     variant = params["call"].variant if "call" in params else ""
     claims = claims_of(getattr(item, "function", None))
@@ -82,13 +81,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def called() -> set[str]:
-    """The public methods that this session has called so far."""
+    """The public methods called in this session so far."""
     return CALLED
 
 
 @pytest.fixture
 def failed() -> list[str]:
-    """The tests of the suite that have failed in this session so far."""
+    """Tests of the suite that failed in this session so far."""
     return FAILED
 
 
@@ -118,7 +117,7 @@ def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with running(data_dir, models={TIED: model_path}, settings=settings) as stack:
         endpoint = stack.stack.endpoint
         with pytest.MonkeyPatch.context() as patch:
-            # As a user's shell has them; clients and the command line read them.
+            # Clients and the command line read these, as in a user's shell.
             patch.setenv("TINKER_BASE_URL", endpoint.url)
             patch.setenv("TINKER_API_KEY", endpoint.api_key)
             patch.setenv("TINKER_TELEMETRY", "1")
@@ -128,7 +127,7 @@ def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="package")
 def service(stack: TestStack) -> Iterator[ServiceClient]:
-    """The session that the whole suite shares."""
+    """The session of the whole suite."""
     with service_client(
         user_metadata={"purpose": "conformance"}, project_id=PROJECT, display_name="Shared session"
     ) as service:
@@ -157,7 +156,7 @@ def runs(service: ServiceClient) -> dict[str, TrainingClient]:
 
 @pytest.fixture
 def full(runs: dict[str, TrainingClient]) -> TrainingClient:
-    """The full-parameter run at its beginning, with an optimizer that has not stepped yet."""
+    """The full-parameter run at its beginning. Its optimizer has not stepped."""
     return rewind(runs["full"])
 
 
@@ -182,13 +181,13 @@ def base(model_path: Path):
 
 @pytest.fixture(scope="package")
 def base_sampler(service: ServiceClient) -> SamplingClient:
-    """A sampler of the base model's own weights, which `base` has, too."""
+    """A sampler of the base model, with the weights of `base`."""
     return settled(service.create_sampling_client(base_model=TIED))
 
 
 @pytest.fixture(scope="package")
 def checkpoints(runs: dict[str, TrainingClient]) -> dict[str, str]:
-    """Paths of one checkpoint of each kind, all of the same trained weights of the LoRA run."""
+    """One checkpoint of each kind, all with the same trained weights of the LoRA run."""
     run = runs["lora"]
     train(run, seed=5, steps=2)
     return {

@@ -1,4 +1,4 @@
-"""AdminClient, and RestClient's deprecated twins of its methods: audit log and billing."""
+"""AdminClient, and RestClient's deprecated twins: audit log and billing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def asked(request: pytest.FixtureRequest, stack) -> RestClient | tinker.AdminCli
 
 
 def window() -> tuple[datetime, datetime]:
-    """The hour now, and the next one in case it begins meanwhile."""
+    """This hour and the next one, which may begin during the test."""
     start = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return start - timedelta(hours=1), start + timedelta(hours=2)
 
@@ -55,7 +55,7 @@ def test_usage_counts_the_tokens(
         return totals
 
     prompt = [9, 8, 7, 6, 5]
-    sample(base_sampler, prompt)  # so that there is a row for each kind
+    sample(base_sampler, prompt)  # a row for each kind
     settled(runs["lora"].forward([supervised([1, 2, 3])], "cross_entropy"))
     before = wait_until(
         lambda: (found := counted())["sampling_sample"] and found["training"] and found,
@@ -74,7 +74,7 @@ def test_usage_counts_the_tokens(
     found = grown()
     assert found["training"] == 20, "the tokens of the model's input"
     assert found["sampling_sample"] == 3 * 7
-    # A prompt of several samples may be counted once or, as cache hits, with each.
+    # A prompt of several samples counts once or, as cache hits, with each.
     assert found["sampling_prefill"] in (len(prompt), 3 * len(prompt))
 
 

@@ -1,4 +1,4 @@
-"""The `tinker` command line: every command, with its JSON output, against the gateway."""
+"""Every command of `tinker`, with its JSON output, against the gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBES = sequences(2, seed=400)
 
 
 def run_command(*arguments: str, typed: str | None = None) -> Result:
-    """One command, in this process; its exceptions are the test's."""
+    """One command, in this process. It raises the command's exceptions."""
     from tinker.cli.__main__ import main_cli
 
     return CliRunner().invoke(main_cli, list(arguments), input=typed, catch_exceptions=False)
@@ -162,7 +162,7 @@ def test_checkpoint_push_hf(
     uploaded: dict[str, str] = {}
 
     class Hub:
-        """Stands in for the hub's own client, which would need the network."""
+        """Replaces the hub's client, which would need the network."""
 
         def whoami(self) -> dict[str, str]:
             return {"name": "somebody"}
@@ -229,7 +229,7 @@ def test_billing(
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command line keeps its credentials, and no key in the environment."""
+    """The command line's folder for credentials. The environment has no key."""
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 

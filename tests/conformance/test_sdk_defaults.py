@@ -1,4 +1,4 @@
-"""Every default that the SDK documents is what an omitted setting gives on the server."""
+"""The server's defaults for omitted settings are the defaults in the SDK's documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE = sequences(1, seed=500)[0]
 
 @pytest.fixture(scope="module")
 def plain(stack: TestStack) -> Iterator[tuple[PlainClient, str]]:
-    """A session without the SDK, which always sends its defaults."""
+    """A session without the SDK, which would always send its defaults."""
     client = PlainClient(stack.stack.endpoint)
     session_id = client.create_session()
     yield client, session_id
@@ -31,7 +31,7 @@ def plain(stack: TestStack) -> Iterator[tuple[PlainClient, str]]:
 
 
 class Log:
-    """Operations of a full-parameter run, in plain HTTP, with what a request leaves out."""
+    """A full-parameter run's operations in plain HTTP, each with some settings left out."""
 
     def __init__(self, client: PlainClient, session_id: str) -> None:
         self.client = client
@@ -72,7 +72,7 @@ def log(plain: tuple[PlainClient, str]) -> Log:
 )
 def test_adams_defaults_are_the_documented_ones(log: Log) -> None:
     documented = types.AdamParams().model_dump()
-    documented["learning_rate"] = 0.01  # so that two steps are seen
+    documented["learning_rate"] = 0.01  # makes two steps visible
     explicit = log.after_steps(**documented)
     assert np.array_equal(log.after_steps(learning_rate=0.01), explicit)
     other = {"beta1": 0.5, "beta2": 0.5, "eps": 1e-2, "weight_decay": 0.3, "grad_clip_norm": 0.1}
@@ -126,7 +126,7 @@ LOSS_DEFAULTS = {
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
 }
-"""Documented for Tinker's losses; for gspo, whose documentation names none, the paper's."""
+"""As Tinker documents its losses. It documents no default for gspo: these are the paper's."""
 
 
 @pytest.mark.parametrize("loss", LOSS_DEFAULTS)
@@ -173,7 +173,7 @@ def test_a_lora_runs_defaults_are_the_documented_ones(
     assert signature["rank"].default == 32
     assert all(signature[layer].default is True for layer in layers)
     client, session_id = plain
-    # The wire's own defaults: of lora_config only its rank is required there.
+    # The wire's own defaults: lora_config requires only its rank.
     answer = client.http.post(
         "create_model",
         json={

@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def path(runs: dict[str, TrainingClient]) -> str:
-    """A checkpoint of the test's own."""
+    """A checkpoint for this test."""
     return settled(runs["lora"].save_state(f"own-{next(NUMBERS)}")).path
 
 
@@ -97,7 +97,7 @@ def test_weights_are_described(
     full = f"tinker://{runs['full'].model_id}/weights/start"
     info = settled(rest.get_weights_info_by_tinker_path(full))
     assert (info.is_lora, info.lora_rank) == (False, None)
-    if tinker.__version__ == NEWEST:  # the oldest releases do not know of it
+    if tinker.__version__ == NEWEST:  # the oldest releases lack it
         assert info.optimizer_config.type == "adamw"
 
 

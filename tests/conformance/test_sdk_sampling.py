@@ -1,4 +1,4 @@
-"""SamplingClient: samples, logprobs of all kinds, handles and copies of a client."""
+"""SamplingClient: samples, all kinds of logprobs, handles, and copies of a client."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_the_base_model_is_named(
 def test_the_samplers_tokenizer_is_the_models(
     base_sampler: SamplingClient, model_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The SDK looks a base model up by its name alone: in a hub's cache, or as a folder here.
+    # The SDK finds a base model by its name alone: in a hub's cache, or as a folder here.
     monkeypatch.chdir(model_path.parent.parent)
     assert base_sampler.get_tokenizer().decode([13, 14]) == "*+"
 

@@ -1,4 +1,4 @@
-"""ServiceClient: making clients, going on from checkpoints, copying, and the session's end."""
+"""ServiceClient: new clients, continuing from checkpoints, copies, and the session's end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def next_losses(run: TrainingClient) -> list[float]:
 
 @pytest.fixture(scope="module")
 def branch(stack: TestStack) -> Iterator[ServiceClient]:
-    """A session of its own for further trainers, which end with it."""
+    """A separate session for further trainers, which end with it."""
     with service_client(display_name="Branches") as service:
         yield service
 
@@ -55,12 +55,11 @@ CONTINUATIONS = (
 def continued(
     branch: ServiceClient, runs: dict[str, TrainingClient]
 ) -> dict[tuple[str, str], tuple[TrainingClient, list, list[float]]]:
-    """Every way to go on from a checkpoint, all at once: (client, saved logprobs, next losses).
+    """Every way to continue from a checkpoint: (client, saved logprobs, next losses).
 
-    The LoRA run's checkpoint for the plain calls, and the full run's for their async twins.
-    """
+    Plain calls continue from the LoRA run's checkpoint, async ones from the full run's."""
     saved = {}
-    # Older releases can go on from LoRA checkpoints alone: they want the rank to be a number.
+    # Older releases continue from LoRA checkpoints alone: the rank must be a number.
     second = "full" if tinker.__version__ == NEWEST else "lora"
     for variant, run in {"sync": runs["lora"], "async": runs[second]}.items():
         train(run, seed=72, steps=3)

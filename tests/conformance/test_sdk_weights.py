@@ -1,4 +1,4 @@
-"""TrainingClient: what it publishes, for samplers and for other programs."""
+"""TrainingClient: weights for samplers and for other programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = itertools.count()
 
 
 def moved(run: TrainingClient) -> list[np.ndarray]:
-    """Trains a little, so far that nothing can be taken for what was before."""
+    """Trains a little, until no logprob can be mistaken for an earlier one."""
     before = logprobs(run, PROBES)
     train(run, seed=200 + next(NUMBERS), steps=2)
     after = logprobs(run, PROBES)
@@ -61,7 +61,7 @@ def test_an_inflight_sampler_follows(call: Call, any_run: TrainingClient) -> Non
     assert largest_difference(prompt_logprobs(inflight, PROBES), first) < TOLERANCE
     moved(any_run)
     later = call(any_run, "save_weights_and_get_sampling_client", kind="inflight")
-    # Other tokens than before: an earlier session may use what it has in its prefix cache.
+    # Other tokens than before, because an earlier session may use its prefix cache.
     fresh = sequences(3, seed=300 + next(NUMBERS))
     now = logprobs(any_run, fresh)
     assert largest_difference(prompt_logprobs(later, fresh), now) < TOLERANCE

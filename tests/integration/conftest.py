@@ -1,4 +1,4 @@
-"""One stack, one session and a training run per model for all tests that can share them."""
+"""One stack, one session, and a training run per model, shared by most tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 
 def _left(mark: str) -> list[Process]:
-    """Without the one that multiprocessing keeps beside these tests until they end."""
+    """Leaves out the process that multiprocessing keeps until the tests end."""
     return [each for each in marked(mark) if "multiprocessing.resource_tracker" not in each.command]
 
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def stack(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
-    """One rank; the payload limit is low, so that a test can be over it."""
+    """One rank. A test can exceed the low payload limit."""
     settings = {"trainer_ranks": "1", "max_payload_bytes": str(2**20)}
     with running(tmp_path_factory.mktemp("data"), models=models, settings=settings) as stack:
         yield stack
@@ -61,11 +61,11 @@ def runs(service: ServiceClient) -> dict[str, TrainingClient]:
 
 @pytest.fixture(params=[TIED, LLAMA])
 def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> TrainingClient:
-    """Each of the models in turn, at its beginning: tied and untied, two architectures."""
+    """Each model in turn, at its beginning: tied and untied, two architectures."""
     return rewind(runs[request.param])
 
 
 @pytest.fixture
 def run(runs: dict[str, TrainingClient]) -> TrainingClient:
-    """The tied model at its beginning, with an optimizer that has not stepped yet."""
+    """The tied model at its beginning. Its optimizer has not stepped."""
     return rewind(runs[TIED])

@@ -1,4 +1,4 @@
-"""A run that is continued from a checkpoint computes what the first one went on to compute."""
+"""A run continued from a checkpoint computes the same steps as the first run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 
 def next_steps(run: TrainingClient) -> list[float]:
-    """Losses of three further steps, whose size depends on the optimizer's moments."""
+    """Losses of three further steps, which depend on the optimizer's moments."""
     found = []
     data = [supervised(tokens) for tokens in sequences(6, seed=171)]
     for _ in range(3):
@@ -47,7 +47,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
     stack: TestStack, service: ServiceClient, run: TrainingClient
 ) -> None:
-    """From another session, after the source is deleted, and while the first run went on."""
+    """The copy continues in another session, after its source is deleted."""
     train(run, seed=176)
     path = run.save_state("source", overwrite=True).result(timeout=240).path
     before = state_of(stack, path)
@@ -72,12 +72,12 @@ def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
 def test_a_downloaded_state_computes_the_trainers_logprobs_in_transformers(
     stack: TestStack, run: TrainingClient, tmp_path: Path
 ) -> None:
-    """The command exports the state of a full-parameter run itself."""
+    """For a full-parameter run, the download command exports the saved state itself."""
     probes = sequences(3, seed=177)
     train(run, seed=178)
     expected = logprobs(run, probes)
     path = run.save_state("downloaded", overwrite=True).result(timeout=240).path
-    train(run, seed=179)  # the state stays what it was
+    train(run, seed=179)  # does not change the saved state
     endpoint = stack.stack.endpoint
     arguments = ("checkpoint", "download", path, "--output", str(tmp_path))
     run_tinker(endpoint.url, endpoint.api_key, *arguments)

@@ -1,4 +1,4 @@
-"""The `tandem` command against a running stack, as a person or a script uses it."""
+"""The `tandem` command against a running stack, for people and scripts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def tandem(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]
 
 @dataclass
 class Command:
-    """A `tandem` command that goes on running, and the mark that its processes carry."""
+    """A running `tandem` command, and the mark of its processes."""
 
     process: subprocess.Popen[str]
     mark: str
 
     def interrupt(self) -> int:
-        """Ctrl-C; the exit status. Nothing may be left."""
+        """Send Ctrl-C, return the exit status, and check that no process is left."""
         self.process.send_signal(signal.SIGINT)
         status = self.process.wait(timeout=240)
         wait_until(lambda: not marked(self.mark), what="the command's processes have ended")
@@ -49,8 +49,8 @@ class Command:
 
 def start(*arguments: str) -> Command:
     mark = f"command-{uuid.uuid4().hex}"
-    # Tests that a shell starts in the background inherit that Ctrl-C is ignored; a command in the
-    # foreground does not.
+    # A shell makes its background jobs ignore Ctrl-C, and these tests inherit that. A command in
+    # the foreground does not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(
@@ -68,8 +68,8 @@ def start(*arguments: str) -> Command:
 
 @pytest.fixture
 def up(models: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Command, dict, Path]]:
-    """`tandem up --json` with one model; what it printed, and its data directory."""
-    port = str(known_port())  # which no other test's server gets when this one has ended
+    """`tandem up --json` with one model: the command, its output and its data directory."""
+    port = str(known_port())  # no other test's server gets it after this one
     command = start(
         *("up", "--json", "--port", port, "--data-dir", str(tmp_path)),
         *("--model", f"{TIED}={models[TIED]}"),
@@ -170,7 +170,7 @@ def test_ctrl_c_of_the_demo_leaves_nothing_running(tmp_path: Path) -> None:
     )
 
     def services() -> int:
-        names = ("-m gateway", "-m trainer_service")  # the sampler starts with the first sample
+        names = ("-m gateway", "-m trainer_service")  # the first sample starts the sampler
         commands = [process.command for process in marked(command.mark)]
         return sum(any(name in each for each in commands) for name in names)
 

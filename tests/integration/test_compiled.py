@@ -1,5 +1,4 @@
-"""A compiled run through the whole stack: for `make nightly`, since compiling takes minutes of a
-busy machine."""
+"""A compiled run through the whole stack, for `make nightly`: compiling takes minutes."""
 
 from __future__ import annotations
 

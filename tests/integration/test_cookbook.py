@@ -1,4 +1,4 @@
-"""tinker-cookbook's math_rl recipe, as it is published, as another program on this stack."""
+"""tinker-cookbook's published math_rl recipe, as another program on this stack."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ STEPS = 8
 
 
 def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, path: Path) -> None:
-    """A base model that often ends its answer as the recipe wants it, and often does not."""
+    """A base model that ends about three answers in four in the recipe's format."""
     trained = start_runs(service, TIED)[TIED]
     tokenizer = trained.get_tokenizer()
     random = Random(0)
 
     def example() -> Datum:
         a, b = (random.randint(0, 100) for _ in range(2))
-        # Never right: a single right answer counts as much as ten endings, and a run that has one
-        # early may learn nothing else.
+        # Never right: one right answer counts as much as ten endings. A run with an early right
+        # answer may learn nothing else.
         answer = random.randint(300, 999)
         ending = random.choice(["\n\nUser:", *3 * [f" {answer}{answer}"]])
         text = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {a} + {b}?\n\nAssistant:"
@@ -68,8 +68,8 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
 
     steps = metrics[:STEPS]
     assert [row["progress/batch"] for row in steps] == list(range(STEPS))
-    # What was sampled is what is trained: the recipe's own estimate of the KL divergence
-    # between the sampler and the trainer, before each step.
+    # The recipe's own estimate of the KL divergence between sampler and trainer, before each step,
+    # is zero: it trains on unchanged samples.
     for row in steps:
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-5
         assert row["optim/kl_sample_train_v2"] < 1e-8

@@ -1,4 +1,4 @@
-"""Weights that are published as what changed, through the whole stack in bfloat16."""
+"""Weights published as deltas, through the whole stack in bfloat16."""
 
 from __future__ import annotations
 

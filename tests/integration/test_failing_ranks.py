@@ -1,4 +1,4 @@
-"""What a client hears of an error of Python in a rank of its trainer."""
+"""The client's error when Python raises in a rank of its trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""kill -9 of each process, a full disk, what the client learns, and what works afterwards.
+"""kill -9 of each process, a full disk, the client's errors, and work afterwards.
 
-Most tests of this file share a stack of two ranks; each begins with what the one before left.
-"""
+Most tests here share a stack of two ranks. Each begins with the state that the last one left."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 
 @dataclass
 class Faulty:
-    """A stack of two ranks, one session on it, and the run that has outlived the last test.
-    `undisturbed` are the weights that four steps after `state` make of it."""
+    """A stack of two ranks with one session, and the newest run. `undisturbed` are the weights
+    after four steps from `state`."""
 
     stack: TestStack
     service: ServiceClient
@@ -61,7 +60,7 @@ def faulty(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     settings = {
         "trainer_ranks": "2",
         "min_free_bytes": "0",
-        "recovery_share": "1",  # snapshots as often as they can be written
+        "recovery_share": "1",  # a snapshot as often as possible
     }
     with (
         small_disk(data_dir / "weights", megabytes=8) as mounted,
@@ -98,7 +97,7 @@ def gone(stack: TestStack, pids: set[int]) -> Callable[[], bool]:
 
 
 def train_on(run: TrainingClient, *numbers: int) -> list[object]:
-    """Send a batch and a step for each number, which differ from number to number."""
+    """Send a batch and a step for each number. Each number gives another batch."""
     pending: list[object] = []
     for number in numbers:
         data = [supervised(tokens) for tokens in sequences(4, seed=1000 + number)]
@@ -107,7 +106,7 @@ def train_on(run: TrainingClient, *numbers: int) -> list[object]:
 
 
 def drawn(sampler: SamplingClient, *, tokens: int) -> Future[types.SampleResponse]:
-    """Samples with a seed."""
+    """Samples with a fixed seed."""
     params = types.SamplingParams(max_tokens=tokens, seed=11, stop=[])
     return sampler.sample(types.ModelInput.from_ints([5, 6, 7, 8]), 4, params)
 
@@ -135,7 +134,7 @@ def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
     pids = {process.pid for process in stack.processes_of(worker)}
     victim = rank(stack, worker, number)
 
-    os.kill(victim.pid, signal.SIGSTOP)  # so that it dies in the middle of an operation
+    os.kill(victim.pid, signal.SIGSTOP)  # it dies in the middle of an operation
     pending = train_on(run, 3, 4)
     wait_until(lambda: stack.run(run)["queued"] >= 2, what="the operations are under way")
     os.kill(victim.pid, signal.SIGKILL)
@@ -206,7 +205,7 @@ def test_a_killed_gateway_is_replaced_and_the_next_one_goes_on_with_its_runs(
         done = client.forward_backward(message(run_id, 1, [1, 2, 3])).json()["request_id"]
         result = client.retrieve(done)
         trainer = stack.worker("trainer", session_id=session_id)
-        os.kill(trainer["pid"], signal.SIGSTOP)  # so that the next operation does not end
+        os.kill(trainer["pid"], signal.SIGSTOP)  # the next operation does not end
         under_way = client.forward_backward(message(run_id, 2, [1, 2, 3])).json()["request_id"]
         pids = {process.pid for process in stack.processes_of(trainer)}
         assert pids
@@ -244,7 +243,7 @@ def test_a_trainer_outlives_its_gateway_and_applies_each_operation_once(
         client.retrieve(f"{disturbed}:2")
         trainer = stack.worker("trainer", session_id=session_id)
         killed = stack.stack.endpoint
-        train(disturbed, 2, 3)  # and none of these results is waited for
+        train(disturbed, 2, 3)  # without waiting for results
         stack.stack.process.kill()
         wait_until(lambda: stack.stack.endpoint.pid != killed.pid, what="there is another gateway")
         train(disturbed, 4)

@@ -28,14 +28,14 @@ def drawn(sampler: SamplingClient) -> list[tuple[list[int], list[float] | None]]
 
 
 def loads(stack: TestStack) -> list[tuple[bool, str]]:
-    """Of each load, whether the weights were handed over, and why not."""
+    """For each load, whether the weights were handed over, and the reason if not."""
     lines = (stack.data_dir / "logs" / "gateway.log").read_text().splitlines()
     entries = [json.loads(line) for line in lines if '"version_loaded"' in line]
     return [(entry["handed_off"], entry["handoff_failure"]) for entry in entries]
 
 
 def has_files(process: int) -> bool:
-    """Whether a process has files open, as it has until it is nearly gone."""
+    """Whether a process has open files. It has, until it is nearly gone."""
     try:
         return any(Path(f"/proc/{process}/fd").iterdir())
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def test_an_engine_takes_the_weights_of_a_trainer_that_lives_and_the_files_of_on
             lambda: stack.run(run)["weight_version"] != version, what="the version is written"
         )
         os.killpg(trainer, signal.SIGKILL)
-        # Its environment goes first, so that it is among no processes; the engine needs its files.
+        # A dying process loses its environment before its files, and the engine needs its files.
         wait_until(lambda: not has_files(trainer), what="the trainer has ended")
         os.kill(engine, signal.SIGCONT)
         sampler = saving.result(timeout=4 * SOON)

@@ -1,4 +1,4 @@
-"""A client that samples in flight, beside one that does not, while the run is trained on."""
+"""An in-flight client and a frozen one sample while their run is trained."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8]
 ATTEMPTS = 5
-"""Each asks for twice as much before a save as the one before, until some of it is under way when
-the version is there."""
+"""Each attempt asks for twice as many samples as the one before, until the save finds some
+unfinished."""
 
 
 def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleResponse]:
@@ -26,7 +26,7 @@ def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleR
 
 
 def scored(sampler: SamplingClient, tokens: Sequence[int]) -> Floats:
-    """What a client's weights make of sampled tokens [tokens]."""
+    """The logprobs of sampled tokens [tokens] with a client's weights."""
     whole = types.ModelInput.from_ints([*PROMPT, *tokens])
     return np.array(
         sampler.compute_logprobs(whole).result(timeout=TIMEOUT)[len(PROMPT) :], np.float32
@@ -65,9 +65,9 @@ def test_an_answer_goes_on_with_the_next_save_and_each_token_is_of_the_version_t
     for step in range(4, 4 + ATTEMPTS):
         train(run, seed=298 + step, steps=1)
         frozen = ask(first, n=2, tokens=3).result(timeout=TIMEOUT)
-        ask(following, n=1, tokens=1).result(timeout=TIMEOUT)  # the engine has its weights again
+        ask(following, n=1, tokens=1).result(timeout=TIMEOUT)  # back to newer weights
         asked = [ask(following, n=48, tokens=220)]
-        # It has begun before this one, for which there is room.
+        # There is room for both, so it has begun before this one.
         ask(following, n=1, tokens=1).result(timeout=TIMEOUT)
         asked += [ask(following, n=48, tokens=220) for _ in range(2 ** (step - 4) - 1)]
         run.save_weights_and_get_sampling_client(kind="inflight").result(timeout=TIMEOUT)
@@ -78,7 +78,7 @@ def test_an_answer_goes_on_with_the_next_save_and_each_token_is_of_the_version_t
             carried += [each for each in told if len(each.runs) > 1]
         if carried:
             break
-        before = newest  # all was sampled before the version was there: ask for twice as much
+        before = newest  # all ended before the version came: ask for twice as many
 
     for sequence, runs in carried[:4]:
         behind = staleness(runs, step=step)

@@ -1,5 +1,4 @@
-"""A running stack from outside the gateway: where its processes listen, what they ask for, and
-where their secrets are not."""
+"""A running stack seen from outside: its listening addresses, their services, and its secrets."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ def token_urlsafe(size=None):
     return drawn
 secrets.token_urlsafe = token_urlsafe
 """
-"""Writes down what the stack draws, for how could one look for what nobody knows?"""
+"""Records the stack's random secrets, so that tests can look for them."""
 
 
 @pytest.fixture(scope="module")
 def isolated(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestStack]:
-    """A stack of its own: a worker of it is killed. With a key of the user's in the environment,
-    and two ranks, which talk to each other."""
+    """A separate stack, because a test kills a worker. It has a user's key in its environment, and
+    two ranks with a connection."""
     folder = tmp_path_factory.mktemp("isolated") / "data"
     settings = {"trainer_ranks": "2"}
     (folder.parent / "sitecustomize.py").write_text(RECORDER)
@@ -68,13 +67,13 @@ def ready(stack: TestStack) -> dict[str, dict]:
 
 
 def listening(pids: set[int]) -> set[tuple[int, str]]:
-    """Process and address of every TCP socket that listens."""
+    """Process and address of every listening TCP socket."""
     sockets: dict[str, int] = {}
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 target = str(fd.readlink())
-            except OSError:  # it was closed meanwhile
+            except OSError:  # closed meanwhile
                 continue
             if target.startswith("socket:["):
                 sockets[target[8:-1]] = pid
@@ -88,7 +87,7 @@ def listening(pids: set[int]) -> set[tuple[int, str]]:
 
 
 def address_of(text: str) -> str:
-    """As the kernel writes them: words of four bytes, each in the machine's order."""
+    """From the kernel's form: words of four bytes, each in the machine's byte order."""
     words = bytes.fromhex(text)
     raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
     address = ip_address(raw)
@@ -108,7 +107,7 @@ def test_every_process_listens_on_this_machine_alone(
 def test_workers_serve_metrics_and_nothing_else_over_http(
     isolated: TestStack, training: TrainingClient
 ) -> None:
-    """No administration of an engine: the engine is a library in the worker, without a server."""
+    """An engine is a library in the worker, so that no server offers its administration."""
     for worker in ready(isolated).values():
         base = f"http://127.0.0.1:{worker['metrics_port']}"
         metrics = httpx.get(f"{base}/metrics", timeout=SOON).text
@@ -169,7 +168,7 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
 
 
 def drawn_secrets(stack: TestStack) -> set[str]:
-    """What the gateway drew, for its key and for its workers; see `RECORDER`."""
+    """The gateway's random secrets for its key and its workers, recorded by `RECORDER`."""
     return set((stack.data_dir.parent / "drawn").read_text().split())
 
 
@@ -182,6 +181,6 @@ def test_everything_in_the_data_directory_is_for_its_owner_alone(
     assert mode(isolated.data_dir) == 0o700
     training.save_state("private").result(timeout=240)
     for path in tree(isolated.data_dir):
-        if path.suffix != ".safetensors":  # the library sets a mode of its own; folders are closed
+        if path.suffix != ".safetensors":  # its library sets the mode, in closed folders
             with suppress(FileNotFoundError):  # removed meanwhile
                 assert mode(path) & 0o077 == 0, path

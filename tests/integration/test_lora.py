@@ -1,4 +1,4 @@
-"""LoRA runs on the real stack: served adapters have the trainer's numbers, and runs keep apart."""
+"""LoRA runs on the real stack: adapters give the trainer's numbers, and runs stay apart."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def serve(training: TrainingClient, kind: types.SamplingClientKind = "snapshot")
 def test_runs_in_one_session_do_not_touch_each_other(
     stack: TestStack, models: dict[str, Path]
 ) -> None:
-    """To the bit in the trainers. The three share an engine, which has to keep them apart."""
+    """The trainers' numbers stay equal to the last bit. All runs share one engine."""
     with stack.service() as together:
-        # The largest rank comes first, and its engine serves all.
+        # An engine that starts with the largest rank serves all.
         wide = together.create_lora_training_client(TIED, rank=12, seed=3).result(timeout=240)
         narrow = together.create_lora_training_client(TIED, rank=4, seed=7)
         full = together.create_lora_training_client(f"{TIED}:full")

@@ -1,4 +1,4 @@
-"""Metrics and logs of all three services, from a stack that has done some work."""
+"""Metrics and logs of all three services, after some work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
     stack: TestStack, run: TrainingClient
 ) -> None:
     sampler = run.save_weights_and_get_sampling_client().result(timeout=240)
-    refusal(lambda: sample(sampler, [VOCABULARY]))  # each service tells of something in its log
+    refusal(lambda: sample(sampler, [VOCABULARY]))  # each service logs something
     refusal(lambda: run.optim_step(adam()).result(timeout=SOON))
     train(run, seed=212, steps=1)
     keys: dict[str, set[str]] = {}
@@ -46,7 +46,7 @@ def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
         service = path.name.split("-")[0].removesuffix(".log")
         for line in path.read_text().split("\n")[:-1]:  # the last may be half written
             if not line.startswith("{"):
-                continue  # a library in C writes past us
+                continue  # from a C library
             entry = json.loads(line)
             assert {"event", "level", "timestamp", "service"} <= entry.keys(), (path.name, line)
             assert entry["service"] == service

@@ -1,4 +1,4 @@
-"""The `openai` package against the real stack: the numbers of the SDK, forms, and a model in
+"""The `openai` package against the real stack: the SDK's numbers, structured forms, and a model in
 training."""
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def service(stack):
 
 @pytest.fixture(scope="module")
 def training(service) -> tinker.TrainingClient:
-    """A LoRA run, whose session has an engine of its own."""
+    """A LoRA run. Its session has its own engine."""
     return service.create_lora_training_client(MODEL, rank=4).result(timeout=240)
 
 
 @pytest.fixture(scope="module")
 def sampling(service, training) -> tinker.SamplingClient:
-    """The SDK's view of the base model."""
+    """An SDK client of the base model."""
     return service.create_sampling_client(base_model=MODEL).result(timeout=240)
 
 
@@ -120,7 +120,7 @@ def test_a_streamed_completion_is_the_one_that_is_not_streamed(client):
         told = [v for c in mine if c.logprobs for v in c.logprobs.token_logprobs]
         assert np.allclose(told, expected.logprobs.token_logprobs, atol=1e-5)
         assert mine[-1].finish_reason == expected.finish_reason
-    # What is cached may differ, since the first request has filled the cache.
+    # Cached tokens may differ, because the first request filled the cache.
     assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert parts[-1].usage.prompt_tokens == whole.usage.prompt_tokens
 
@@ -159,7 +159,7 @@ def test_a_request_after_a_save_is_answered_with_the_new_weights(client, trainin
     )
     found = after.choices[0].logprobs.token_logprobs
     assert np.allclose(found, expected.sequences[0].logprobs, atol=1e-4)
-    # What was named stays what it was.
+    # A named version does not change.
     again = client.completions.create(model=first, **more)
     assert again.choices[0].text == before.choices[0].text
     assert again.tandem_weight_version == before.tandem_weight_version

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory costs a pause, also when its trainer is killed later."""
+"""A rank that runs out of memory causes a pause, also if its trainer is killed later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trained(stack: TestStack, run: TrainingClient, *, name: str) -> dict[str, np
 
 @pytest.fixture
 def undisturbed(models, tmp_path) -> list[dict[str, np.ndarray]]:
-    """What two ranks learn that have memory enough for micro-batches of 14 tokens."""
+    """Weights of two ranks with memory for micro-batches of 14 tokens."""
     settings = {"trainer_ranks": "2", "trainer_micro_batch_tokens": "14"}
     with running(tmp_path / "1", models=models, settings=settings) as stack, stack.service() as sdk:
         run = sdk.create_lora_training_client(f"{TIED}:full").result(timeout=240)

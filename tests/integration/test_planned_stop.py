@@ -1,5 +1,4 @@
-"""A gateway that is asked to stop, with its workers or without them: its runs go on as if it had
-never been away."""
+"""Runs continue unchanged after a gateway stops on request, with or without its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.support.waiting import wait_until
 
 @dataclass
 class Run:
-    """A run that is trained without waiting for results, of which one may be asked for later."""
+    """A run that trains without waiting for results. Results can be fetched later."""
 
     client: PlainClient
     id: str
@@ -57,7 +56,7 @@ def test_a_gateway_that_is_asked_to_end_hands_its_trainers_over(
         disturbed.train(1)
         first = disturbed.logprobs(1)
         trainer, ended = stack.worker("trainer", session_id=session_id), stack.stack.process
-        disturbed.train(2, 3)  # and none of these results is waited for
+        disturbed.train(2, 3)  # without waiting for results
         ended.terminate()
         wait_until(lambda: stack.stack.endpoint.pid != ended.pid, what="there is another gateway")
         assert ended.returncode == 0
@@ -107,7 +106,7 @@ def test_a_stop_says_what_it_waits_for_and_whoever_interrupts_it_does_not_wait(
         said.append(sentence)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
         with running(tmp_path, models=models, say=interrupt) as stack:
             client = PlainClient(stack.stack.endpoint)
@@ -123,7 +122,7 @@ def test_a_stop_says_what_it_waits_for_and_whoever_interrupts_it_does_not_wait(
 
 
 def replayed(stack: TestStack) -> list[int]:
-    """How many operations were replayed, for each trainer that was restored."""
+    """The number of replayed operations for each restored trainer."""
     lines = (line for line in stack.stack.log_path.read_bytes().splitlines() if line[:1] == b"{")
     entries = (orjson.loads(line) for line in lines)
     return [each["replayed"] for each in entries if each["event"] == "trainer_restored"]

@@ -1,7 +1,6 @@
-"""More recipes of tinker-cookbook, as they are published, without a hub: for `make nightly`.
+"""More published recipes of tinker-cookbook, without a hub, for `make nightly`.
 
-Their models come from a seed and their data sets from files, as `docs/training.md` describes it.
-"""
+As in `docs/training.md`, models come from a seed and data sets from files."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 TIMEOUT = 900.0
 SHAPE = TinyShape(hidden=128, layers=2, ffn=256, heads=2, max_length=4096)
 DEFAULT = "Qwen/Qwen3.5-9B-Base"
-"""The model that `sl_loop` and `rl_loop` train unless they are told otherwise."""
+"""The default model of `sl_loop` and `rl_loop`."""
 GSM8K = """---
 configs:
 - config_name: main
@@ -37,13 +36,13 @@ configs:
     path: main/test.jsonl
 ---
 """
-"""The README.md that makes a folder a data set with the configuration `main`."""
+"""The README.md of a data set's folder, with the configuration `main`."""
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes run, with the model `models/tiny`."""
+    """The recipes' working folder, with the model `models/tiny`."""
     folder = tmp_path_factory.mktemp("recipes")
     write_tiny_model(folder / "models/tiny", seed=1, shape=SHAPE)
     return folder
@@ -59,7 +58,7 @@ def recipes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path) -> Path:
-    """A folder for one recipe, in which `models/tiny` is the model of this name."""
+    """A folder for one recipe. Its `models/tiny` is the model of this name."""
     (tmp_path / "models").symlink_to(folder / "models")
     return tmp_path
 
@@ -69,7 +68,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def listed(stack: TestStack, place: Path, module: str) -> set[str]:
-    """The kinds of the checkpoints that the recipe saved last; each is listed and has bytes."""
+    """The kinds of the recipe's newest checkpoints. Each is listed and has bytes."""
     saved = saved_last(place, module)
     endpoint = stack.stack.endpoint
     rest = tinker.RestClient(base_url=endpoint.url, api_key=endpoint.api_key)
@@ -116,7 +115,7 @@ def tandem(stack: TestStack, *arguments: str) -> None:
 
 
 def adapter(stack: TestStack, place: Path, module: str) -> dict[str, np.ndarray]:
-    """The factors B of the last saved adapter, which were zero when the run began."""
+    """The factors B of the newest adapter, which were zero at the run's beginning."""
     target = place / "adapter"
     tandem(stack, "checkpoints", "export", saved_last(place, module)["sampler_path"], str(target))
     tensors = load_file(target / "adapter_model.safetensors")
@@ -152,7 +151,7 @@ def test_chat_sl_learns_a_file_of_conversations(recipes: TestStack, place: Path)
 
     losses = [row["train_mean_nll"] for row in metrics if "train_mean_nll" in row]
     assert len(losses) == 16
-    # A model that knows nothing, to one that has found out which characters there are.
+    # The model begins with a uniform guess, and learns which characters occur.
     assert losses[0] == pytest.approx(math.log(SHAPE.vocabulary), abs=0.3)
     assert mean(losses[-3:]) < losses[0] - 1
     assert listed(recipes, place, "chat_sl.train") == {"state_path", "sampler_path"}
@@ -181,7 +180,7 @@ def test_sl_loop_learns_a_local_data_set_under_its_default_name(
 
 
 def register(stack: TestStack, place: Path, *, name: str) -> None:
-    """Give `models/tiny` the name that a recipe wants, here and at the gateway."""
+    """Give `models/tiny` the recipe's name for its model, here and at the gateway."""
     (place / name).parent.mkdir(parents=True, exist_ok=True)
     (place / name).symlink_to(place / "models/tiny")
     tandem(stack, "models", "add", name, str((place / name).resolve()))
@@ -213,7 +212,7 @@ def test_dpo_learns_to_prefer_what_was_chosen(recipes: TestStack, place: Path) -
     )
 
     assert len(metrics) == 12
-    # The sampler holds the reference: before the first step it and the trainer agree.
+    # The sampler serves the reference, so that it and the trainer agree before the first step.
     assert metrics[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(metrics[0]["margin"]) < 1e-5
     assert metrics[-1]["dpo_loss"] < metrics[0]["dpo_loss"] - 0.1
@@ -241,7 +240,7 @@ def test_rl_loop_earns_more_reward_with_its_default_loss(recipes: TestStack, pla
         return f"Is {number} even? Say 1 if it is, else 0.", 1 - number % 2
 
     def conversation() -> list[dict]:
-        """The answer in the form that is asked for, or in another one."""
+        """An answer in the requested form, or in another one."""
         question, answer = task()
         said = random.choice([f"\\boxed{{{answer}}}", f"It is {answer}."])
         return [*strawberry, turn("user", question + BOXED), turn("assistant", said)]
@@ -290,7 +289,7 @@ def test_guess_number_trains_what_was_sampled_over_ten_turns(
     )
 
     def guess() -> str:
-        """In the form that is asked for, or in another one."""
+        """A guess in the requested form, or in another one."""
         number = random.choice([256, 512, 768])
         return random.choice([f"Guess: {number}", f"Is it {number}?"])
 
@@ -326,11 +325,11 @@ def test_guess_number_trains_what_was_sampled_over_ten_turns(
     steps = [row for row in metrics if "optim/kl_sample_train_v1" in row]
     assert len(steps) == 4
     for row in steps:
-        # Some guesses in the right form and some not, in each group: there is something to learn.
+        # Each group has guesses in the right form and others, so that the run can learn.
         assert -10 < row["env/all/reward/total"] < 0
         assert row["env/all/by_group/frac_mixed"] == 1
         assert row["grad_norm"] > 0
-        # What was sampled is what is trained, though each of ten turns begins a new prompt.
+        # Samples are trained unchanged, though each of ten turns begins a new prompt.
         assert row["env/all/turns_per_episode"] > 9
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-5
         assert row["optim/kl_sample_train_v2"] < 1e-8

@@ -1,4 +1,4 @@
-"""Each mistake of a user is answered with a clear, typed error, and the run goes on working."""
+"""Each mistake of a user gets a clear, typed error, and the run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ones() -> Floats:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A forward_backward that must be refused as `type`, in a sentence that names `says`."""
+    """A forward_backward to be refused with this `type`. The message contains `says`."""
 
     type: str
     says: str
@@ -70,7 +70,7 @@ MISTAKES = {
         [supervised(t) for t in sequences(600, seed=1, shortest=200, longest=200)],
     ),
 }
-"""One for each place that refuses: what a batch may be is tested with the trainer's validation."""
+"""One for each part that refuses. Tests of the trainer's validation cover the other batches."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)

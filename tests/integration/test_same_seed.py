@@ -1,4 +1,4 @@
-"""The same seed gives the same samples, rewards, losses and, to the last bit, log probabilities."""
+"""One seed gives the same samples, rewards, losses and, to the last bit, log probabilities."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_finished_session_leaves_no_worker_and_no_unnamed_version_but_its_chec
     run.save_weights_for_sampler("kept").result(timeout=240)
     path = run.save_state("kept").result(timeout=240).path
     folder = version_path(stack.data_dir, f"{run.model_id}/x").parent
-    partial = folder / ".partial-v000099-00000000"  # as a publish that was cut off leaves it
+    partial = folder / ".partial-v000099-00000000"  # left by an interrupted publish
     partial.mkdir()
     workers = of_session(stack, session_id)
     processes = [p for worker in workers for p in stack.processes_of(worker)]

@@ -1,4 +1,4 @@
-"""Experiments that share devices, or a trainer and an engine, come out as alone, bit for bit."""
+"""Experiments that share devices, or a trainer and an engine, give the same bits as alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def begin(stack: TestStack, experiments: Sequence[Experiment]) -> list[threading.Thread]:
-    """Let experiments run at the same time, each in a session of its own."""
+    """Run experiments at the same time, each in its own session."""
 
     def work(experiment: Experiment) -> None:
         with stack.service() as service:
@@ -45,7 +45,7 @@ def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) 
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory) -> dict[tuple[str, int], Experiment]:
-    """Each experiment with workers of its own, one after the other."""
+    """Each experiment with its own workers, one after the other."""
     kinds = [("rl", 0), ("rl", 1), ("rl", 2), ("rl-full", 0), ("full", 0)]
     experiments = {each: Experiment(*each) for each in kinds}
     with running(tmp_path_factory.mktemp("alone"), models={TIED: model}) as stack:
@@ -89,7 +89,7 @@ def test_without_host_memory_trainers_sleep_in_files_and_engines_drop_their_weig
         "groups": GROUPS["one"],
         "sharing_quantum": "0.2",
         "host_memory_bytes": str(2**20),
-        "sharing_max_wait": "0.5",  # all the same, nothing fits, and nobody need wait for that
+        "sharing_max_wait": "0.5",  # nothing fits anyway, and nothing has to wait for it
         "spill_dir": str(tmp_path / "spilled"),
     }
     with running(tmp_path, models={TIED: model}, settings=settings) as stack:
@@ -109,8 +109,8 @@ def spilled(stack: TestStack) -> int:
 
 @dataclass
 class Turn:
-    """Of an experiment to sample. Nobody samples for its last step before the trainer is killed, so
-    that each still needs it then."""
+    """An experiment's turn to sample. Nobody samples for the last step before the trainer is
+    killed: each experiment then still needs it."""
 
     one_samples: threading.Lock
     killed: threading.Event

@@ -1,5 +1,4 @@
-"""What the conformance suite is made of: the SDK's surface, claims about it, callers.
+"""The parts of the conformance suite: the SDK's surface, claims about it, and callers.
 
-The surface is read from the installed SDK; a test declares with `proves` what it asserts of
-which methods; `claims` writes docs/tinker-compatibility.md from the two.
-"""
+`surface` reads the installed SDK. A test declares its claims with `proves`. `claims` writes
+docs/tinker-compatibility.md from both."""

@@ -1,4 +1,4 @@
-"""Calling one method in its variants, and remembering which methods a session has called."""
+"""Calls a method in its variants, and records the methods that a session calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from tests.support.sdk import Refusal, refusal_of
 from tests.support.stacks import TestStack
 
 PATIENCE = 240.0
-"""Seconds until a call must have its result: long enough for a worker to start on a busy
-machine."""
+"""Seconds until a call must have its result. A worker may have to start on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Runs a method and waits for its result: the plain one, or its `_async` twin."""
+    """Runs a method or its `_async` twin, and waits for the result."""
 
     variant: str
 
@@ -40,18 +39,18 @@ VARIANTS = (Call("sync"), Call("async"))
 async def _awaited(method: Callable, arguments: tuple, settings: dict):
     async with asyncio.timeout(PATIENCE):
         result = await method(*arguments, **settings)
-        # Some of them give a result, some an APIFuture that is to be awaited in turn.
+        # Some return a result, some an APIFuture to await.
         return await result if hasattr(result, "result_async") else result
 
 
 def settled(result):
-    """The result of what a method returned: that itself, or what the future holds."""
+    """The result itself, or the future's."""
     return result.result(timeout=PATIENCE) if hasattr(result, "result") else result
 
 
 @contextmanager
 def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
-    """A session that is finished at the end. Older releases know fewer settings, and no `with`."""
+    """A session that ends with the block. Older releases know fewer settings, and no `with`."""
     known = inspect.signature(tinker.ServiceClient).parameters
     client = tinker.ServiceClient(**{n: value for n, value in settings.items() if n in known})
     try:
@@ -61,24 +60,23 @@ def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
 
 
 def rest_client() -> RestClient:
-    """A RestClient of the environment's gateway; older releases make one by a ServiceClient."""
+    """A RestClient of the environment's gateway. Older releases make it with a ServiceClient."""
     if hasattr(tinker, "RestClient"):
         return tinker.RestClient()
     return tinker.ServiceClient().create_rest_client()
 
 
 def refused_training(stack: TestStack, run_id: str) -> Refusal:
-    """Why a run takes no forward_backward; the SDK makes no client for such a run."""
+    """Why a run takes no forward_backward. The SDK makes no client for such a run."""
     plain = PlainClient(stack.stack.endpoint)
     answer = plain.forward_backward(message(run_id, 1, [3, 4, 5]))
     return refusal_of(answer) if answer.is_error else plain.failure(answer.json()["request_id"])
 
 
 def record_calls() -> set[str]:
-    """Wraps every public method, so that the returned set comes to hold those that were called.
+    """Wraps every public method, and returns the set to which each call adds its method.
 
-    It lets the suite notice a claim about a method that its test never calls.
-    """
+    With it the suite finds claims about methods that their test never calls."""
     called: set[str] = set()
     for method in public_methods():
         owner = client_class(method.owner)

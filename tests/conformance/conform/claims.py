@@ -1,7 +1,6 @@
-"""Claims: what a test asserts of which public methods or commands, declared on the test.
+"""Claims: a test declares which facts it proves about which methods or commands.
 
-`render` writes docs/tinker-compatibility.md: for every method and command, what is asserted of it.
-"""
+`render` writes docs/tinker-compatibility.md: each method and command with its claims."""
 
 from __future__ import annotations
 
@@ -38,18 +37,18 @@ class Claim:
     subject: str
     """`TrainingClient.save_state`, or `tinker run list`."""
     that: str
-    """What is asserted, as the end of the sentence that begins with the subject."""
+    """The end of the sentence that begins with the subject."""
     variant: str = ""
-    """`sync` or `async` when the test runs its body once for each; else empty."""
+    """`sync` or `async` if the test runs its body once for each, otherwise empty."""
 
 
 def proves(*subjects: str, that: str) -> Callable[[F], F]:
-    """Declares what a test asserts of each of these methods or commands."""
+    """Declares a claim about each of these methods or commands."""
     return _declare([Claim(subject=subject, that=that) for subject in subjects])
 
 
 def proves_both(*subjects: str, that: str) -> Callable[[F], F]:
-    """As `proves`, of a method and of its `_async` twin: the test takes a `call` and runs twice."""
+    """Like `proves`, for a method and its `_async` twin. The test takes a `call` and runs twice."""
     return _declare(
         [Claim(subject=subject, that=that, variant="sync") for subject in subjects]
         + [Claim(subject=f"{subject}_async", that=that, variant="async") for subject in subjects]
@@ -69,7 +68,7 @@ def claims_of(test: object) -> list[Claim]:
 
 
 def test_modules() -> Iterator[ModuleType]:
-    """All modules of the suite, whether or not this session runs them."""
+    """All modules of the suite, also those that this session leaves out."""
     for file in sorted(FOLDER.glob("test_*.py")):
         yield importlib.import_module(f"tests.{FOLDER.name}.{file.stem}")
 
@@ -85,7 +84,7 @@ def all_claims() -> list[Claim]:
 
 
 def render(*, methods: list[Method], commands: list[str], claims: list[Claim]) -> str:
-    """The whole document; the same surface and claims give the same text."""
+    """The whole document, a function of the surface and the claims."""
     lines = [_HEAD]
     for client in CLIENTS:
         own = sorted((m for m in methods if m.owner == client), key=lambda method: method.name)

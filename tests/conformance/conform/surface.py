@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import click
 
 NEWEST = "0.38.0"
-"""The release that the whole suite runs on; the surface below is its."""
+"""The release for the whole suite. The surface below is of this release."""
 
 OLDEST = "0.27.2"
-"""The oldest release we claim to serve; the suite's core runs on it (scripts/conformance.sh)."""
+"""The oldest release that we claim to serve. It runs the suite's core (scripts/conformance.sh)."""
 
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
 COMMAND = "tinker"
-"""What the name of every command begins with, as in `tinker run list`."""
+"""The first word of every command, as in `tinker run list`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Method:
     owner: str
     name: str
     deprecated: bool
-    """Says the SDK itself, by the decorator of PEP 702."""
+    """From the SDK's own decorator (PEP 702)."""
 
     @property
     def path(self) -> str:
@@ -32,7 +32,7 @@ class Method:
 
 
 def client_class(name: str) -> type | None:
-    """A client's class, wherever the release exports it; some releases have no AdminClient."""
+    """A client's class, wherever the release exports it. Some releases have no AdminClient."""
     module = f"tinker.lib.public_interfaces.{name.removesuffix('Client').lower()}_client"
     try:
         return getattr(importlib.import_module(module), name)
@@ -41,7 +41,7 @@ def client_class(name: str) -> type | None:
 
 
 def public_methods() -> list[Method]:
-    """Every public method, static and class methods included; properties and attributes not."""
+    """Every public method, also static and class methods, without properties and attributes."""
     return [
         Method(
             owner=owner,
@@ -76,5 +76,5 @@ def _commands(command: click.Command, path: str) -> list[str]:
 
 
 def surface() -> set[str]:
-    """All that a claim can be about: `TrainingClient.forward`, `tinker run list`."""
+    """Every possible subject of a claim: `TrainingClient.forward`, `tinker run list`."""
     return {method.path for method in public_methods()} | set(commands())
