@@ -1,10 +1,8 @@
-"""The protocol between the sampler and an inference engine: plain values, no library types.
+"""The protocol of an inference engine: plain values, no library types.
 
-`vllm.engine.VllmEngine` implements it. `service.engine_process.EngineProcess` implements it for an
-engine in another process. Tests of the scheduler inject a fake. Only the thread that made an engine
-may call it.
-
-An engine may compute ahead of the output of `step`. `settle` ends that.
+`vllm.engine.VllmEngine` implements it, and `service.engine_process.EngineProcess` for an engine in
+another process. Only the thread that made an engine may call it. An engine may compute ahead of the
+output of `step`. `settle` ends that.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class WeightsTouched(LoadFailed):
-    """A load failed after it began to change the weights. The engine must not sample before another
-    load succeeds."""
+    """A load failed after it began to change the weights. Another load must succeed before
+    sampling."""
 
     type = LoadFailed.type
 
 
 class EngineState(Enum):
-    """The state of an engine. It computes samples only while it is awake. See docs/sharing.md."""
+    """An engine's state. It samples only while awake. See docs/sharing.md."""
 
     AWAKE = "awake"
     LOADING = "loading"
@@ -60,21 +58,20 @@ _MOVES = {
 
 
 class SleepLevel(IntEnum):
-    """The place of the weights while an engine sleeps. It gives back its KV cache at both
-    levels."""
+    """The place of a sleeping engine's weights. Its KV cache is given back at both levels."""
 
     KEEP_WEIGHTS = 1
     """Host memory."""
     DROP_WEIGHTS = 2
-    """Nowhere. Adapters are dropped too, and the engine needs a load before it computes again."""
+    """Nowhere. Adapters are dropped too, and the engine needs a load."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
     """Memory in use, in bytes.
 
-    On a GPU, `device` counts the memory of all processes, and `host` the weights of a sleeping
-    engine. On a CPU, `device` is the resident memory of the process, and `host` is 0.
+    On a GPU, `device` counts all processes, and `host` a sleeping engine's weights. On a CPU,
+    `device` is the process's resident memory, and `host` 0.
     """
 
     device: int
@@ -83,11 +80,10 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The properties of an engine.
+    """An engine's properties.
 
     `max_length` limits prompt and sampled tokens together. It is below `model_length` if the KV
-    cache is smaller or a setting says so. `end_tokens` are the model's end-of-sequence tokens.
-    `max_lora_rank` 0 means no adapters. Otherwise the engine holds up to `max_adapters`.
+    cache or a setting is. `max_lora_rank` 0 means no adapters.
     """
 
     vocabulary: int
@@ -103,16 +99,13 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """The scores to compute for a prompt.
+    """The requested scores of a prompt, at temperature 1. They begin at position 1.
 
-    The score of position p >= 1 is the logprob of a token at that position, given the tokens before
-    it, at temperature 1.
-
-    - `first`: the first position whose own token is scored, or None. From there on, the `topk`
-      likeliest tokens are listed too.
+    - `first`: the first position to score, or None. From there on, the `topk` likeliest tokens are
+      listed too.
     - `target_ids` [m]: tokens to score at `target_positions` [m], which ascend.
-    - `draws`: the number of tokens to draw at every position, with `draw_temperature` (0: the
-      likeliest) and, if set, `draw_seed`.
+    - `draws`: tokens to draw at every position, with `draw_temperature` (0: the likeliest) and
+      `draw_seed`.
     """
 
     first: int | None = None
@@ -125,8 +118,8 @@ class PromptScoring:
 
     @property
     def start(self) -> int | None:
-        """The first position to compute, or None. The prefix cache may serve tokens more than one
-        position before it."""
+        """The first position to compute, or None. The prefix cache serves earlier tokens, except
+        the last."""
         starts = [self.first] if self.first is not None else []
         starts += [int(self.target_positions[0])] if len(self.target_positions) else []
         starts += [1] if self.draws else []
@@ -140,10 +133,10 @@ class EngineRequest:
     Example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
     temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`.
 
-    With a seed s, sample i depends only on (s, i), the request and the weights. Without a seed it
-    is random. Temperature 0 is greedy. `max_tokens` 0 scores the prompt only. `topk` is the number
-    of alternatives recorded per sampled token. `adapter` names an added adapter, and None means the
-    loaded weights alone. A `streamed` request yields one `EngineDelta` per sample and step.
+    With a seed s, sample i depends only on (s, i), the request and the weights. Temperature 0 is
+    greedy. `max_tokens` 0 only scores the prompt. `topk` is the number of alternatives per sampled
+    token. `adapter` None means the loaded weights alone. A `streamed` request yields one
+    `EngineDelta` per sample and step.
     """
 
     id: str
@@ -164,13 +157,13 @@ class EngineRequest:
 
     @property
     def distinct_samples(self) -> int:
-        """The number of samples to compute. Greedy or empty samples of one prompt are equal, so one
-        is enough."""
+        """The number of samples to compute: one if they are greedy or empty, because these are
+        equal."""
         return self.num_samples if self.temperature > 0 and self.max_tokens else 1
 
     @property
     def computed_prompt(self) -> list[int]:
-        """The prompt tokens to compute. Without sampling, the last token is not needed."""
+        """The prompt tokens to compute. Without sampling, the last one is not needed."""
         return self.prompt if self.max_tokens else self.prompt[:-1] or self.prompt
 
 
@@ -187,9 +180,8 @@ class TopK:
 class SampledTokens:
     """One sample. `tokens` and `logprobs` are [n] and include the stop token.
 
-    The logprobs belong to the sampled distribution, after temperature, top_k and top_p. A greedy
-    sample has logprobs at temperature 1. `stopped` is False if the length limit ended the sample.
-    `carried_at` lists the sample's length at each change of weights.
+    Logprobs are those after temperature, top_k and top_p, or at temperature 1 for a greedy sample.
+    `stopped` is False at the length limit. `carried_at` lists the lengths at changes of weights.
     """
 
     tokens: Int32Array
@@ -201,10 +193,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The answer to a `PromptScoring`. Parts that were not requested are None.
+    """The answer to a `PromptScoring`. Other parts are None.
 
-    `logprobs` is [prompt], with NaN at positions without a score. `topk` is [prompt, k]. `targets`
-    is [m]. `draws` is [prompt - 1, k], and its row i is about position i + 1.
+    `logprobs` is [prompt], with NaN for unscored positions. `topk` is [prompt, k]. `targets` is
+    [m]. `draws` is [prompt - 1, k], and its row i is about position i + 1.
     """
 
     logprobs: Float32Array | None = None
@@ -215,10 +207,10 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """All samples of a request, or the `failure` that ended it.
+    """All samples of a request, or its `failure`.
 
-    `cached_tokens` counts the prompt tokens found in the prefix cache for the first sample.
-    `computed_tokens` counts computed prompt tokens of all samples.
+    `cached_tokens` counts the first sample's prompt tokens in the prefix cache. `computed_tokens`
+    counts computed prompt tokens of all samples.
     """
 
     id: str
@@ -231,10 +223,9 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class EngineDelta:
-    """The tokens that one step added to one sample of a streamed request.
+    """The tokens that one step added to one sample. In the last delta, `finished` is True.
 
-    In the last delta, `finished` is True and `new.stopped` gives the reason. A greedy request
-    reports only sample 0.
+    A greedy request reports only sample 0.
     """
 
     id: str
@@ -245,9 +236,9 @@ class EngineDelta:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The output of a step: results of ended requests, and deltas of all streamed requests.
+    """Results of ended requests, and deltas of streamed ones.
 
-    `begun` names requests that were computed for the first time and have not ended.
+    `begun` names unfinished requests that were computed for the first time.
     """
 
     results: list[EngineResult] = field(default_factory=list)
@@ -256,8 +247,6 @@ class StepOutput:
 
 
 class Engine(Protocol):
-    """An engine with one set of weights and several adapters."""
-
     @property
     def facts(self) -> EngineFacts: ...
 
@@ -265,11 +254,10 @@ class Engine(Protocol):
         """Admit a request. Its id must not be in use."""
 
     def step(self) -> StepOutput:
-        """Compute the next token of the admitted requests. Requests without room wait for earlier
-        ones to end."""
+        """Compute the next token of admitted requests. Requests without room wait."""
 
     def settle(self) -> StepOutput:
-        """Stop computing until the next `step`, and return the output that was computed ahead.
+        """Stop computing until the next `step`. Returns the output computed ahead.
 
         Call it before a sleep, a load, a `pause`, or a `carry_over` to another adapter.
         """
@@ -280,48 +268,45 @@ class Engine(Protocol):
     def load(self, directory: Path) -> frozenset[str]:
         """Replace the weights in place by a directory of safetensors, and drop all adapters.
 
-        Returns the names of parameters without a value. The engine must be idle or paused, and its
-        KV cache may be asleep. Raises `WeightsTouched`, after which only another load is allowed.
+        Returns the names of parameters without a value. The engine must be idle or paused. Raises
+        `WeightsTouched`, after which only another load is allowed.
         """
 
     def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
-        """Load weights that a trainer hands over in memory (`weights/handoff.py`). See `load`."""
+        """Like `load`, from a trainer's memory (`weights/handoff.py`)."""
 
     def pause(self) -> None:
-        """Set running requests aside between two steps. The engine counts as idle until `resume`.
+        """Set running requests aside between two steps. They keep only their tokens.
 
-        The requests keep their tokens and lose their keys and values.
+        The engine counts as idle until `resume`.
         """
 
     def resume(self) -> None:
-        """Continue the paused requests. Their keys and values are computed again."""
+        """Continue paused requests. Keys and values are computed again."""
 
     def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
-        """Continue requests with the new weights after a `pause`, or with another adapter.
+        """Continue requests with new weights after a `pause`, or with another adapter.
 
-        A change of adapter computes their keys and values again. Unknown ids are ignored.
+        Another adapter computes their keys and values again. Unknown ids are ignored.
         """
 
     def weight_sums(self) -> dict[str, int]:
-        """Return the sums (`tandem/weights/sums.py`) of the engine's numbers, in the dtype of its
-        `facts`.
+        """Return the sums (`tandem/weights/sums.py`) of the engine's numbers, in its dtype.
 
         The engine must be idle or paused, and its weights awake.
         """
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give back the KV cache, and move the weights off the device or drop them with all
-        adapters.
+        """Give back the KV cache, and move or drop the weights. Dropping includes adapters.
 
         The engine must be idle. Add no request before `wake_cache`.
         """
 
     def wake_weights(self) -> None:
-        """Bring the weights back. Dropped weights get memory, but no values before a `load`."""
+        """Bring the weights back. Dropped ones have no values before a `load`."""
 
     def wake_cache(self) -> None:
-        """Allocate the KV cache again, after the weights. Its contents are lost, so it must be
-        reset."""
+        """Allocate the KV cache again, after the weights. It must be reset."""
 
     def memory(self) -> EngineMemory:
         """Measure the memory in use."""
@@ -334,10 +319,8 @@ class Engine(Protocol):
         paused."""
 
     def add_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter beside the weights. Requests may be running.
-
-        Raises `LoadFailed` and then has changed nothing.
-        """
+        """Load an adapter. Requests may be running. Raises `LoadFailed`, and then has changed
+        nothing."""
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter that no running request uses."""

@@ -1,8 +1,7 @@
 """In-flight updates: requests continue with newer weights of their run instead of draining.
 
-An in-flight request names the oldest version that it accepts. A newer version of the same run
-serves it as soon as another in-flight request or load names that version. A run numbers its
-versions in the order of publication. A request never returns to an older version.
+An in-flight request names the oldest version that it accepts. A newer one of its run serves it once
+another in-flight request or load names it. A request never returns to an older version.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def may_follow(work: Work, version: LoadableVersion) -> bool:
 
 
 class FollowedVersions:
-    """The newest version of each run to which in-flight work was carried over."""
+    """The newest version per run that in-flight work was carried over to."""
 
     def __init__(self) -> None:
         self._newest: dict[str, LoadableVersion] = {}
@@ -33,7 +32,6 @@ class FollowedVersions:
         self._newest[version.run_id] = version
 
     def for_arrival(self, work: Work) -> LoadableVersion | None:
-        """Return the version that newly arrived work must follow, or None if it has that
-        version."""
+        """Return the version that arriving work must follow, or None."""
         newest = self._newest.get(work.version.run_id)
         return newest if newest is not None and may_follow(work, newest) else None

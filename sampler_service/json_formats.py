@@ -1,8 +1,7 @@
-"""Patterns for the string formats that pydantic writes into JSON schemas.
+"""Patterns for the string formats in pydantic's JSON schemas.
 
-Every string that matches a pattern is valid for pydantic. Rare forms are left out, such as a URL
-with an IPv6 host. llguidance knows some formats itself. If its version is too wide for pydantic, a
-pattern here replaces it.
+Every matching string is valid for pydantic. Rare forms are left out, such as a URL with an IPv6
+host. Some patterns replace llguidance's own, which are too wide.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _IPV6_INTERFACE = rf"{_IPV6}(?:/(?:[1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
 _HOST = rf"(?:(?:{_LABEL}\.)*{_TOP}|{_IPV4})"
 _IN_URL = "(?:[A-Za-z0-9._~!$&()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _SEGMENT = f"(?:(?:[A-Za-z0-9_~!$&()*+,;=:@-]|%[013-9A-Fa-f][0-9A-Fa-f]){_IN_URL}*)?"
-"""A segment of a path. None begins with a dot, because pydantic removes `..` from a URL."""
+"""A path segment. It begins with no dot, because pydantic removes `..` from a URL."""
 _REST = rf"(?:\?(?:{_IN_URL}|[/?])*)?(?:#(?:{_IN_URL}|[/?])*)?"
 _PLACE = rf"{_HOST}(?::[1-9][0-9]{{3}})?(?:/{_SEGMENT})+"
 _HTTP = rf"https?://{_PLACE}{_REST}"
-"""A URL in pydantic's own form, so that its length stays equal: with a path, and without the
-scheme's default port."""
+"""A URL in pydantic's form, so that its length stays equal: with a path, without the default
+port."""
 _TOP_OF_MAIL = "(?:com|org|net|edu|gov|info|biz|dev|app|[a-z]{2})"
-"""A few top-level domains. Pydantic refuses some others, such as `local` and `test`."""
+"""A few top-level domains. Pydantic refuses others, such as `local` and `test`."""
 _MAIL = (
     r"[A-Za-z0-9_+-]{1,30}(?:\.[A-Za-z0-9_+-]{1,30})?@"
     rf"(?:[A-Za-z0-9]{{1,20}}(?:-[A-Za-z0-9]{{1,20}})?\.){{1,3}}{_TOP_OF_MAIL}"
@@ -74,14 +73,13 @@ BESIDE = {
     "time": _TIME,
     "duration": "P(?:[0-9]{1,6}[YMWD])*(?:T(?:[0-9]{1,6}[HMS])*)?",
 }
-"""Patterns beside a format that llguidance knows. They exclude the year 0, leap seconds, and
-durations above a thousand million days, because Python has none of them."""
+"""Patterns beside a format that llguidance knows. Python has no year 0, no leap seconds, and no
+durations above a thousand million days."""
 
 IN_BYTES = frozenset(("binary", "password"))
-"""String formats whose length pydantic counts, or may count, in bytes of UTF-8."""
+"""String formats with a length in bytes of UTF-8."""
 ASCII = "[ -~]*"
-"""ASCII characters, which have one byte each."""
 
 NO_NUMBER = "^(?!^[-+.]*$)"
-"""The look-ahead at the start of pydantic's pattern for decimals: the text has a digit. llguidance
-supports no look-ahead."""
+"""The start of pydantic's pattern for decimals: the text has a digit. llguidance supports no
+look-ahead."""

@@ -1,13 +1,11 @@
 """Rewrites a client's JSON schema into keywords that llguidance implements.
 
-llguidance refuses any other keyword. Some of them have an equivalent:
-
-- `format` gets a pattern if pydantic writes it (`json_formats`). An unknown format is an annotation
-  (JSON Schema 2020-12, section 7).
-- `propertyNames` with an enum or a pattern becomes a schema of properties without additional ones.
+- `format` gets a pattern if pydantic writes it (`json_formats`). An unknown format is only an
+  annotation (JSON Schema 2020-12, section 7).
+- `propertyNames` with an enum or pattern becomes a schema of properties without additional ones.
 - `uniqueItems` of an enum's values becomes an enum of all arrangements.
 
-Equivalents go into `allOf`, whose members llguidance intersects.
+Equivalents go into `allOf`. llguidance intersects its members, and refuses other keywords.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _ONE = frozenset(
 )
 _SEVERAL = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
-"""Keywords whose values are schemas: one schema, a list, or schemas by name."""
+"""Keywords with schemas as values: one schema, a list, or schemas by name."""
 
 _NOTES = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "type")
@@ -49,10 +47,7 @@ _MOST_REFERENCES = 32
 
 
 def rewrite_schema(text: str) -> str:
-    """Return an equivalent schema that llguidance accepts.
-
-    Raises `StructuredOutputInvalid`, which names a keyword without an equivalent.
-    """
+    """Return an equivalent schema for llguidance. Raises `StructuredOutputInvalid`."""
     try:
         root = json.loads(text, strict=False)
         return json.dumps(_Rewriter(root).rewritten(root))
@@ -61,8 +56,6 @@ def rewrite_schema(text: str) -> str:
 
 
 class _Rewriter:
-    """Rewrites schemas within `root`, the target of their references."""
-
     def __init__(self, root: object) -> None:
         self._root = root
 
@@ -84,7 +77,6 @@ class _Rewriter:
         return found
 
     def _value(self, keyword: str, value: object) -> object:
-        """Rewrite the schemas within a keyword's value."""
         if keyword in _NAMED and isinstance(value, dict):
             return {name: self.rewritten(one) for name, one in value.items()}
         if keyword in _SEVERAL and isinstance(value, list):
@@ -95,7 +87,7 @@ class _Rewriter:
     def _format(string: Schema) -> list[Schema]:
         """Return the pattern of a format, and drop the format if llguidance cannot use it.
 
-        A format beside values or a pattern gets no pattern, because those are narrower.
+        Values or a pattern beside the format are narrower, so it gets none.
         """
         name = string.get("format")
         if not isinstance(name, str):
@@ -110,7 +102,7 @@ class _Rewriter:
         return [] if pattern is None else [{"pattern": f"^(?:{pattern})$"}]
 
     def _property_names(self, names: object) -> list[Schema]:
-        """Return the schemas of properties that are equivalent to a schema of property names."""
+        """Return the schemas of properties that equal a schema of names."""
         names = self._resolved(names)
         if names is True:
             return []
@@ -137,7 +129,7 @@ class _Rewriter:
         )
 
     def _unique_items(self, array: Schema) -> list[Schema]:
-        """Return the enum of all arrays of different items. It replaces the array's own keywords.
+        """Return the enum of all arrays of different items, in place of the array's keywords.
 
         A grammar cannot compare items, so there must be few values.
         """
@@ -160,8 +152,7 @@ class _Rewriter:
 
     @staticmethod
     def _values(schema: object) -> list[object] | None:
-        """Return the different values that a schema lists, or None if it is not a list of
-        values."""
+        """Return the different values that a schema lists, or None."""
         if not isinstance(schema, dict):
             return None
         rules = {key: value for key, value in schema.items() if key not in _NOTES}
@@ -179,8 +170,7 @@ class _Rewriter:
         return list({json.dumps(value, sort_keys=True): value for value in fitting}.values())
 
     def _resolved(self, schema: object) -> object:
-        """Follow a schema's references within `root`. Returns None for a reference that leads
-        nowhere."""
+        """Follow a schema's references within `root`. Returns None if one leads nowhere."""
         for _ in range(_MOST_REFERENCES):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(reference, str) or not reference.startswith("#"):
@@ -194,7 +184,6 @@ class _Rewriter:
 
 
 def _only(properties: Schema, *, patterns: Schema | None = None) -> Schema:
-    """Return the schema of an object without other properties."""
     return {
         "properties": properties,
         "patternProperties": patterns or {},

@@ -1,8 +1,7 @@
 """The loaded weights of an engine, and its loads, sleeps and wakes.
 
-The scheduler uses an `EngineLifecycle` in the engine's thread, while the engine is idle or paused.
-An engine serves only verified weights. After a failed load or a sleep that dropped the weights, it
-must load before it serves. If it can load neither the wanted nor the previous version, its state is
+The scheduler uses it in the engine's thread, while the engine is idle or paused. An engine serves
+only verified weights. If it can load neither the wanted nor the previous version, its state is
 `failed`.
 """
 
@@ -25,15 +24,14 @@ SwitchPhase = Literal["drain", "sleep", "wake_weights", "read", "load", "wake_ca
 
 
 class NothingToServe(LoadFailed):
-    """Neither the wanted nor the previous version could be loaded. The engine serves nothing."""
+    """Neither the wanted nor the previous version could be loaded."""
 
     type = LoadFailed.type
 
 
 @dataclass(frozen=True)
 class SwitchReport:
-    """A completed sleep or wake. `phases` are in seconds, and empty if the engine was in the wanted
-    state already."""
+    """A completed sleep or wake. `phases` are in seconds, empty without an effect."""
 
     before: EngineMemory
     after: EngineMemory
@@ -52,10 +50,9 @@ class SwitchReport:
 
 @dataclass(frozen=True)
 class Woken:
-    """A successful wake.
+    """A successful wake, and its load, if any.
 
-    `loaded` is its load, if it needed one. `failure` tells why the wanted version could not be
-    loaded. The previous version serves then.
+    After a `failure` to load the wanted version, the previous one serves.
     """
 
     switch: SwitchReport
@@ -74,8 +71,7 @@ class EngineLifecycle:
         base: LoadableVersion,
         on_state: Callable[[EngineState], None],
     ) -> None:
-        """`base` is the base model, with which the engine was started. `on_state` receives each new
-        state."""
+        """The engine was started with `base`. `on_state` receives each new state."""
         self._engine = engine
         self._loader = loader
         self._reader = reader
@@ -90,7 +86,7 @@ class EngineLifecycle:
 
     @property
     def loaded(self) -> LoadableVersion:
-        """The version that serves, or that served before the sleep."""
+        """The serving version, or that before the sleep."""
         return self._placed.version
 
     def load(self, version: LoadableVersion) -> LoadOutcome:
@@ -123,9 +119,9 @@ class EngineLifecycle:
         return SwitchReport(before=before, after=self._engine.memory(), phases=phases)
 
     def wake(self, version: LoadableVersion) -> Woken:
-        """Wake the engine to serve this version.
+        """Wake the engine to serve this version, or else the previous one.
 
-        If the load fails, the previous version serves. Raises `NothingToServe` if that fails too.
+        Raises `NothingToServe` if both fail.
         """
         self._move_to(EngineState.WAKING)
         phases: dict[SwitchPhase, float] = {}
@@ -143,12 +139,10 @@ class EngineLifecycle:
         return Woken(switch, loaded=loaded, failure=failure)
 
     def unchanged(self) -> SwitchReport:
-        """Return the answer to a sleep or wake that has no effect."""
         memory = self._engine.memory()
         return SwitchReport(before=memory, after=memory)
 
     def fail(self) -> None:
-        """Note a failure of the engine itself."""
         if self.state is not EngineState.FAILED:
             self._move_to(EngineState.FAILED)
 
@@ -157,7 +151,7 @@ class EngineLifecycle:
     ) -> LoadOutcome | None:
         """Load a version if needed, wake a sleeping KV cache, and check the engine's numbers.
 
-        Returns the outcome of the load, or None without one.
+        Returns the outcome of the load, if any.
         """
         started = time.monotonic()
         placed = self._placed
@@ -214,7 +208,6 @@ class EngineLifecycle:
         return outcome
 
     def _forget_weights(self) -> None:
-        """Note that the engine has no adapters and needs a load before it serves."""
         self._intact = False
         self._adapters.clear()
 
@@ -224,7 +217,7 @@ class EngineLifecycle:
 
 
 def _of_files(placed: Verified) -> Verified:
-    """Return the version without its handoff, which can be read only once."""
+    """Return the version without its handoff, which can be read once."""
     return replace(placed, version=replace(placed.version, handoff=None))
 
 

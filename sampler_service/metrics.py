@@ -14,8 +14,6 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class SamplerMetrics:
-    """Example: `metrics = SamplerMetrics(CollectorRegistry())`."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         counter = partial(Counter, registry=registry)
@@ -90,7 +88,6 @@ class SamplerMetrics:
         self._waiting.set(waiting)
 
     def loaded(self, outcome: LoadOutcome) -> None:
-        """Record a load of full weights or of an adapter."""
         if outcome.version.adapter:
             self._adapter_seconds.observe(outcome.seconds)
         else:
@@ -115,7 +112,7 @@ class SamplerMetrics:
         self._switch_bytes.inc(switch.bytes_moved)
 
     def answered(self, result: EngineResult, *, prompt_tokens: int, seconds: float) -> int:
-        """Count an answered request. Returns the number of sampled tokens."""
+        """Count an answered request. Returns its sampled tokens."""
         sampled = sum(len(sample.tokens) for sample in result.samples)
         self._requests.labels("ok").inc()
         self._prompt.inc(prompt_tokens)

@@ -1,30 +1,24 @@
 """Decides when each request runs, and when the engine loads weights, sleeps and wakes.
 
-One thread owns the engine: it admits requests, steps, answers, and changes the weights. Other
-threads call `submit`, `load`, `sleep` and `wake`, which return a `concurrent.futures.Future` at
-once. Cancelling the future drops a request at any time, and a load or switch before its turn.
+One thread owns the engine. Other threads call `submit`, `load`, `sleep` and `wake`, which return a
+future at once. Cancelling it drops a request at any time, and a load or switch before its turn.
 
-- A request for the loaded version is admitted before the next step. Waiting requests are admitted
-  in the order of (session, seq_id).
-- If the oldest waiting work needs other weights, a thread reads and verifies them while the engine
-  samples (`weights/read_ahead.py`). If that fails, the work fails and the engine is unchanged.
-- After the reading, the switch waits until the engine is idle. Once the work has waited longer than
-  `patience`, later work is not admitted before it. An adapter without room has the same patience.
+- A request for the loaded version is admitted before the next step, in the order of (session,
+  seq_id).
+- If the oldest waiting work needs other weights, a thread reads and verifies them meanwhile
+  (`weights/read_ahead.py`). If that fails, only the work fails.
+- Then the switch waits until the engine is idle. After `patience`, later work is not admitted
+  before it. This also holds for an adapter without room.
 - In-flight work does not drain for a newer version of its run (`in_flight.py`). If only such work
   runs, the engine pauses, takes the weights and continues. A change of adapter happens between two
   steps.
-- The oldest missing adapter is also read and verified in a thread, whichever weights are loaded. It
-  needs the base model's weights. While they are loaded, it is added beside running requests
-  (`weights/adapters.py`). Requests for several adapters and for the base model run together.
-- After a failed load the previous version serves, untouched or loaded again. Only work for the new
-  version gets `LoadFailed`. If the previous version is lost too, the state is `failed` and all
-  requests are refused.
-- A sleep waits until running requests have ended, and admits no others. Requests wait while the
-  engine sleeps. Sleeps and wakes keep their order.
+- Adapters are read in a thread too. They need the base model's weights, and are added beside
+  running requests (`weights/adapters.py`).
+- After a failed load the previous version serves. Only work for the new version gets `LoadFailed`.
+  If the previous version is lost too, the state is `failed`.
+- A sleep waits for running requests, and admits no others. Sleeps and wakes keep their order.
 - A wake loads at most once: the named version, else the oldest waiter's, else the previous one.
-  Dropped adapters are added again on demand.
-- A request may take `timeout` from the start of its computation. The reading of weights has the
-  same limit.
+- `timeout` limits a request's computation, and the reading of weights.
 """
 
 from __future__ import annotations
@@ -70,7 +64,6 @@ class SchedulerStatus:
 
 
 _LOGGED_REQUESTS = 8
-"""The largest number of request ids in a log line."""
 
 
 def _request_ids(works: Iterable[Work]) -> list[str]:
@@ -80,8 +73,7 @@ def _request_ids(works: Iterable[Work]) -> list[str]:
 
 
 class Scheduler:
-    """Runs an engine in the thread that calls `run`. After a failure of the engine, nothing is
-    served."""
+    """Runs an engine in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -97,10 +89,10 @@ class Scheduler:
         on_fatal: Callable[[TandemError], None] = lambda _: None,
         start_reading: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """Makes a scheduler for an engine that was started with `base`.
+        """The engine was started with `base`. `patience` and `timeout` are in seconds.
 
-        `patience` and `timeout` are in seconds. `on_fatal` is called once, in the engine's thread,
-        when the engine fails. `start_reading` runs a function that reads weights.
+        `on_fatal` is called once, in the engine's thread, when the engine fails. `start_reading`
+        runs a function that reads weights.
         """
         self._engine = engine
         self._adapters = adapters
@@ -154,8 +146,7 @@ class Scheduler:
     def load(self, version: LoadableVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
         """Load a version. The future ends when it serves.
 
-        An `in_flight` load also ends when a newer version of the run serves. The outcome names that
-        version.
+        For an `in_flight` load, a newer version of the run will do. The outcome names it.
         """
         work = QueuedLoad(
             version=version,
@@ -172,13 +163,13 @@ class Scheduler:
             self._has_cancelled = True
 
     def sleep(self, level: SleepLevel) -> Future[SwitchReport]:
-        """Put the engine to sleep after its running requests. Immediate if it is asleep."""
+        """Put the engine to sleep after its running requests."""
         switch = QueuedSleep(arrived=self._clock(), level=level)
         self._submissions.put(switch)
         return switch.future
 
     def wake(self, version: LoadableVersion | None = None) -> Future[SwitchReport]:
-        """Wake the engine. Immediate if it is awake. The module describes the choice of version."""
+        """Wake the engine. The module describes the choice of version."""
         switch = QueuedWake(
             arrived=self._clock(), weights=None if version is None else self._weights_for(version)
         )
@@ -205,7 +196,6 @@ class Scheduler:
     # --- The engine's thread ---------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until the engine fails."""
         try:
             while self._lifecycle.state is not EngineState.FAILED:
                 self.turn()
@@ -216,7 +206,7 @@ class Scheduler:
             self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
 
     def turn(self) -> None:
-        """Take new work, then do one thing: a step, a switch, a load, or a wait."""
+        """Take new work, then do one thing: step, switch, load or wait."""
         self._take()
         self._read_ahead()
         if not self._sleep_due:
@@ -245,7 +235,7 @@ class Scheduler:
 
     @property
     def _idle(self) -> bool:
-        """Whether there is nothing to do before new work arrives or a reading ends."""
+        """Whether only new work or the end of a reading gives something to do."""
         if self._running or self._adapters.verifying or self._switches:
             return False
         target = self._next_weights
@@ -254,17 +244,15 @@ class Scheduler:
             return reading
         for work in self._waiting.oldest:
             if work.weights == self._loaded and not self._awaits_reading(work):
-                # An adapter can find no room beside other candidates that then never enter the
-                # engine, such as loads and refused requests. The next turn has room.
+                # An adapter can find no room beside candidates that then never enter the engine,
+                # such as loads. The next turn has room.
                 return False
         return reading and self._ready_weights is None
 
     @property
     def _next_weights(self) -> LoadableVersion | None:
-        """The weights that the oldest waiting work needs in place of the loaded ones.
-
-        An adapter needs them only after its own reading.
-        """
+        """The weights of the oldest waiting work that needs others. An adapter counts after its
+        reading."""
         needed = (
             work.weights
             for work in self._waiting.oldest
@@ -274,12 +262,11 @@ class Scheduler:
 
     @property
     def _next_adapter(self) -> LoadableVersion | None:
-        """The oldest needed adapter that the engine lacks."""
         needed = (work.version for work in self._waiting.oldest if work.version.adapter)
         return next((version for version in needed if version not in self._adapters), None)
 
     def _awaits_reading(self, work: Work) -> bool:
-        """Whether work needs an adapter that is being read, or that is read next."""
+        """Whether work needs an adapter that is being read, or is next."""
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapter_reader.seconds_left is not None
 
@@ -288,7 +275,6 @@ class Scheduler:
 
     @property
     def _ready_weights(self) -> LoadableVersion | None:
-        """The next weights, once they were read."""
         target = self._next_weights
         return target if target is not None and self._was_read(target) else None
 
@@ -302,16 +288,14 @@ class Scheduler:
         return goes_on and self._leads(target)
 
     def _leads(self, version: LoadableVersion) -> bool:
-        """Whether waiting in-flight work names the version, so that other in-flight work
-        follows."""
+        """Whether waiting in-flight work names the version, so that others follow."""
         return any(work.in_flight for work in self._waiting.of(version))
 
     def _was_read(self, version: LoadableVersion) -> bool:
         return isinstance(self._reader.outcome(version), Verified)
 
     def _read_ahead(self) -> None:
-        """Start to read the next weights and the next adapter. If a reading failed, fail its
-        work."""
+        """Start to read the next weights and adapter. Fail the work of failed readings."""
         while (adapter := self._next_adapter) is not None:
             self._adapter_reader.want(adapter)
             outcome = self._adapter_reader.outcome(adapter)
@@ -331,8 +315,7 @@ class Scheduler:
         self._reader.want(None)
 
     def _take(self) -> None:
-        """Move new work to the waiting list, and drop cancelled or late work. Block if there is
-        none."""
+        """Move new work to the waiting list, and drop cancelled or late work. Blocks while idle."""
         readers = (self._reader.seconds_left, self._adapter_reader.seconds_left)
         seconds = min((left for left in readers if left is not None), default=None)
         for each in self._submissions.take(wait=self._idle, seconds=seconds):
@@ -363,15 +346,15 @@ class Scheduler:
             self._engine.abort(ended)
 
     def _answer_switches(self) -> None:
-        """Drop cancelled switches, and answer leading switches that have no effect."""
+        """Drop cancelled switches, and answer leading ones without an effect."""
         self._switches = deque(each for each in self._switches if not each.future.cancelled())
         while self._switches and isinstance(self._switches[0], QueuedSleep) is self._asleep:
             self._switches.popleft().succeed(self._lifecycle.unchanged())
 
     def _admit(self) -> None:
-        """Admit work for the loaded weights and adapters, and start to add missing adapters.
+        """Admit work for the loaded weights, and start to add missing adapters.
 
-        If blocked work is out of patience, later work is not admitted.
+        Blocked work out of patience blocks later work.
         """
         oldest = self._waiting.oldest
         blocked = next((work.arrived for work in oldest if self._is_blocked(work)), math.inf)
@@ -394,15 +377,13 @@ class Scheduler:
             self._start(sample)
 
     def _take_served(self, candidates: list[Work], limit: float) -> Iterator[Work]:
-        """Take waiting work that arrived by `limit`, for each candidate's version that serves
-        now."""
+        """Take waiting work for each candidate's version that serves now."""
         for version in [candidate.version for candidate in candidates]:
             if self._serves(version):
                 yield from self._waiting.take(version, lambda work: work.arrived <= limit)
 
     def _is_blocked(self, work: Work) -> bool:
-        """Whether work waits for a switch, or for an adapter's room, after its weights were
-        read."""
+        """Whether work waits for a switch, or for an adapter's room, with its weights read."""
         if work.weights != self._loaded:
             return self._was_read(work.weights)
         missing = work.version.adapter and work.version not in self._adapters
@@ -414,9 +395,9 @@ class Scheduler:
         return version == self._loaded
 
     def _add_adapters(self, candidates: list[Work]) -> None:
-        """Start to add the adapters of candidates, by arrival, if they were read and have room.
+        """Start to add candidates' adapters that were read and have room.
 
-        An adapter that running work or a candidate needs is not evicted.
+        Adapters of running work and candidates are not evicted.
         """
         versions = [candidate.version for candidate in candidates]
         missing = [each for each in versions if each.adapter and each not in self._adapters]
@@ -442,7 +423,7 @@ class Scheduler:
             work.fail(error)
 
     def _serving(self, outcome: LoadOutcome) -> None:
-        """Record a version or adapter that now serves, and answer its loads."""
+        """Record that a version or adapter serves, and answer its loads."""
         self._metrics.loaded(outcome)
         self._log.info(
             "loaded",
@@ -461,7 +442,7 @@ class Scheduler:
             load.succeed(outcome)
 
     def _carry_over(self, outcome: LoadOutcome) -> None:
-        """Let running and waiting in-flight work continue with a version that now serves."""
+        """Let in-flight work continue with a version that serves."""
         version = outcome.version
         if version.adapter:  # full weights: the engine is already paused
             self._take_output(self._engine.settle())
@@ -502,7 +483,6 @@ class Scheduler:
         self._take_output(output)
 
     def _take_output(self, output: StepOutput) -> None:
-        """Answer ended requests, and pass on new tokens."""
         for id_ in output.begun:
             if work := self._running.get(id_):  # otherwise a canary
                 work.begun = self._clock()
@@ -531,8 +511,7 @@ class Scheduler:
         work.succeed(Sampled(result=result, versions=versions, seconds=seconds))
 
     def _load(self, target: LoadableVersion) -> None:
-        """Load weights that were read, and carry over running work. After a failure it continues
-        with the old weights."""
+        """Load weights that were read, and carry over running work, also after a failure."""
         self._take_output(self._engine.settle())
         self._engine.pause()
         try:
@@ -547,7 +526,6 @@ class Scheduler:
         self._engine.resume()
 
     def _switch(self) -> None:
-        """Carry out the first sleep or wake. The engine is idle."""
         switch = self._switches[0]
         if not switch.begin():
             return  # cancelled
@@ -571,7 +549,7 @@ class Scheduler:
         return woken.switch
 
     def _weights_failed(self, version: LoadableVersion, error: LoadFailed) -> None:
-        """Fail the work for weights that cannot be loaded. Other work continues."""
+        """Fail the work for weights that cannot be loaded."""
         self._record_failure(version, error)
         for first in [work for work in self._waiting.oldest if work.weights == version]:
             for work in self._waiting.take(first.version):

@@ -1,11 +1,9 @@
 """Structured output: compiles a client's grammar for the model's tokens.
 
-A request asks for a regex, a JSON schema, a Lark grammar, a choice of texts, or any JSON object.
-Each becomes one of three kinds of grammar for llguidance. llguidance compiles it in milliseconds,
-beside other threads. It computes each step's token mask within a budget ("fuel"). It refuses
-unsupported parts of JSON schema, look-around and back-references.
-
-The tokenizer is loaded for the first grammar, not at the start of the sampler.
+A regex, a JSON schema, a Lark grammar, a choice of texts or any JSON object becomes a grammar for
+llguidance. It compiles in milliseconds, and computes each step's token mask within a budget
+("fuel"). It refuses unsupported parts of JSON schema, look-around and back-references. The
+tokenizer is loaded for the first grammar.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _OTHER_GRAMMARS = ("%json", "%lark")
 """Signs in a Lark grammar that begin a grammar of another kind."""
 _NAMES = {"regex": "the regex", "json_schema": "the JSON schema", "lark": "the Lark grammar"}
 _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
-"""Parts of llguidance's errors which mean that no token can follow."""
+"""Parts of llguidance's errors for "no token can follow"."""
 
 
 # --- The request -------------------------------------------------------------------------
@@ -114,7 +112,7 @@ def _check_size(name: str, text: str, *, limit: int) -> None:
 class CompiledGrammar:
     """A grammar compiled for one model's tokens. Each sample starts from a copy.
 
-    `source` allows another process to compile it again.
+    Another process compiles `source` again.
     """
 
     def __init__(self, source: Grammar, initial: LLMatcher) -> None:
@@ -129,7 +127,7 @@ class GrammarCompiler:
     """Compiles grammars in its own threads, and caches the latest.
 
     Example: `compiler = GrammarCompiler(Path("models/tiny"), vocabulary=96, end_tokens=(1,))`, then
-    `compiled = await compiler.compile(Grammar("regex", "yes|no"))`.
+    `await compiler.compile(Grammar("regex", "yes|no"))`.
     """
 
     def __init__(
@@ -142,10 +140,7 @@ class GrammarCompiler:
         load: Callable[[], LLTokenizer] | None = None,
         compile_one: Callable[[Grammar, LLTokenizer], CompiledGrammar] | None = None,
     ) -> None:
-        """`compile_seconds` limits one compilation, and separately its wait for others.
-
-        `load` and `compile_one` default to `load_tokenizer` and `compile_grammar`.
-        """
+        """`compile_seconds` limits one compilation, and its wait for others."""
         self._load = load or partial(
             load_tokenizer, model, vocabulary=vocabulary, end_tokens=end_tokens
         )
@@ -155,12 +150,10 @@ class GrammarCompiler:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._compiling: dict[Grammar, asyncio.Task[CompiledGrammar]] = {}
-        """Queued or running compilations, also beyond their time limit. A thread cannot be ended,
-        and a grammar must not be compiled twice at once."""
+        """Queued or running compilations, also late ones: a thread cannot be ended."""
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Return the compiled grammar. The engine continues meanwhile, and concurrent callers share
-        the work.
+        """Return the compiled grammar. Concurrent callers share the work.
 
         Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the model
         is, and `Overloaded` if earlier grammars keep the threads busy.
@@ -183,8 +176,7 @@ class GrammarCompiler:
         return await asyncio.shield(task)
 
     async def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
-        """Compile in a thread. The time limit begins with the thread's work, because a wait is not
-        the grammar's fault."""
+        """Compile in a thread. A wait for the thread does not count."""
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def work() -> CompiledGrammar:
@@ -216,10 +208,7 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """Compiles grammars again in the engine's process, and caches the latest.
-
-    The `GrammarCompiler` of the sampler's process has accepted them before.
-    """
+    """Compiles grammars in the engine's process, which a `GrammarCompiler` accepted before."""
 
     def __init__(self, model: Path) -> None:
         self._load = lru_cache(1)(partial(load_tokenizer, model))
@@ -228,7 +217,6 @@ class GrammarCache:
     def compile(
         self, grammar: Grammar, *, vocabulary: int, end_tokens: tuple[int, ...]
     ) -> CompiledGrammar:
-        """Return the compiled grammar. Raises the same errors as `GrammarCompiler`."""
         return self._compile(grammar, self._load(vocabulary=vocabulary, end_tokens=end_tokens))
 
 
@@ -277,9 +265,9 @@ def _source_of(grammar: Grammar) -> str:
 
 
 def _check_plain(lark: str) -> None:
-    """Raise `StructuredOutputInvalid` if a Lark grammar contains another grammar.
+    """Raise `StructuredOutputInvalid` if a Lark grammar contains another one.
 
-    An array in a JSON schema there would escape `_check_items`.
+    A JSON schema there would escape `_check_items`.
     """
     for sign in _OTHER_GRAMMARS:
         if sign in lark:
@@ -292,8 +280,7 @@ def _check_plain(lark: str) -> None:
 def _check_items(schema: str) -> None:
     """Raise `StructuredOutputInvalid` if a schema's arrays may have too many items in total.
 
-    llguidance makes a symbol per item before it checks the size of a grammar. 2⁴⁰ items would take
-    all of the host's memory.
+    llguidance makes a symbol per item before it checks the size: 2⁴⁰ would take all memory.
     """
     items = 0.0
 
@@ -319,7 +306,7 @@ def _check_items(schema: str) -> None:
 
 
 def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:
-    """Follow a grammar for a few tokens. Most grammars that exceed the budget fail at once."""
+    """Follow a grammar for a few tokens. Most grammars above the budget fail at once."""
     import llguidance.numpy
 
     probe = matcher.deep_copy()

@@ -1,6 +1,6 @@
 """Work for the engine's thread: samples, loads, sleeps and wakes, each with its future.
 
-Cancelling a future drops the work, except a sleep or wake that has begun.
+Cancelling a future drops the work, except a begun sleep or wake.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _BURST_LONGEST_SECONDS = 0.050
 
 @dataclass(frozen=True)
 class SampleJob:
-    """A request for a version. Waiting requests are admitted in the order of (session, seq_id).
+    """A request for a version. With `in_flight`, a newer version of the run serves too.
 
-    With `in_flight`, a newer version of the run serves too (`in_flight.py`). For a streamed
-    request, the engine's thread calls `on_deltas` after each step, with the deltas and their
-    version. It must return at once. The last call comes before the future is resolved.
+    For a streamed request, the engine's thread calls `on_deltas` after each step. It must return at
+    once. The last call comes before the future is resolved.
     """
 
     request: EngineRequest
@@ -44,8 +43,10 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of a request, and the versions that computed it, in order. `seconds` counts from
-    the admission into the engine."""
+    """The result of a request, and the versions that computed it, in order.
+
+    `seconds` counts from the admission into the engine.
+    """
 
     result: EngineResult
     versions: tuple[LoadableVersion, ...]
@@ -53,7 +54,6 @@ class Sampled:
 
     @property
     def version(self) -> LoadableVersion:
-        """The last version."""
         return self.versions[-1]
 
 
@@ -65,7 +65,7 @@ class Queued(Generic[_Result]):
     future: Future[_Result] = field(default_factory=Future)
 
     def begin(self) -> bool:
-        """Return False if the work was cancelled. After True, it can no longer be."""
+        """Return False if the work was cancelled. Later it cannot be."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def succeed(self, result: _Result) -> None:
@@ -79,22 +79,19 @@ class Queued(Generic[_Result]):
 
 @dataclass(eq=False, kw_only=True)
 class QueuedWork(Queued[_Result]):
-    """Work that needs a version. `weights` are its full weights: its own, or the base model's for
-    an adapter."""
+    """Work that needs a version. `weights` are its own, or the base model's for an adapter."""
 
     version: LoadableVersion
     weights: LoadableVersion
     in_flight: bool = False
 
     def update(self, version: LoadableVersion) -> None:
-        """Replace the needed version by a newer one of the run."""
         self.version, self.weights = version, self.weights if version.adapter else version
 
 
 @dataclass(eq=False, kw_only=True)
 class QueuedSample(QueuedWork[Sampled]):
-    """A request and its times: its admission, and its first computed step (`begun`). `before` lists
-    the versions before it was carried over."""
+    """A request, the times of its admission and first step (`begun`), and its earlier versions."""
 
     job: SampleJob
     admitted: float = 0.0
@@ -102,7 +99,6 @@ class QueuedSample(QueuedWork[Sampled]):
     before: tuple[LoadableVersion, ...] = ()
 
     def carry_over(self, version: LoadableVersion) -> None:
-        """Continue a running request with a newer version of the run."""
         self.before = (*self.before, self.version)
         self.update(version)
 
@@ -122,7 +118,7 @@ class QueuedSleep(Queued[SwitchReport]):
 
 @dataclass(eq=False, kw_only=True)
 class QueuedWake(Queued[SwitchReport]):
-    """A requested wake. `weights` None means the weights of the oldest waiting work."""
+    """A requested wake. Without `weights`, the oldest waiting work decides."""
 
     weights: LoadableVersion | None
 
@@ -139,17 +135,14 @@ def _key(version: LoadableVersion) -> _Key:
 
 
 class WaitingList:
-    """Work that waits, grouped by version.
-
-    Work for one version needs the same decision, so a step looks only at the first of each.
-    """
+    """Waiting work, grouped by version, so that a step looks only at the first of each."""
 
     def __init__(self) -> None:
         self._of_version: dict[_Key, dict[Work, None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting items. Any thread may call this."""
+        """Any thread may call this."""
         return self._count
 
     def __iter__(self) -> Iterator[Work]:
@@ -161,7 +154,6 @@ class WaitingList:
 
     @property
     def oldest(self) -> list[Work]:
-        """The first work of each version, by arrival."""
         firsts = (next(iter(works)) for works in self._of_version.values())
         return sorted(firsts, key=lambda work: work.arrived)
 
@@ -171,11 +163,10 @@ class WaitingList:
     def take(
         self, version: LoadableVersion, matches: Callable[[Work], bool] = lambda _: True
     ) -> list[Work]:
-        """Remove and return matching work for a version."""
         return self._take(_key(version), matches)
 
     def update(self, version: LoadableVersion, matches: Callable[[Work], bool]) -> None:
-        """Let matching work need this version instead. The order of arrival is kept."""
+        """Let matching work need this version instead, in the order of arrival."""
         taken = []
         for older in {work.version for work in self if matches(work)}:
             taken += self.take(older, matches)
@@ -213,7 +204,7 @@ class SubmissionQueue:
         return len(self._work)
 
     def put(self, work: Work | QueuedSwitch) -> None:
-        """Add work. If the queue is closed, the work fails at once."""
+        """Add work. A closed queue fails it at once."""
         with self._condition:
             if self._refusal is None:
                 self._work.append(work)
@@ -241,7 +232,7 @@ class SubmissionQueue:
             each.fail(refusal)
 
     def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
-        """Return new work. With `wait`, block for it or for a notification, at most `seconds`.
+        """Return new work. With `wait`, block for it or a notification, at most `seconds`.
 
         An idle engine waits without a deadline, because the process ends with it.
         """
@@ -259,8 +250,7 @@ class SubmissionQueue:
     def _await_burst(self) -> None:
         """Let a burst of requests arrive before an idle engine's first step.
 
-        A step costs nearly the same for one request as for fifty. Sleeping avoids a wake-up for
-        each.
+        A step costs nearly the same for one request as for fifty.
         """
         deadline = time.monotonic() + _BURST_LONGEST_SECONDS
         seen = 0

@@ -1,15 +1,14 @@
 """An engine in its own process, which computes while this process answers.
 
 `EngineProcess` implements `Engine`. It forks a process that makes the real engine
-(`engine_server.py`), and passes calls on. This process imports no engine code.
+(`engine_server.py`), and imports no engine code.
 
-The engine continues to compute until `settle`, while earlier output is answered. So `step` returns
-the output of one or more steps and never waits long. Requests added between two calls of `step`
-arrive together. All other calls wait for their answer, in order, so all earlier output is known
-when they return.
+The engine computes until `settle`, so `step` returns the output of one or more steps and never
+waits long. Requests added between two steps arrive together. All other calls wait for their answer,
+in order, so all earlier output is known then.
 
-The engine's process ends with this one in any case: the kernel kills it (`die_with_parent`), and
-the pipe closes. If it ends by itself, the engine is lost.
+The engine's process ends with this one: the kernel kills it (`die_with_parent`). If it ends by
+itself, the engine is lost.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 _STEP_SECONDS = 1.0
-"""The longest wait of `step` for output. Requests arrive meanwhile."""
+"""The longest wait of `step`."""
 _END_SECONDS = 10.0
 
 
@@ -64,7 +63,7 @@ class EngineProcessEnded(Exception):
 
 class EngineProcess:
     """Use: `process = EngineProcess.fork(start, model=model, patience=1800)` while this process has
-    one thread. Later, `process.connect(on_lost)` waits for the engine and returns it."""
+    one thread, later `process.connect(on_lost)`."""
 
     facts: EngineFacts
 
@@ -83,7 +82,7 @@ class EngineProcess:
 
     @classmethod
     def fork(cls, start: Start, *, model: Path, patience: float) -> EngineProcess:
-        """Fork a process that makes an engine by `start`, for the model in this directory.
+        """Fork a process that makes the model's engine by `start`.
 
         `patience` limits its start, each call and each step, in seconds.
         """
@@ -98,10 +97,10 @@ class EngineProcess:
         return cls(pid, ours, patience=patience)
 
     def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
-        """Wait for the engine and return it.
+        """Wait for the engine and return it. Raises the errors of `start`, and
+        `EngineProcessEnded`.
 
-        `on_lost` is called in another thread if the process ends later. Raises the errors of
-        `start`, and `EngineProcessEnded`.
+        `on_lost` is called in another thread if the process ends later.
         """
         self.facts = cast("EngineFacts", self._answer("its start"))
         self._on_end = on_lost
@@ -110,7 +109,7 @@ class EngineProcess:
         return self
 
     def end(self) -> None:
-        """Kill the process, and wait until the kernel has freed its memory."""
+        """Kill the process, and wait until its memory is free."""
         self._on_end = lambda: None
         if self._status is None:
             os.kill(self._pid, signal.SIGKILL)
@@ -245,7 +244,7 @@ class EngineProcess:
         raise self._stands_still(f"end {what}")
 
     def _receive(self, seconds: float) -> EngineStep | EngineAnswer | EngineRefusal | None:
-        """Return the next message, or None if there is none within `seconds`."""
+        """Return the next message, or None after `seconds`."""
         try:
             if not self._connection.poll(seconds):
                 return None
@@ -276,9 +275,9 @@ class EngineProcess:
 
 
 def _limit_waits(connection: Connection, seconds: float) -> None:
-    """Limit the wait of a write to a full pipe and of a read of half a message.
+    """Limit the wait for a stopped process, which neither reads nor ends.
 
-    A stopped process neither reads nor ends. After the limit they raise `BlockingIOError`.
+    A write to a full pipe, or a read of half a message, raises `BlockingIOError` then.
     """
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as pipe:

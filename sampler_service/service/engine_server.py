@@ -1,6 +1,6 @@
 """The engine's process: executes the commands of the sampler's process, and computes ahead.
 
-`engine_process.py` is the other end of the pipe. The messages are defined below.
+`engine_process.py` is the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tandem.protocol.worker import die_with_parent
 from tandem.telemetry import get_log
 
 Start = Callable[[Callable[[], None]], Engine]
-"""Makes an engine. Its argument must be called when one of the engine's processes dies."""
+"""Makes an engine. It calls its argument when one of its processes dies."""
 
 
 @dataclass(frozen=True)
 class Add:
-    """Requests with the source of their grammars, which are compiled in the engine's process."""
+    """Requests with the source of their grammars."""
 
     requests: list[tuple[EngineRequest, Grammar | None]]
 
@@ -86,8 +86,6 @@ def serve_engine(connection: Connection, start: Start, *, model: Path, parent: i
 
 
 class EngineServer:
-    """Makes an engine, and executes the commands from the pipe."""
-
     def __init__(self, connection: Connection, *, model: Path) -> None:
         self._connection = connection
         self._grammars = GrammarCache(model)
@@ -98,7 +96,6 @@ class EngineServer:
         self._unfinished: set[str] = set()
 
     def run(self, start: Start) -> None:
-        """Serve until the engine fails."""
         threading.Thread(target=self._receive, name="commands", daemon=True).start()
         try:
             self._engine = start(partial(os._exit, 1))
@@ -114,9 +111,9 @@ class EngineServer:
             self._connection.send(EngineFailure(describe(error)))
 
     def _receive(self) -> None:
-        """Read all messages at once, and end the process when the pipe closes or reading fails.
+        """Read all messages at once, so that the other end never waits to send.
 
-        So the other end never waits to send.
+        The process ends when the pipe closes.
         """
         try:
             while True:
@@ -146,7 +143,6 @@ class EngineServer:
         return replace(request, grammar=compiled)
 
     def _turn(self) -> None:
-        """Execute a command, or compute if there is none."""
         try:
             command = self._commands.get(block=not (self._computing and self._unfinished))
         except Empty:

@@ -1,8 +1,8 @@
 """Runs the sampler's process: bind, report, make the engine, serve, stop.
 
 The port is bound and reported before vLLM is imported. The engine is made in the thread that steps
-it, or in its own process, which is forked first (`engine_process.py`). Until it is ready, the gRPC
-health service reports NOT_SERVING.
+it, or in its own process, forked first (`engine_process.py`). Until it is ready, the gRPC health is
+NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run() -> NoReturn:
 
 
 def _confined(spec: WorkerSpec) -> WorkerSpec:
-    """Confine this process to its devices. Returns the specification with settings for them.
+    """Confine this process to its devices. Returns the specification for them.
 
     Raises `WorkerStartFailed`.
     """
@@ -108,7 +108,6 @@ class _Process:
         )
 
     async def serve(self) -> int:
-        """Serve until a signal or a failure. Returns the exit status."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[TandemError | None] = loop.create_future()
 
@@ -143,7 +142,7 @@ class _Process:
     def _run_engine(
         self, set_serving: Callable[[], None], fail: Callable[[TandemError], None]
     ) -> None:
-        """Make the engine and run its scheduler, both in this thread."""
+        """Make the engine and run its scheduler in this thread."""
         try:
             scheduler = self._make_scheduler(fail)
             set_serving()

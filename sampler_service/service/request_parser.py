@@ -1,9 +1,8 @@
-"""Parses and checks a `tandem.v1.SampleRequest`.
+"""Parses and checks a `tandem.v1.SampleRequest`, with the semantics of the Tinker protocol.
 
-The semantics are those of the Tinker protocol. Without `stop`, the model's end tokens stop a
-sample. A `stop` list replaces them, so an empty list stops nothing. The sample includes its stop
-token, or the token that completes a stop string. With structured output, the end tokens always
-stop, because nothing can follow a complete grammar.
+Without `stop`, the model's end tokens stop a sample. A `stop` list replaces them. The sample
+includes its stop token, or the token that completes a stop string. With structured output, the end
+tokens always stop.
 
 `target_prompt_tokens` is an int64 tensor [prompt - 1, K] of token ids, dense or sparse (CSR). Its
 row i is about prompt token i + 1, and -1 leaves a cell out. The answer has this shape and layout,
@@ -32,14 +31,14 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 MIN_TEMPERATURE = 0.01
-"""The smallest temperature except 0, which is greedy. Below it logits overflow, as in vLLM."""
+"""The smallest temperature except 0. Below it, logits overflow."""
 
 _DTYPES = {wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request for the engine with its uncompiled grammar, and the options of its response."""
+    """A request for the engine, its uncompiled grammar, and the options of its response."""
 
     request: EngineRequest
     prompt_logprobs: bool
@@ -48,11 +47,7 @@ class ParsedRequest:
 
 
 def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> ParsedRequest:
-    """Check a request against the model. Raises a `UserError` that names the remedy.
-
-    `prompt_tokens` are little-endian int32. Without `max_tokens`, a sample may use all remaining
-    tokens.
-    """
+    """Check a request against the model. Raises a `UserError` that names the remedy."""
     limits = SampleLimits(
         vocabulary=facts.vocabulary,
         max_length=facts.max_length,
@@ -88,7 +83,7 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
 
 
 def _temperature(params: sampler_pb2.SamplingParams) -> float:
-    """Return the temperature, after a check of temperature, top_p and top_k."""
+    """Return the temperature, with a check of top_p and top_k too."""
     temperature = params.temperature
     if not math.isfinite(temperature) or temperature < 0:
         raise InvalidRequest(f"temperature is {temperature}; it must be a number of at least 0")
@@ -114,8 +109,8 @@ def _stops(
 class TargetTensor:
     """Token ids to score in place of the prompt's.
 
-    `ids` and `rows` are flat: cell j holds `ids[j]` and is in row `rows[j]`. A sparse tensor keeps
-    its indices, `crow` and `columns`.
+    `ids` and `rows` are flat: cell j holds `ids[j]` in row `rows[j]`. A sparse tensor keeps its
+    indices, `crow` and `columns`.
     """
 
     ids: Int64Array
@@ -225,10 +220,7 @@ def _prompt_scoring(
     prompt: int,
     temperature: float,
 ) -> PromptScoring | None:
-    """Return the requested scores for a prompt of `prompt` tokens, or None.
-
-    Raises `InvalidRequest` if a number is out of its range.
-    """
+    """Return the requested scores of the prompt, or None. Raises `InvalidRequest`."""
     draws = message.prompt_alt_tokens_k
     if not 0 <= draws <= MAX_TOPK:
         raise InvalidRequest(f"prompt_alt_tokens_k is {draws}; 0 to {MAX_TOPK} are possible")

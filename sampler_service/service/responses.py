@@ -1,10 +1,8 @@
 """Encodes results for clients, and buffers the deltas of streams.
 
-Arrays are little-endian: tokens int32, logprobs float32, NaN for a missing logprob.
-
-A stream's buffer lies between the engine's thread and the reader, so the engine never waits. It
-merges unread tokens into one delta per sample. It therefore never exceeds the size of the final
-response.
+Arrays are little-endian: tokens int32, logprobs float32, NaN for a missing logprob. The buffer
+merges unread tokens into one delta per sample. So the engine never waits for a reader, and the
+buffer never exceeds the final response.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 Runs = Sequence[wire.TandemVersionRun]
-"""The versions of a sample's tokens, in order, each with its number of tokens."""
+"""The versions of a sample's tokens, each with its number of tokens."""
 
 
 def versions_of(sampled: Sampled) -> list[Runs]:
-    """Return the versions of each sample's tokens."""
     return [_runs(sample, sampled.versions) for sample in sampled.result.samples]
 
 
@@ -54,7 +51,7 @@ def encode_response(
 ) -> bytes:
     """Return a `tandem.wire.v1.SampleResponse` with the requested parts.
 
-    `versions` lists the versions of each sample. Without it, samples name no versions.
+    `versions` lists the versions of each sample.
     """
     message = wire.SampleResponse(
         sequences=[
@@ -102,7 +99,7 @@ def _topk(topk: TopK) -> wire.TopkLogprobs:
 
 
 def _draws(draws: TopK) -> wire.PromptAltTokens:
-    """Encode two tensors [prompt - 1, k]. The SDK takes int32 tokens here and widens them."""
+    """Encode two tensors [prompt - 1, k]. The SDK widens int32 tokens."""
     return wire.PromptAltTokens(
         tokens=wire.Tensor(
             dense=_bytes(draws.token_ids),
@@ -126,7 +123,7 @@ def _bytes(values: Int32Array | Float32Array) -> bytes:
 
 @dataclass
 class _Unsent:
-    """Unread tokens of one sample and one version, as little-endian bytes."""
+    """Unread tokens of one sample and version, as little-endian bytes."""
 
     version: str
     tokens: bytearray = field(default_factory=bytearray)
@@ -167,14 +164,13 @@ class _Unsent:
 
 
 class StreamBuffer:
-    """Use: the scheduler calls `buffer.add`, and the end of the request calls `buffer.close`. The
-    reader runs `while deltas := await buffer.take(): ...` in the event loop."""
+    """Use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the reader
+    `while deltas := await buffer.take(): ...`."""
 
     def __init__(
         self, *, topk: int, copies: int = 1, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """`topk` alternatives come with each token. Sample 0 stands for `copies` equal, greedy
-        samples."""
+        """`topk` alternatives per token. Sample 0 stands for `copies` equal, greedy samples."""
         self._topk = topk
         self._copies = copies
         self._loop = loop or asyncio.get_running_loop()
@@ -185,7 +181,7 @@ class StreamBuffer:
         self._changed = asyncio.Event()
 
     def add(self, deltas: Sequence[EngineDelta], version: LoadableVersion) -> None:
-        """Add deltas of a version, from any thread. The reader is woken once per batch."""
+        """Add deltas from any thread. The reader is woken once per batch."""
         with self._lock:
             for delta in deltas:
                 unsent = self._unsent.setdefault(delta.index, [])
@@ -202,7 +198,7 @@ class StreamBuffer:
         self._changed.set()
 
     async def take(self) -> list[sampler_pb2.SampleDelta]:
-        """Wait for new deltas and return them, merged by sample and version. Empty at the end."""
+        """Wait for new deltas, merged by sample and version. Empty at the end."""
         while True:
             self._changed.clear()
             with self._lock:

@@ -1,7 +1,6 @@
 """One gateway's open sample requests and the replies to them.
 
-Both travel in batches: all arrived requests, and all results of the last step. A gRPC call per
-request would cost as much as a short sample.
+Both travel in batches, because a gRPC call costs as much as a short sample.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from sampler_service.work import Sampled
 from tandem.v1 import sampler_pb2
 
 _BATCH_BYTES = 4 * 2**20
-"""The approximate size of a message of replies. A single larger reply is sent alone."""
+"""The approximate size of a batch of replies."""
 
 Encode = Callable[[Future[Sampled]], sampler_pb2.SampleReply]
-"""Encodes the result of a request. It is not called after a cancellation."""
+"""Encodes the result of a request that was not cancelled."""
 
 
 class _Cancellable(Protocol):
@@ -28,8 +27,8 @@ class _Cancellable(Protocol):
 
 
 class SampleQueue:
-    """Use: the reader of requests calls `add`, `add_late` or `put` for each, and `cancel`. The
-    writer runs `while batch := await stream.take(): ...`. At the end, call `close`."""
+    """Use: the reader calls `add`, `add_late` or `put` for each request, and `cancel`. The writer
+    runs `while batch := await stream.take(): ...`. At the end, call `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -63,7 +62,6 @@ class SampleQueue:
         self._changed.set()
 
     def cancel(self, number: int) -> None:
-        """Drop a request that has not ended."""
         if (answer := self._under_way.pop(number, None)) is not None:
             answer.cancel()
 
@@ -73,12 +71,11 @@ class SampleQueue:
         self._changed.set()
 
     def close(self) -> None:
-        """Drop all unfinished requests."""
         for number in [*self._under_way]:
             self.cancel(number)
 
     async def take(self) -> sampler_pb2.SampleReplies | None:
-        """Wait for replies and return them. None at the end."""
+        """Wait for replies. None at the end."""
         while True:
             self._changed.clear()
             # Reset before the look, so that a later result wakes this again.

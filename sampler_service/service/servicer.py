@@ -55,13 +55,12 @@ class ServingEngine:
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """Answers calls as soon as the port is bound. `ready` gives it the engine.
 
-    Before that, a call ends with the gRPC status UNAVAILABLE. A user's mistake or a failed
-    operation becomes a `Failure` in the reply. `WorkerServer` checks the caller's secret, and
-    `fence` checks its lease.
+    Before that, calls end with UNAVAILABLE. A user's mistake or a failed operation becomes a
+    `Failure` in the reply. `WorkerServer` checks the secret, and `fence` the lease.
     """
 
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
-        """`timeout` limits the wait for the reader of a stream, in seconds."""
+        """`timeout` limits the wait for a stream's reader, in seconds."""
         self._fence = fence
         self._timeout = timeout
         self._metrics = metrics
@@ -74,7 +73,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._serving = serving
 
     def end(self) -> None:
-        """End the sample streams once all their requests are answered. Call it after the engine
+        """End the sample streams once all requests are answered. Call it after the engine
         failed."""
         for stream in self._streams:
             stream.complete()
@@ -150,8 +149,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         stream: SampleQueue,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
     ) -> None:
-        """Hand requests to the engine. After any error, cancel all unanswered requests of the
-        stream."""
+        """Hand requests to the engine. An error cancels all unanswered ones."""
         try:
             async for batch in requests:
                 serving = await self._leased_engine(context)
@@ -199,7 +197,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _write(
         self, event: _Reply, context: grpc.aio.ServicerContext[_Request, _Reply]
     ) -> None:
-        """Send a part of a stream. Abort the call if its reader does not read in time."""
+        """Send a part of a stream, or abort the call of a reader that does not read."""
         try:
             async with asyncio.timeout(self._timeout):
                 await context.write(event)
@@ -260,7 +258,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         *,
         on_deltas: OnDeltas | None = None,
     ) -> sampler_pb2.SampleReply:
-        """Return the reply to a request. A refusal or failure is a reply too."""
+        """Return the reply to a request, which may be a failure."""
         try:
             asked = self._parse(request, serving)
             grammar = None
@@ -307,7 +305,6 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     def _reply(self, asked: _Asked, answer: Future[Sampled]) -> sampler_pb2.SampleReply:
-        """Return the reply to an ended request."""
         request, facts = asked.message, asked.serving.facts
         try:
             sampled = answer.result()
@@ -363,7 +360,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> ServingEngine:
-        """Return the serving parts. Abort the call while the engine starts."""
+        """Return the engine, or abort the call while it starts."""
         if self._serving is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None
@@ -372,9 +369,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _leased_engine(
         self, context: grpc.aio.ServicerContext[_Request, _Reply]
     ) -> ServingEngine:
-        """Return the serving parts for calls that use the device.
+        """Return the engine for calls that use the device.
 
-        Abort a call without the lease, and every call while the engine sleeps.
+        Aborts a call without the lease, and every call during sleep.
         """
         serving = await self._engine(context)
         state = serving.scheduler.status.state
@@ -385,7 +382,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A parsed request, its arrival on the monotonic clock (`at`), and the parts that answer it."""
+    """A parsed request, its arrival on the monotonic clock, and the engine for it."""
 
     message: sampler_pb2.SampleRequest
     serving: ServingEngine

@@ -1,8 +1,8 @@
 """The part of `internals` for adapters: their layers in vLLM's model, and their manager.
 
-For each class of models, vLLM declares whether it adapts the output head. Most classes leave it
-out, and some allow no adapters. All heads compute alike, so every head gets an adapter layer here.
-The trainer adapts neither embeddings nor experts, so these get none.
+vLLM adapts the output head only of some classes of models. All heads compute alike, so every head
+gets an adapter layer here. Embeddings and experts get none, because the trainer does not adapt
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the version is checked before these imports
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # both runners share the used parts
 
 HEAD = "lm_head"
-"""The output head's name in an adapter, after vLLM has renamed its layers."""
+"""The output head's name in an adapter, as vLLM renames it."""
 _DECLARED: dict[str, object] = {
     "supports_lora": True,
     "lora_manager": None,
@@ -58,7 +58,7 @@ def adapt_heads(runner: GPUModelRunner) -> None:
 
 
 def _whole_in_files(model: torch.nn.Module, directory: Path) -> dict[str, list[str]]:
-    """Return the layers that vLLM stacks but the files, and so the adapters, hold as one.
+    """Return layers that vLLM stacks, but that the files and adapters hold as one.
 
     vLLM's table is wrong for some models.
     """
@@ -114,7 +114,7 @@ def _adapt_head(manager: LoRAModelManager) -> None:
 def leave_experts_plain() -> None:
     """Let a mixture of experts have adapters of its other layers.
 
-    The trainer adapts no expert, and vLLM computes adapted experts only on a GPU.
+    vLLM computes adapted experts only on a GPU.
     """
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import MoERunner, layer
@@ -145,8 +145,7 @@ def leave_experts_plain() -> None:
 def multiply_by_slot() -> None:
     """On a CPU, multiply an adapter's matrices with all of its rows at once.
 
-    vLLM copies the matrices for each row. It also takes -1, which means no adapter, for the last
-    slot.
+    vLLM copies the matrices for each row, and takes -1 (no adapter) for the last slot.
     """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -188,14 +187,13 @@ def multiply_by_slot() -> None:
 
 
 def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:
-    """Return the adapter manager of an engine that was started with adapters."""
     manager: LoRAModelManager = runner.lora_manager._adapter_manager
     return manager
 
 
 @contextmanager
 def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None]:
-    """Map `rows` rows at the output head to one adapter (0: none) during the block."""
+    """Map `rows` rows at the output head to one adapter (0: none)."""
     if getattr(runner, "lora_manager", None) is None:
         yield
         return

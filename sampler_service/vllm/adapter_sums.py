@@ -1,8 +1,8 @@
 """Compares an adapter in its computing slot with its files, bit by bit.
 
 vLLM keeps an adapter on the host, with B multiplied by alpha / rank, and copies it into a slot. The
-slot must hold the numbers of the files, in any order (`tandem/weights/sums.py`). The canary alone
-would accept a missing adapter: in bfloat16 its tolerance exceeds the effect of many adapters.
+slot must hold the numbers of the files (`tandem/weights/sums.py`). The canary alone would accept a
+missing adapter, because its bfloat16 tolerance exceeds many adapters' effect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
 
 _EXPERTS = ".experts"
-"""Expert layers are not compared, because they are stacked and partly repeated. Their canary must
-suffice."""
+"""Expert layers are stacked and partly repeated, so only the canary checks them."""
 
 
 @dataclass(frozen=True)
 class AdapterSums:
-    """The sums of an adapter: `held` by a worker, by layer and part, and `wanted` by its files in
+    """An adapter's sums: `held` by a worker, by layer and part, and `wanted` by its files in
     total."""
 
     held: dict[str, int]
@@ -37,7 +36,6 @@ class AdapterSums:
 
 
 def adapter_sums(manager: LoRAModelManager, number: int, directory: Path) -> AdapterSums:
-    """Return the sums of an adapter that was just added."""
     dtype = manager.lora_config.lora_dtype
     config = read_json(directory / "adapter_config.json")
     rank, alpha = float(str(config["r"])), float(str(config["lora_alpha"]))
@@ -52,7 +50,7 @@ def adapter_sums(manager: LoRAModelManager, number: int, directory: Path) -> Ada
 
 
 def adapters_differ(workers: Sequence[AdapterSums]) -> bool:
-    """Return whether the engine's workers hold other numbers than the adapter's files."""
+    """Return whether the workers hold other numbers than the files."""
     held = sums_of_workers([worker.held for worker in workers])
     return (sum(held.values()) - workers[0].wanted) % 2**64 != 0
 
@@ -69,10 +67,10 @@ def _of_files(directory: Path, scale: float, dtype: torch.dtype) -> Iterator[tor
 def _in_slot(
     manager: LoRAModelManager, slot: int, *, rank: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named matrices A [.., largest rank, in] and B [.., out, rank] of each part of a
-    layer.
+    """Yield the named A [.., largest rank, in] and B [.., out, rank] of each part of a layer, such
+    as q.
 
-    Parts are q, k and v, for example. A is zero beyond its rank, so B has no effect there.
+    A is zero beyond its rank, so B has no effect there.
     """
     for name, layer in manager.modules.items():
         if _EXPERTS in name:

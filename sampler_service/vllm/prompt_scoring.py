@@ -1,12 +1,9 @@
 """Scores prompt tokens inside vLLM's worker, during the request's prefill.
 
-This replaces vLLM's own prompt logprobs. They support neither chosen targets, draws nor a suffix,
-and hold the logits of a whole prompt at once. On a CPU (0.32) they also crash the engine if an
-adapter changes the output head, because vLLM maps adapter rows only for sampled tokens. Here logits
-are computed in chunks of at most `_LOGIT_BYTES`.
-
-A token is scored from the state one position before it, which the prefix cache does not hold
-(`prefix_cache.py`).
+vLLM's own prompt logprobs support no chosen targets, draws or suffix, and hold the logits of a
+whole prompt. On a CPU (0.32) they crash the engine if an adapter changes the output head. Here
+logits are computed in chunks of at most `_LOGIT_BYTES`. A token is scored from the state one
+position before it.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`. Step the engine with a request whose
-    extra arguments are `{"tandem_scores": "7"}` until it ends. Then call `scorer.take("7")`."""
+    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, then a request with the extra arguments
+    `{"tandem_scores": "7"}`, and at its end `scorer.take("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
@@ -50,7 +47,7 @@ class PromptScorer:
         self._complete.pop(key, None)
 
     def after_step(self, hidden_states: torch.Tensor, requests: Iterable[RequestStep]) -> None:
-        """Score the prompt tokens of a step, from the `hidden_states` [tokens, hidden] of all
+        """Score a step's prompt tokens, from the `hidden_states` [tokens, hidden] of all
         requests."""
         if self._open:
             for request in requests:
@@ -78,8 +75,6 @@ class PromptScorer:
 
 
 class _ScoreTable:
-    """The scores of one prompt, filled in during its prefill."""
-
     def __init__(self, scoring: PromptScoring, prompt: list[int]) -> None:
         assert scoring.start is not None
         self._prompt = prompt
@@ -106,7 +101,7 @@ class _ScoreTable:
         )
 
     def fill(self, logits: torch.Tensor, *, begin: int) -> None:
-        """Fill in scores from the logits [rows, vocabulary] of the tokens from `begin` on."""
+        """Fill in scores from the logits [rows, vocabulary] from `begin` on."""
         end = begin + len(logits)
         logprobs = logits.log_softmax(-1)
         first = self._scoring.first

@@ -1,7 +1,6 @@
 """The logprobs of sampled tokens, as arrays.
 
-vLLM appends each value to Python lists. A step's rows are arrays already, and a request may ask for
-millions of values.
+vLLM appends each value to Python lists, and a request may ask for millions.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 
 
 class SampledLogprobs:
-    """The logprobs of one sample: a row per token, with the token first and then the `topk`
-    likeliest.
+    """The logprobs of one sample: a row per token, with the token first, then the `topk` likeliest.
 
-    They are held as bytes, which grow without an object per row.
+    Bytes grow without an object per row.
     """
 
     def __init__(self, topk: int) -> None:
@@ -28,7 +26,7 @@ class SampledLogprobs:
         self._values = bytearray()
 
     def append(self, ids: Int32Array | Int64Array, values: Float32Array) -> None:
-        """Add rows [n, columns]. A batch has the columns of its most demanding request."""
+        """Add rows [n, columns]. Another request of the batch may need more columns."""
         self._own += values[:, 0].tobytes()
         if self._topk:
             # The second model runner has 64-bit ids.
@@ -40,9 +38,9 @@ class SampledLogprobs:
         return np.frombuffer(self._own, np.float32)[start:].copy()
 
     def topk(self, start: int) -> TopK | None:
-        """Return the likeliest tokens [n, k] from `start` on, or None if they were not requested.
+        """Return the likeliest tokens [n, k] from `start` on, or None.
 
-        Cells of tokens that a filter excluded are empty.
+        Cells of filtered tokens are empty.
         """
         if not self._topk:
             return None
@@ -56,8 +54,7 @@ class SampledLogprobs:
 
 
 class SampledLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
-    """Replaces vLLM's processor, which appends to lists. No request asks vLLM for prompt
-    logprobs."""
+    """Replaces vLLM's processor, which appends to lists."""
 
     def __init__(self, topk: int) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
 """vLLM's parameters for each sample of a request.
 
-- Each sample is its own request, with a seed hashed from (s, i). vLLM would use s + i, so that
-  neighbouring seeds share samples.
+- Each sample is its own request, with a seed hashed from (s, i). With vLLM's s + i, neighbouring
+  seeds would share samples.
 - `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`).
 """
 
@@ -23,8 +23,8 @@ def parameters_of(
 ) -> GrammarParameters:
     """Return the parameters of sample `index`.
 
-    It scores the prompt if `scoring` is given, and shares the prefill of `leader`, vLLM's id of
-    another sample.
+    It scores the prompt by `scoring`, and shares the prefill of `leader`, vLLM's id of another
+    sample.
     """
     seeded = request.seed is not None and request.temperature > 0
     extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None

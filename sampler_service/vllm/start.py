@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def start_engine(
     model: Path, settings: SamplerSettings, on_lost: Callable[[], None], *, sleeps: bool
 ) -> VllmEngine:
-    """Import vLLM and return an engine that has computed a token. See `VllmEngine` for the
-    arguments.
+    """Import vLLM and return an engine that has computed a token.
 
     Raises `WorkerStartFailed`, and vLLM's own errors.
     """

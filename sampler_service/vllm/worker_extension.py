@@ -1,7 +1,7 @@
 """Extends vLLM's worker: in-place loads, prompt scoring, sleep.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's. Changes of vLLM are in `internals`.
+vLLM's.
 """
 
 from __future__ import annotations
@@ -45,20 +45,16 @@ if TYPE_CHECKING:
 
 class WeightsExtension:
     """Methods for `collective_rpc`. The prefix `tandem_` avoids clashes of names, which vLLM
-    forbids.
-
-    All workers of an engine get all calls in one order.
-    """
+    forbids."""
 
     model_runner: GPUModelRunner
 
     _tandem_scorer: PromptScorer
 
     def tandem_prepare(self, *, seed: int) -> None:
-        """Prepare the worker. Called once, after the engine was made.
+        """Prepare the worker. `seed` is for samples without one, and equal in an engine's workers.
 
-        `seed` is for samples without their own seed. All workers of an engine need one seed. vLLM's
-        default is 0 in all engines.
+        vLLM's own is 0 in all engines.
         """
         if self._tandem_workers > 1:  # this is vLLM's process
             configure_logging(service="sampler")
@@ -84,7 +80,7 @@ class WeightsExtension:
             return self.tandem_put(tensors)
 
     def tandem_load_handoff(self, handoff: common_pb2.Handoff) -> set[str]:
-        """Load weights that a trainer hands over. See `tandem_load`."""
+        """Like `tandem_load`, from a trainer's memory."""
         return self.tandem_put(open_handoff(handoff))
 
     def tandem_put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -100,7 +96,6 @@ class WeightsExtension:
         return workers
 
     def tandem_weight_sums(self) -> dict[str, int]:
-        """Return the sum of each parameter's numbers, by part."""
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
         return {
             f"{name}{part}": sum_of(value, dtype, name=name)
@@ -121,8 +116,8 @@ class WeightsExtension:
         free_pinned()
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
-        """Give back the memory of the KV cache, and drop the weights with `drop`. The cache then
-        reads as zeros."""
+        """Give back the KV cache's memory, and the weights' with `drop`. The cache then reads as
+        zeros."""
         release_pages(self.model_runner.kv_caches)
         if drop:
             drop_weights(self.model_runner.get_model())

@@ -1,11 +1,9 @@
 """LoRA adapters beside an engine's weights: verify, load, check, evict.
 
 An adapter has PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) and our manifest.
-Before the load, any thread checks (`read_ahead`) the manifest with its checksums, the settings, and
-the shapes: every pair A [r, in], B [out, r] must fit a matrix of the base model. After it, the
-engine computes the trainer's canary with the adapter, beside running requests.
-
-The engine loads it between two steps, from files that were just read.
+Before the load, any thread checks (`read_ahead`) the manifest, the settings, and that every pair A
+[r, in], B [out, r] fits a matrix of the base model. After it, the engine computes the trainer's
+canary beside running requests.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _FLOATING = {"F32", "F16", "BF16"}
 def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str) -> None:
     """Raise `LoadFailed` unless the engine can compute with the adapter as its trainer did.
 
-    `base` has the base model's tensors by their names in its files. `name` is for messages.
+    `base` has the base model's tensors. `name` is for messages.
     """
     config = read_again(read_json, directory / CONFIG_NAME)
     rank = config.get("r")
@@ -88,8 +86,7 @@ def _matrix_of(layer: str, base: Inventory) -> tuple[int, int] | None:
 
 @dataclass(eq=False)
 class _Adapter:
-    """An adapter in the engine. It does not serve before its `canary` is checked. `used` orders
-    uses."""
+    """An adapter in the engine. It serves after its `canary`. `used` orders uses."""
 
     version: LoadableVersion
     bytes: int
@@ -99,7 +96,7 @@ class _Adapter:
 
 
 class AdapterCache:
-    """The adapters in an engine. A full cache evicts the least recently used one without a request.
+    """The adapters in an engine. A full one evicts the least recently used without a request.
 
     Use in the engine's thread: `make_room(...)`, then `add(verified)`. Step the engine and pass
     every result to `take_canary`. Once `ready(version)`, add requests that name it.
@@ -113,7 +110,7 @@ class AdapterCache:
         tolerance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`base` is the base model's directory, and `tolerance` a canary's largest logprob
+        """`base` is the base model's directory. `tolerance` limits a canary's logprob
         difference."""
         self._engine = engine
         self._base = read_inventory(base) if engine.facts.max_lora_rank else {}
@@ -124,7 +121,6 @@ class AdapterCache:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of serving adapters."""
         return tuple(name for name, each in self._adapters.items() if each.canary is None)
 
     @property
@@ -145,12 +141,11 @@ class AdapterCache:
         return version in self and self._adapters[version.name].canary is None
 
     def touch(self, version: LoadableVersion) -> None:
-        """Note a use of an adapter, for the order of eviction."""
         self._uses += 1
         self._adapters[version.name].used = self._uses
 
     def make_room(self, *, needed: Collection[str]) -> bool:
-        """Make room for one more adapter. Evict one that is not in `needed` if necessary.
+        """Make room for one more adapter, by evicting one outside of `needed` if necessary.
 
         Returns False if that is impossible.
         """
@@ -187,10 +182,9 @@ class AdapterCache:
         return Verified(version, manifest.canary, bytes=manifest.bytes)
 
     def add(self, verified: Verified) -> LoadOutcome | None:
-        """Load an adapter. Returns the outcome if it has no canary, else None.
+        """Load an adapter. Returns the outcome, or None if `take_canary` will return it.
 
-        With a canary, `take_canary` returns the outcome later. Raises `LoadFailed` and then has
-        changed nothing.
+        Raises `LoadFailed` and then has changed nothing.
         """
         version, canary = verified.version, verified.canary
         assert version not in self

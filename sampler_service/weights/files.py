@@ -1,7 +1,7 @@
 """The safetensors files of a model's directory, with the patches of a delta.
 
-A delta is read from two directories: its own, and its whole base version (`tandem.weights.delta`).
-A changed tensor is copied from the base's file and patched. Only one tensor is copied at a time.
+A delta is read from its own directory and its base version's (`tandem.weights.delta`). Changed
+tensors are copied from the base's file and patched, one at a time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TensorSource:
-    """A tensor of a file: its `stored` value, mapped or in memory, and the `patch` that changes it.
-
-    `place` is its offset in the file, in bytes.
-    """
+    """A tensor of a file, its `stored` value and the `patch` that changes it. `place` is its
+    offset."""
 
     name: str
     stored: torch.Tensor
@@ -50,10 +48,8 @@ class TensorSource:
         return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
 
     def write(self, target: Bytes, start: int = 0) -> None:
-        """Write the bytes of the value from `start` on, which is a multiple of `PIECE_BYTES`.
-
-        Raises `LoadFailed` for a patch that does not fit.
-        """
+        """Write the bytes of the value from `start` on, a multiple of `PIECE_BYTES`. Raises
+        `LoadFailed`."""
         # NumPy copies here: torch's threads would wait for one another at each tensor.
         np.copyto(target, bytes_of(self.stored).numpy()[start : start + target.size])
         if self.patch is None:
@@ -115,8 +111,7 @@ def header_of(file: Path) -> bytes:
 def weights_files(directory: Path) -> list[WeightsFile]:
     """Return the safetensors files of a model's directory.
 
-    Raises `LoadFailed` for a delta without its base version, and `OSError` if a file of the base is
-    missing.
+    Raises `LoadFailed` for a delta without its base, and `OSError` for a missing file.
     """
     manifest = _manifest_of(directory)
     if manifest is None:
@@ -141,7 +136,7 @@ def read_sources(directory: Path) -> Iterator[TensorSource]:
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and values of all tensors. See `read_sources`."""
+    """Like `read_sources`, as names and values."""
     return ((source.name, source.tensor()) for source in read_sources(directory))
 
 
@@ -150,10 +145,8 @@ def verified_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of a file's tensors. The version's own files must be verified.
 
-    The result of a patch is compared with its checksum. After the last tensor of the last file, the
-    caller has read the published version.
-
-    Raises `LoadFailed` that names the damaged file, `OSError`, and the errors of `go_on`.
+    The result of a patch is compared with its checksum. Raises `LoadFailed` that names the damaged
+    file, `OSError`, and the errors of `go_on`.
     """
     if file.patch is None:
         yield from ((source.name, source.stored) for source in file.sources())
@@ -192,7 +185,6 @@ def base_of(
 
 
 def _manifest_of(directory: Path) -> Manifest | None:
-    """Return the manifest of a directory, or None for an unpublished model."""
     file = directory / MANIFEST_NAME
     try:
         return Manifest.model_validate_json(read_record(file))

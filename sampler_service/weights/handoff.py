@@ -36,8 +36,7 @@ _TYPES = {
 def open_handoff(handoff: common_pb2.Handoff) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of all tensors in the trainer's memory.
 
-    The trainer may free the memory meanwhile, but does not change it. Raises `LoadFailed` if the
-    memory is gone, and `RuntimeError` from torch and CUDA.
+    Raises `LoadFailed` if the memory is gone, and `RuntimeError` from torch and CUDA.
     """
     memory = _on_gpu(handoff) if handoff.HasField("cuda") else _on_host(handoff)
     return _tensors(handoff, memory)
@@ -58,13 +57,12 @@ def _tensors(
 
 
 def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
-    """Open the memory as bytes. It outlives the trainer, until the tensor is freed."""
+    """Open the memory as bytes. It outlives the trainer."""
     import torch
 
     where = handoff.host
     try:
-        # The descriptor may belong to another process by now, and to a pipe, whose opening would
-        # wait.
+        # By now the descriptor may be another process's pipe, which would wait for a writer.
         file = os.open(f"/proc/{where.pid}/fd/{where.file}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise LoadFailed(
@@ -83,8 +81,7 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
 def _on_gpu(handoff: common_pb2.Handoff) -> torch.Tensor:
     """Open the memory of a GPU.
 
-    The trainer closes its copy after the load, after a request's time limit, or at the copy's
-    deadline. Reading after that gives wrong sums.
+    After the trainer closes its copy, at the latest at its deadline, reading gives wrong sums.
     """
     import torch
 

@@ -1,16 +1,15 @@
 """Replaces an engine's weights: verify, load in place, check, compare, then serve.
 
-While the engine samples from the old weights (`read_ahead`), a thread checks the manifest, its
-checksums, and the names, shapes and dtypes of all tensors. After the drain come the load and four
-checks:
+While the engine samples (`read_ahead`), a thread checks the manifest, its checksums, and the names,
+shapes and dtypes of all tensors. After the load come four checks:
 
 1. Every parameter has a value.
 2. The engine holds exactly the numbers of the files (`sums`).
 3. The prefix cache is empty.
 4. The engine's logprobs equal the trainer's at publication (the canary).
 
-The sums find a single changed bit, but no wrong place. The canary finds a wrong place, within its
-tolerance. A base model has neither manifest nor canary.
+The sums find a single changed bit, but no wrong place. The canary finds that, within its tolerance.
+A base model has neither manifest nor canary.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 @dataclass(frozen=True)
 class LoadableVersion:
-    """A weight version in a request. Versions with one name are equal.
+    """A weight version in a request, identified by its name.
 
     An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read.
     """
@@ -75,11 +74,10 @@ class LoadableVersion:
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """A successful load.
+    """A successful load. `seconds` is the time without sampling.
 
-    `seconds` is the time without sampling. `canary_difference` is NaN without a canary.
-    `handed_off` tells whether the weights came from memory. `handoff_failure` is the reason if a
-    handoff failed and the files were read.
+    `canary_difference` is NaN without a canary. `handed_off`: the weights came from memory.
+    `handoff_failure` is the reason if files were read instead.
     """
 
     version: LoadableVersion
@@ -92,11 +90,10 @@ class LoadOutcome:
 
 @dataclass(frozen=True)
 class Verified:
-    """A version whose files are whole and fit the engine.
+    """A version with whole files that fit the engine.
 
-    `sums` are None if they cannot be compared with the engine's. `seconds` is the duration of the
-    reading. A version with a `handoff` is loaded from it, and no file was read. If that is
-    impossible, `handoff_failure` holds the reason and the version has no handoff.
+    `sums` are None if the engine's cannot be compared. A version with a `handoff` is loaded from
+    it, without its files. After `handoff_failure` it has none.
     """
 
     version: LoadableVersion
@@ -108,7 +105,7 @@ class Verified:
 
 
 class Loader:
-    """Loads versions into one engine. `base` defines the tensors that a version must have.
+    """Loads versions into one engine. `base` defines the tensors of a version.
 
     `verify` needs no engine. `place` needs the weights' memory, and `confirm` also the KV cache.
     """
@@ -185,9 +182,9 @@ class Loader:
             raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
 
     def confirm(self, verified: Verified) -> float:
-        """Check the engine's sums, empty the prefix cache, and compare the canary.
+        """Check the sums, empty the prefix cache, and compare the canary. Raises `WeightsTouched`.
 
-        Returns the largest logprob difference, or NaN without a canary. Raises `WeightsTouched`.
+        Returns the largest logprob difference, or NaN without a canary.
         """
         name, canary = verified.version.name, verified.canary
         self._compare_sums(verified)
@@ -204,9 +201,9 @@ class Loader:
     def _read(
         self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
     ) -> WeightSums | None:
-        """Read all tensors of a version whose own files are verified, and apply a delta's patches.
+        """Read all tensors of a version with verified files, and apply a delta's patches.
 
-        Returns their sums, or None if the engine's sums cannot be compared.
+        Returns their sums, or None if the engine's cannot be compared.
         """
         adds_up = self._adds_up
         if not adds_up and not manifest.delta_of:
@@ -228,11 +225,10 @@ class Loader:
         return file_sums(tensors, self._expected, dtype=self._facts.dtype, go_on=go_on)
 
     def _compare_sums(self, verified: Verified) -> None:
-        """Raise `WeightsTouched` if the engine's numbers differ from those of the version's files.
+        """Raise `WeightsTouched` if the engine's numbers differ from the version's files.
 
-        The base model's sums come from the engine's start. The comparison works only if the engine
-        stores numbers unchanged. If sums differ, the base model's files show whether it does. If it
-        does not, the canary must suffice.
+        The comparison supposes that the engine stores numbers unchanged. If sums differ, the base
+        model's files show whether it does. If not, the canary must suffice.
         """
         version = verified.version
         wanted = self._base_sums if version.is_base else verified.sums
@@ -296,10 +292,10 @@ def verified_manifest(
     checksums: bool = True,
     threads: int = 1,
 ) -> Manifest:
-    """Check a version's files and its canary against the engine. Returns the manifest.
+    """Check a version's files and canary against the engine. Returns the manifest.
 
-    Files are compared by `checksums`, or else by size, in `threads` threads. `go_on` is called
-    before each piece. Raises `LoadFailed`.
+    Files are compared by `checksums`, or else by size. `go_on` is called before each piece. Raises
+    `LoadFailed`.
     """
     manifest = open_version(
         version.path, name=version.name, checksums=checksums, go_on=go_on, threads=threads
@@ -332,7 +328,6 @@ def compare_with_canary(
 
 
 def is_tied(directory: Path) -> bool:
-    """Return whether the output head is the embedding matrix."""
     config = read_again(lambda file: text_config(file.parent), directory / "config.json")
     return bool(config.get("tie_word_embeddings", False))
 
@@ -365,7 +360,6 @@ def read_inventory(directory: Path) -> Inventory:
 
 
 def inventory_of(handoff: common_pb2.Handoff) -> Inventory:
-    """Return the dtypes and shapes of a handoff's tensors by name."""
     return {each.name: TensorEntry(each.dtype, tuple(each.shape)) for each in handoff.tensors}
 
 
@@ -398,8 +392,7 @@ def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
 def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> None:
     """Raise `LoadFailed` unless a version has exactly the engine's tensors.
 
-    Names and shapes must be equal. Dtypes must be equal too, but floating dtypes may differ,
-    because the engine converts them.
+    Names and shapes must be equal. The engine converts floating dtypes.
     """
     missing = sorted(expected.keys() - offered.keys())
     foreign = sorted(offered.keys() - expected.keys())

@@ -1,11 +1,8 @@
 """Reads and verifies the next weights or adapter while the engine samples.
 
-A thread reads all files of a version. The data stays in the system's page cache. No process owns
-it, all processes of an engine share it, and the system may free it. If a version exceeds the free
-memory, the load reads a part again and is slower.
-
-A thread that hangs on a volume cannot be ended. After the time limit it is abandoned, and its
-result is ignored.
+The data stays in the system's page cache, which all processes of an engine share. If a version
+exceeds the free memory, the load reads a part again. A thread that hangs on a volume is abandoned
+after the time limit.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from tandem.errors import LoadFailed, describe
 from tandem.telemetry import get_log
 
 Verify = Callable[[LoadableVersion, Callable[[], None]], Verified]
-"""Reads a version. It calls the given function before each piece, which may raise to end the
-reading."""
+"""Reads a version. The given function is called before each piece, and may raise to end it."""
 
 
 class _Unwanted(Exception):
@@ -44,8 +40,8 @@ class _Reading:
 class ReadAhead:
     """Reads one version at a time, and keeps its outcome until another is wanted.
 
-    It belongs to the engine's thread, except for the reading itself. Use: `want(version)`. Once
-    `outcome(version)` is a `Verified`, call `take(version)`.
+    Use in the engine's thread: `want(version)`. Once `outcome(version)` is a `Verified`, call
+    `take(version)`.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class ReadAhead:
     ) -> None:
         """`timeout` limits a reading, in seconds of `clock`.
 
-        `on_done` is called in the reader's thread at its end. `start` begins a reading.
+        `on_done` is called in the reader's thread. `start` begins a reading.
         """
         self._verify = verify
         self._timeout = timeout
@@ -69,7 +65,7 @@ class ReadAhead:
         self._reading: _Reading | None = None
 
     def want(self, version: LoadableVersion | None) -> None:
-        """Read a version, unless it was read already. Any other reading is abandoned."""
+        """Read a version, unless that was done. Any other reading is abandoned."""
         reading = self._reading
         if reading is not None and reading.version != version:
             reading.unwanted.set()
@@ -84,7 +80,7 @@ class ReadAhead:
         return None if self._reading is None else self._reading.version
 
     def outcome(self, version: LoadableVersion) -> Verified | LoadFailed | None:
-        """Return the outcome of reading a version. None if it is unfinished or was not wanted."""
+        """Return the outcome of a reading. None if it is unfinished or was not wanted."""
         reading = self._reading
         if reading is None or reading.version != version:
             return None
@@ -109,7 +105,6 @@ class ReadAhead:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left for the current reading, or None."""
         if self._reading is None or self._reading.result.done():
             return None
         return max(0.0, self._reading.began + self._timeout - self._clock())
@@ -134,5 +129,4 @@ class ReadAhead:
 
 
 def in_thread(function: Callable[[], None]) -> None:
-    """Run a function in a daemon thread."""
     threading.Thread(target=function, name="read ahead", daemon=True).start()

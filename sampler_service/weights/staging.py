@@ -1,12 +1,11 @@
 """Copies tensors from the page cache into pinned memory, so that a GPU can copy them itself.
 
-For other memory, the driver copies in one thread through a small pinned buffer, and the engine
-waits. Here, threads copy the next tensors and apply a delta's changes while the engine loads
-earlier ones. Each tensor is on the device only once. With several workers, each sends only its own
-part over the bus.
+Otherwise the driver copies in one thread through a small buffer, and the engine waits. Here,
+threads copy the next tensors and apply a delta's changes meanwhile. With several workers, each
+sends only its own part over the bus.
 
-Every tensor has its own memory from torch. It is freed with its last reference and used again. A
-fixed buffer would not do: vLLM's layerwise reload keeps tensors until their layer is complete.
+Every tensor has its own memory from torch, freed with its last reference. A fixed buffer would not
+do, because vLLM keeps tensors until their layer is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Allocate = Callable[[int], "torch.Tensor"]
 _AHEAD_BYTES = 256 * 2**20
 _MOST_BYTES = 4 * 2**30
 _SHARE = 4
-"""Staging may use one part in four of the free memory."""
+"""Staging may use a quarter of the free memory."""
 _SLICE_BYTES = 16 * 2**20
 _MOST_THREADS = 8
 _MOST_WORKERS = 4
@@ -43,8 +42,8 @@ _MOST_WORKERS = 4
 def staging_threads(device: str, *, workers: int) -> int:
     """Return the number of staging threads of a worker. 0 means no staging.
 
-    Each worker stages all tensors but needs only a part. From five workers on, copying just the
-    part from unpinned memory should be as fast. That is arithmetic, not a measurement.
+    Each worker stages all tensors but needs only a part. From five workers on, unpinned memory
+    should be as fast, by arithmetic.
     """
     if device != "cuda" or workers > _MOST_WORKERS:
         return 0
@@ -71,10 +70,9 @@ def staged(
     """Yield the names and values of tensors, in order, in staged memory.
 
     Without threads or memory, tensors come as they are stored. Up to `ahead` bytes are staged in
-    advance, and a larger tensor alone. `most` also counts taken tensors that are still referenced.
-    Its default is 4 GiB, but at most a quarter of the free memory, because the system grants pinned
-    memory that it does not have. Iteration raises the errors of the sources, and `LoadFailed` for a
-    damaged patch. At the end of the block, no thread is left.
+    advance, and a larger tensor alone. `most` also counts taken tensors in use. Its default is 4
+    GiB, but at most a quarter of the free memory, because the system grants pinned memory that it
+    does not have. Iteration raises the errors of the sources, and `LoadFailed` for a damaged patch.
     """
     if not threads:
         yield ((source.name, source.tensor()) for source in sources)
@@ -94,7 +92,7 @@ def staged(
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """A tensor whose memory is being filled, or a stored one."""
+    """A tensor that is being copied, or a stored one."""
 
     name: str
     value: torch.Tensor
@@ -148,11 +146,7 @@ class _Staging:
         return _Staged(source.name, value, filling)
 
     def _memory(self, stored: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a tensor, or None.
-
-        None is for an empty tensor, for one on a device, and when too much memory is in use or none
-        is left.
-        """
+        """Return memory for a tensor. None for an empty one, one on a device, or without room."""
         if self._refused or stored.device.type != "cpu" or not stored.nbytes:
             return None
         self._in_use = [(kept, size) for kept, size in self._in_use if kept() is not None]
