@@ -11,6 +11,8 @@ from gateway.owners.auth.keys import Key, KeyStore, Role
 
 
 class KeyInfo(Answer):
+    """A key without its secret."""
+
     id: str
     owner: str
     role: Role
