@@ -1,7 +1,7 @@
 """Admits operations to a run: each once, within limits, and into the journal.
 
-Operations of an ended run are accepted and fail with the run's error, so that the SDK shows it at
-once. It would repeat a 5xx for minutes.
+Operations of an ended run are accepted and fail with its error, because the SDK repeats a 5xx for
+minutes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class OperationAdmission:
         """Write an operation into the journal and return its request_id.
 
         Idempotent: a repeated `seq_id` with an equal request returns the original. A `refused`
-        operation uses its `seq_id` and fails at its turn. Raises `SequenceTaken` for another
-        request. Raises `UnknownRun`, `SessionFinished`, `Overloaded` or `StorageFailed`, which
-        leave the `seq_id` free.
+        operation fails at its turn. Raises `SequenceTaken` for another request. `UnknownRun`,
+        `SessionFinished`, `Overloaded` and `StorageFailed` leave the `seq_id` free.
         """
         digest = digest_of(kind, request if payload is None else payload)
         run = self.runs.get(run_id)

@@ -52,9 +52,9 @@ class CallDelivery:
     ) -> Reply:
         """Call the trainer. Raises the trainer's failure or `RunBroken`.
 
-        If the connection breaks, the request is sent again, and the trainer answers an applied one
-        from memory. If the trainer is lost, its replacement gets the request. `release` is called
-        when no replay can need the call.
+        After a broken connection the request is repeated, and the trainer answers an applied one
+        from memory. A lost trainer's replacement gets the request. `release` is called when no
+        replay can need the call.
         """
         operation = call.operation
         request.header.CopyFrom(

@@ -1,9 +1,9 @@
 """Chooses the weight versions of a run that are published as deltas.
 
-A delta's base is always the newest whole version, so a reader needs two folders. Deltas grow with
-the distance to their base. A whole version is due when a delta exceeds the average size since the
-last whole one, which then could only grow. It is also due when a delta has a quarter of a whole
-version's bytes. After repeated deltas of that size, deltas are tried less and less often.
+A delta's base is the newest whole version, so a reader needs two folders. Deltas grow with the
+distance to their base. A whole version is due when a delta exceeds the average size since the last
+whole one, or a quarter of a whole version. After repeated deltas of that size, deltas are tried
+less and less often.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ class Published:
 
 @dataclass(eq=False)
 class DeltaBase:
-    """The base of a run's next delta: the newest whole version. It is forgotten when the gateway
-    ends.
-
-    Ask the trainer for a delta of `next()`, then call `note` with the result.
+    """The base of a run's next delta, forgotten when the gateway ends. Ask the trainer for a delta
+    of `next()`, then call `note` with the result.
     """
 
     _whole: str = ""

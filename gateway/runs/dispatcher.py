@@ -1,10 +1,9 @@
 """The dispatcher sends a run's operations to the trainer in `seq_id` order, a few ahead.
 
-Operations may arrive in any order. The next one is prepared when it has arrived, its predecessor
-was sent, and fewer than `window` are in progress. Each call names its predecessor, so the trainer
-can keep the order on any network. Operations end in order, except while only a sampler works on
-one. A lasting gap fails the operations behind it. The run's end fails all unfinished ones with its
-error.
+The next operation is prepared when it has arrived, its predecessor was sent, and fewer than
+`window` are in progress. Each call names its predecessor, so that the trainer keeps the order.
+Operations end in order, except while only a sampler works on one. A lasting gap fails the
+operations behind it. The run's end fails all unfinished ones.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class Dispatcher:
     def resume(
         self, operations: Sequence[Operation], *, ended: int, gradients_incomplete: str
     ) -> None:
-        """Continue after another dispatcher, whose operations up to `ended` have ended. Earlier
-        ones in `operations` are published, and only a sampler works on them.
+        """Continue after another dispatcher, whose operations up to `ended` have ended. Only a
+        sampler works on the earlier ones in `operations`.
         """
         self._next, self._incomplete = max(ended, 0) + 1, gradients_incomplete
         for operation in operations:

@@ -1,5 +1,5 @@
-"""The optimizer steps of training runs, one row each. Rows contain the trainer's measurements, and
-live as long as their run.
+"""The optimizer steps of training runs, one row each, with the trainer's measurements. They live as
+long as their run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunHistory:
         self._database.write_soon(self._insert, asdict(step) | {"metrics": finite})
 
     async def newest(self, run_id: str, *, limit: int, before: int | None) -> list[TrainingStep]:
-        """Return the newest steps of a run in order, or the newest before the `seq_id` `before`."""
+        """Return the newest steps of a run in order, before the `seq_id` `before` if given."""
         wanted = select(training_steps).where(training_steps.c.run_id == run_id)
         if before is not None:
             wanted = wanted.where(training_steps.c.seq_id < before)

@@ -1,9 +1,9 @@
 """The journal: the accepted operations of each run, in order, with their outcomes.
 
-An operation is on the disk before its client gets the request_id, as a row and perhaps a payload
-file. Payload and call message are removed when the operation has ended and no replay needs them
-(`replay`). The result stays until its fetch, at most `result_ttl` seconds. The next gateway
-continues from these rows (`resumption`).
+An operation is on the disk, as a row and perhaps a payload file, before its client gets the
+request_id. Its payload and call message are removed when no replay needs them (`replay`). The
+result stays until its fetch, at most `result_ttl` seconds. The next gateway continues from these
+rows (`resumption`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Journal:
         self._log = get_log()
 
     def open_log(self, run_id: str, recovery: Recovery) -> ReplayLog:
-        """Return a new replay log of a run. Payloads now stay while the log needs them."""
+        """Return a run's new replay log, which keeps payloads from now on."""
 
         def drop(after: int, up_to: int, with_payload: list[int]) -> None:
             files = [self._file_of(run_id, seq_id) for seq_id in with_payload]
@@ -102,8 +102,8 @@ class Journal:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _drop(self, run_id: str, *, after: int, up_to: int, files: Sequence[Path] = ()) -> None:
-        """Note that no replay returns to these operations, then remove their data. In this order, a
-        crash leaves too much data, never too little.
+        """Note that no replay returns to these operations, then remove their data. A crash in
+        between leaves too much data, not too little.
         """
         self.database.write_soon(_REPLAY_AFTER, {"this_run": run_id, "up_to": up_to})
         self.database.write_soon(
@@ -115,9 +115,9 @@ class Journal:
     async def accept(self, operation: Operation, *, payload: bytes | None) -> None:
         """Write an operation and add its future to the table.
 
-        The operation then survives this process, and after `database.sync` a power failure.
-        `payload` is the protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's
-        `IntegrityError` for a known `seq_id`.
+        It then survives this process, and a power failure after `database.sync`. `payload` is the
+        protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's `IntegrityError` for
+        a known `seq_id`.
         """
         row, remove_payload = _accepted_row(operation), None
         if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
@@ -197,12 +197,11 @@ class Journal:
         return await asyncio.to_thread(read_again, Path.read_bytes, self._file_of(run_id, seq_id))
 
     def end(self, operation: Operation, outcome: Outcome) -> None:
-        """Write the outcome and resolve the future; only the first outcome counts.
+        """Write the outcome and resolve the future, once.
 
-        The client may get a result before its commit. If the gateway dies in between, the next one
-        computes an equal result. A failure might not repeat, because a gap may be filled. So the
-        client gets it after the commit, unless the storage fails. Uncommitted outcomes stay in
-        memory, without a body if there is no room.
+        The client may get a result before its commit, because the next gateway would compute an
+        equal one. It gets a failure after the commit, unless the storage fails, because a failure
+        might not repeat. Uncommitted outcomes stay in memory, without a body if there is no room.
         """
         request_id = operation.future.request_id
         if operation.future.ended or request_id in self._unwritten:

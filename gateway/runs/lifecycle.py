@@ -1,7 +1,7 @@
 """The life of a run: its trainer starts, serves its operations, and ends with the run.
 
 A run ends with its session, or when its trainer cannot be restored. Then the client creates a new
-run, from a checkpoint if there is one.
+run.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RunLifecycle:
     def begin(
         self, run: TrainingRun, *, heard: asyncio.Event | None = None, ended: int = -1
     ) -> None:
-        """Start serving a run that has a trainer. An earlier gateway's run continues after its
-        operation `ended`, once its client is `heard`.
+        """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
+        its client is `heard`.
         """
         run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
 
@@ -161,8 +161,8 @@ class RunLifecycle:
         self.write_end(run.id, error)
 
     def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
-        """Stop the run's trainer, then collect its files, since the trainer may write until then.
-        Repeated calls return one task.
+        """Stop the run's trainer, then collect its files, since it may write until then. Repeated
+        calls return one task.
         """
         if run.stopping is None:
             run.stopping = self._in_background(self._stop_trainer(run, reason))

@@ -176,10 +176,9 @@ def body_from_json(kind: Kind, content: bytes) -> Body | None:
 class Operation:
     """An accepted, unfinished operation.
 
-    `has_payload`: the journal has the protobuf of a forward_backward. `payload` is its copy in
-    memory, if there was room. `size` is the request's bytes, `digest` its hash. A `refused`
-    operation uses its `seq_id` and fails at its turn. A `resumed` one was accepted, and perhaps
-    carried out, by an earlier gateway.
+    `has_payload`: the journal has the protobuf of a forward_backward, and `payload` a copy if there
+    was room. `size` is the request's bytes. A `refused` operation fails at its turn. A `resumed`
+    one was accepted, and perhaps carried out, by an earlier gateway.
     """
 
     run_id: str
@@ -196,9 +195,7 @@ class Operation:
 
     @property
     def usage_kind(self) -> UsageKind:
-        """The kind for metering. An unnamed save for a sampler is a publish, because it leaves no
-        checkpoint.
-        """
+        """The kind for metering. An unnamed save is a publish, because it leaves no checkpoint."""
         if isinstance(self.body, SaveWeightsForSampler) and self.body.path is None:
             return "publish"
         assert self.kind != "create_model", "creating a model asks nothing of a trainer"
@@ -206,8 +203,8 @@ class Operation:
 
     @property
     def folder(self) -> str:
-        """The trainer's output folder, relative to the data directory, or "". A repeated operation
-        finds its earlier output there.
+        """The trainer's output folder in the data directory, or "". A repeated operation finds its
+        earlier output there.
         """
         if isinstance(self.body, SaveWeights):
             suffix = f"{self.seq_id:08x}"
@@ -269,10 +266,10 @@ class Progress:
 
 @dataclass(eq=False)
 class Call:
-    """An operation at its turn. `waiting_for`, or the result of `explain`, is the client's reason
-    for waiting. `progress` is the trainer's last report. `wake` is set when the next operation may
-    go. `gradients_incomplete` reports an earlier refused forward_backward. `begun` is done when the
-    trainer has answered all earlier calls.
+    """An operation at its turn. `waiting_for`, or `explain()`, is the client's reason for waiting.
+    `progress` is the trainer's last report. `wake` is set when the next operation may go.
+    `gradients_incomplete` reports a refused forward_backward. `begun` is done when earlier calls
+    are answered.
     """
 
     operation: Operation
@@ -306,8 +303,8 @@ class Call:
         self.wake.set()
 
     def release(self) -> None:
-        """Free the window's slot. The trainer has answered, and the rest (a sampler's load, an
-        encryption) does not involve it.
+        """Free the window's slot, because the rest (a sampler's load, an encryption) needs no
+        trainer.
         """
         self.released = True
         self.wake.set()

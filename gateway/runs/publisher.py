@@ -51,9 +51,9 @@ class WeightPublisher:
         delta: bool = False,
         to: Sampler | None = None,
     ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
-        """Publish and return a weight version. `sampled` allows sampling, `delta` a delta. Named
-        versions are whole, because their files are copied and downloaded. If the trainer can hand
-        the weights over `to` a sampler, also return the handoff, valid until `release`.
+        """Publish and return a weight version, which may be `sampled` or a `delta`. Named versions
+        are whole, because their files are copied. If the trainer can hand the weights over `to` a
+        sampler, also return the handoff, valid until `release`.
         """
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:

@@ -168,13 +168,13 @@ class RunRegistry:
         request: bytes,
         admin: bool = False,
     ) -> str:
-        """Start a run and return the request_id of operation 0, its creation. The operation ends
-        when the trainer is ready and has loaded the checkpoint, if any.
+        """Start a run and return the request_id of operation 0, its creation. It ends when the
+        trainer is ready and has loaded the checkpoint, if any.
 
         `user_metadata` may choose the recovery (`recovery_of`) and the resources (`settled_asks`),
-        where an `admin` may choose more. Idempotent: a repeated `model_seq_id` with an equal
-        request returns the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`,
-        `InvalidRequest` (also for an untrainable model or missing devices), `PermissionDenied` and
+        an `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
+        the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`, `InvalidRequest`
+        (also for an untrainable model or missing devices), `PermissionDenied` and
         `SessionFinished`.
         """
         recovery = recovery_of(user_metadata, self.settings)

@@ -1,8 +1,7 @@
 """The replay log: a run's snapshots and later calls, from which a new trainer is restored.
 
-Calls are noted when they are sent, in the trainer's order. Calls that changed its state stay until
-two snapshots cover them, because the newest may be damaged. The journal's rows hold equal data for
-the next gateway. See `docs/design/recovery.md`.
+Calls that changed the trainer's state stay until two snapshots cover them, because the newest may
+be damaged. The journal's rows hold equal data for the next gateway. See `docs/design/recovery.md`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Recovery:
     """How a run's dead trainer is restored. If not `enabled`, the run ends.
 
     Snapshots take the `share` of training time. `replay` bounds the seconds to replay, unless
-    snapshots would take a quarter of the time. `log_bytes` bounds a run's stored payloads.
+    snapshots would take a quarter of the time. `log_bytes` bounds stored payloads.
     """
 
     enabled: bool = True
@@ -52,8 +51,7 @@ class Recovery:
 
 def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySettings) -> Recovery:
     """Return a run's recovery. Its creator may turn it off or bound the replay in seconds:
-    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest` for other
-    values.
+    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest`.
     """
     chosen = (user_metadata or {}).get(METADATA_KEY)
     usual = Recovery(
@@ -89,10 +87,10 @@ class Snapshot:
 
 @dataclass(eq=False)
 class SentCall:
-    """A call sent to the trainer. `request` is its message without the payload, which the journal
-    has if `has_payload`, and without the definition of the loss in `body`. `size` includes the
-    payload. An `answered` call took `seconds` and has a `failure` ("" for none) with a `reason`.
-    `release` is called when the call is forgotten.
+    """A call sent to the trainer. `request` is its message without the payload (in the journal if
+    `has_payload`) and the loss definition in `body`. `size` includes the payload. An `answered`
+    call took `seconds` and has a `failure` ("" for none) with a `reason`. `release` is called when
+    it is forgotten.
     """
 
     seq_id: int
@@ -196,9 +194,7 @@ class ReplayLog:
         missing_to: int,
         answered: int,
     ) -> None:
-        """Continue an earlier log: its `snapshots`, oldest first, later calls, newest dropped
-        `seq_id` and newest answered one.
-        """
+        """Continue an earlier log: its `snapshots`, oldest first, and its later calls."""
         self._snapshots.extend(snapshots)
         if len(snapshots) >= _GENERATIONS or missing_to >= 0:
             self._snapshots.popleft()
@@ -209,7 +205,7 @@ class ReplayLog:
 
     def note_sent(self, call: SentCall) -> None:
         """Note a call before its sending. Above the bounds, drop calls before the newest snapshot,
-        and if needed all answered ones.
+        if needed all answered ones.
         """
         self._calls[call.seq_id] = call
         self.bytes += call.size
@@ -246,9 +242,7 @@ class ReplayLog:
         )
 
     def is_worth_snapshot(self, *, expected_bytes: int) -> bool:
-        """Return whether a snapshot of about this size costs less than a replay of the work that it
-        would cover, up to the newest step or load.
-        """
+        """Return whether a snapshot costs less than a replay of the work that it would cover."""
         changes = [c.seq_id for c in self._calls.values() if c.answered and c.changes_weights]
         upto = max(changes, default=-1)
         after = self.newest.seq_id
@@ -259,8 +253,8 @@ class ReplayLog:
         return self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
-        """Add a snapshot, which took `cost` seconds if it was requested. Return superfluous ones. A
-        save may have become a newer one meanwhile.
+        """Add a snapshot, which took `cost` seconds if it was requested. Return superfluous
+        ones.
         """
         if cost is not None:
             self._cost = cost

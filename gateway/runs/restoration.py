@@ -1,4 +1,4 @@
-"""Restores a new trainer to the state of a lost one, from a snapshot and the calls after it."""
+"""Restores a new trainer from a snapshot and the calls after it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GiveUp(Exception):
 
 class Restoration:
     """Restores the trainers of one run, and remembers the operations that ended them. `doing`
-    describes a restoration in progress, "" otherwise.
+    describes a restoration in progress, or is "".
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Restoration:
             ).SerializeToString()
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
-        """Note that the trainer died at a call. Raises `GiveUp` after too many deaths, or for a
-        certain repetition.
+        """Note that the trainer died at a call. Raises `GiveUp` after too many deaths, or if it
+        would repeat.
         """
         if isinstance(error, WorkerDied) and error.defect:
             raise GiveUp(error)
@@ -120,7 +120,7 @@ class Restoration:
         self._unusable.clear()
 
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
-        """Restore a new trainer and return the number of replayed operations. It holds its devices
+        """Restore a new trainer and return the number of replayed operations. It uses its devices
         for one call at a time, so that others get them in between. Raises `GiveUp` or the trainer's
         error.
         """
@@ -163,7 +163,7 @@ class Restoration:
         self, client: TrainerClient, call: SentCall, previous: int, incomplete: str
     ) -> common_pb2.Failure:
         """Send a call again, after the `seq_id` `previous`, and return its failure, empty for none.
-        `incomplete` is the reason for incomplete gradients, or "".
+        `incomplete` explains incomplete gradients, or is "".
         """
         run = self._run
 
@@ -230,8 +230,8 @@ class Restoration:
 
 
 def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
-    """Raise the error of a replay in which a call ended differently: the failure if it may be
-    temporary, else `GiveUp`.
+    """Raise the error of a call that ended differently: its failure if that may be temporary, else
+    `GiveUp`.
     """
     if failure.type in VARIABLE_FAILURES:
         error = from_failure(failure)

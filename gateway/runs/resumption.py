@@ -1,7 +1,7 @@
 """Resumes a run from an earlier gateway's rows.
 
 Operations end in order, each in one transaction with its replay data, so the rows show one moment
-of the run. Only an operation that waits for a sampler may end after later ones.
+of the run. Only an operation that waits for a sampler may end later.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _COLUMNS = tuple(
 
 @dataclass
 class Unfinished:
-    """The rest of a run: the newest ended operation (-1: none), replayable calls and unfinished
-    operations in order, and the reason for incomplete gradients, "" if they are complete.
+    """The rest of a run: the newest ended operation (-1: none), replayable calls, unfinished
+    operations, and the reason for incomplete gradients, or "".
     """
 
     ended: int = -1

@@ -1,6 +1,6 @@
 """Carries out a run's operations.
 
-Each kind has a method. It does all that can fail before the trainer receives the operation, calls
+Each kind has a method. It does all that can fail before the trainer hears of the operation, calls
 the trainer (`delivery`), and returns the result.
 """
 

@@ -81,8 +81,8 @@ class SnapshotStore:
         return str(self._new_name(run, step=step))
 
     async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
-        """Link a client's checkpoint files into a snapshot, since the checkpoint may be deleted.
-        The snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links.
+        """Link a client's checkpoint into a snapshot, since the checkpoint may be deleted. The
+        snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links.
         """
         folder = self._new_name(run, step=saved.step)
         await asyncio.to_thread(_link_files, Path(saved.folder), folder)
@@ -105,8 +105,8 @@ class SnapshotStore:
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
-        """Turn the newest snapshot of a failed run into a checkpoint and return its path. Return
-        None if that fails or takes too long, because the run ends for another reason.
+        """Turn the newest snapshot of a failed run into a checkpoint and return its path, None if
+        that fails or takes too long.
         """
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)

@@ -18,10 +18,10 @@ _NAMED = 3
 
 @dataclass
 class Stop:
-    """The mode of a gateway's end.
+    """How a gateway ends.
 
-    `hand_over`: workers continue for the next gateway, also after a failed start or a fault.
-    `at_once`: a second interrupt skips all waiting. `tell` reports to the user.
+    `hand_over`: workers continue for the next gateway, also after a fault. `at_once`: a second
+    interrupt skips all waiting. `tell` reports to the user.
     """
 
     hand_over: bool = True

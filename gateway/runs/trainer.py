@@ -1,7 +1,7 @@
 """A run's trainer, which is replaced when it dies.
 
-`restoration` restores the replacement, and unanswered calls are delivered again. Clients only
-notice a delay. See `docs/design/recovery.md`.
+`restoration` restores the replacement, and unanswered calls are repeated. Clients only notice a
+delay. See `docs/design/recovery.md`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ _MOST_FAILURES = 5
 
 
 class RunTrainer:
-    """`host` is the process, perhaps shared with other runs. `definition_of` returns a request's
-    loss definition. `on_lost` gets the error that ends the run when no restoration is possible.
-    `log` is None without recovery.
+    """`host` is the process, perhaps shared. `definition_of` returns a request's loss definition.
+    `on_lost` gets the error that ends the run. `log` is None without recovery.
     """
 
     def __init__(
@@ -110,9 +109,7 @@ class RunTrainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the trainer works on this run, as far as is known, and not on another that shares
-        it.
-        """
+        """Whether the trainer, perhaps shared, works on this run, as far as is known."""
         return self.host.was_at(self._run.id)
 
     @property
@@ -131,9 +128,7 @@ class RunTrainer:
         return self.log.newest.step if self.log is not None else 0
 
     async def start(self) -> None:
-        """Start the first trainer. Raises `WorkerStartFailed` or `WorkerDied`. A trainer that dies
-        after its start is restored.
-        """
+        """Start the first trainer. Raises `WorkerStartFailed` or `WorkerDied`."""
         async with self.host.lease.use():
             try:
                 client = await self._join()
@@ -225,8 +220,8 @@ class RunTrainer:
     async def turn(self, operation: Operation) -> AsyncIterator[TrainerClient]:
         """Hold a serving trainer with its devices for the block. Raises `RunBroken`.
 
-        Operations get their turns in order. Otherwise one could hold the devices at the trainer
-        while its predecessor waits for them.
+        Operations get their turns in order. Otherwise one could hold the devices while its
+        predecessor waits for them.
         """
         seq_id = operation.seq_id
         self._without_turn[seq_id] = None
@@ -254,8 +249,8 @@ class RunTrainer:
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
     ) -> None:
-        """Note a call before its sending, so that another trainer can get it. `release` is called
-        when that is no longer needed.
+        """Note a call before its sending, for a replay. `release` is called when none can
+        need it.
         """
         if self.log is None:
             if release is not None:

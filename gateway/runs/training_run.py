@@ -28,8 +28,8 @@ RunState = Literal["starting", "ready", "ended"]
 @dataclass(eq=False)
 class TrainingRun:
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
-    it. `creation` is the operation that creates the run, once journaled. `about` is the trainer's
-    description of itself. `asks` are the requested resources.
+    it. `creation` is the operation that creates the run. `about` is the trainer's description of
+    itself. `asks` are the requested resources.
 
     `parent` is the newest weight version, which is pinned, `newest` the newest for sampling.
     `published` is the last version since the gateway started. `deltas` chooses the next delta's

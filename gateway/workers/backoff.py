@@ -12,8 +12,8 @@ _JITTER = 0.2
 
 @dataclass
 class Backoff:
-    """Waits of about 0.5, 1, 2, 4, … 30, 30 seconds. Each is shortened by up to a fifth at random,
-    so that workers that failed together start apart. Work done resets the waits.
+    """Waits of about 0.5, 1, 2, 4, … 30, 30 seconds until work is done. Each is up to a fifth
+    shorter at random, so that workers that failed together start apart.
     """
 
     cap: float = 30.0

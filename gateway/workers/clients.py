@@ -1,6 +1,4 @@
-"""gRPC calls to trainers, and the common parts of all calls: secret, epoch, deadline and typed
-errors.
-"""
+"""gRPC calls to trainers, and the secret, epoch, deadline and typed errors of all calls."""
 
 from __future__ import annotations
 
@@ -59,10 +57,9 @@ class HasHeader(Protocol):
 
 
 class CallOrder:
-    """The unanswered operations of one trainer process, in order. The trainer works on the first.
-
-    `since` is its start in event loop time, as far as is known. Operations sent by an earlier
-    gateway are unknown.
+    """The unanswered operations of one trainer process, in order. The trainer works on the first,
+    as far as is known since `since` (event loop time). Operations from an earlier gateway are
+    unknown.
     """
 
     def __init__(self) -> None:
@@ -100,8 +97,8 @@ class TrainerClient:
     begun=call.begun)`.
 
     Calls raise `WorkerUnavailable` or the failure's `TandemError`. An operation may take `timeout`
-    seconds, and at most `window` are sent ahead. `calls` is shared by all runs of the trainer. A
-    call waits for other runs' calls while the trainer finishes each in time.
+    seconds, and at most `window` are sent ahead. All runs of the trainer share `calls`. A call
+    waits for other runs' calls while each ends in time.
     """
 
     def __init__(
@@ -145,8 +142,8 @@ class TrainerClient:
     async def call(
         self, method: Method[Operation, Reply], request: Operation, *, begun: asyncio.Future[None]
     ) -> Reply:
-        """Call the trainer. The operation's time counts from `begun`, because earlier operations
-        take their own time. The gRPC deadline allows for all of them.
+        """Call the trainer. The operation's time counts from `begun`. The gRPC deadline also allows
+        for earlier operations.
         """
         answer = call_worker(self.worker, method, request, timeout=self._call_timeout)
         with self._calls.sent(request.header.run_id, request.header.seq_id):
@@ -182,9 +179,8 @@ class TrainerClient:
     async def _in_turn(
         self, method: Method[Request, Reply], request: Request, *, timeout: float = 0.0
     ) -> Reply:
-        """Make a call that waits for earlier ones and then takes at most `timeout` seconds, or an
-        operation's time. Raises `OperationTimedOut` if the trainer finishes none of them in that
-        time.
+        """Wait for earlier calls, then for this one, for at most `timeout` seconds or an
+        operation's time. Raises `OperationTimedOut`.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -235,8 +231,8 @@ class TrainerClient:
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:
-        """Return a method that adds this payload to a request. The request stays without it,
-        because the replay log stores requests.
+        """Return a method that sends a request with this payload, which the replay log does not
+        store.
         """
 
         def send(

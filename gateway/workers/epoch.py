@@ -34,8 +34,8 @@ class Epoch:
 
 
 def epoch_without_lease(*, of_cluster: bool = False) -> int:
-    """Return the epoch of a gateway with SQLite, which has no lease. It is the milliseconds since
-    the machine started: agents and workers do not outlive that, and a clock set back does not lower
-    it. Pods do outlive it, so a cluster uses the milliseconds since 1970.
+    """Return the epoch of a gateway with SQLite, which has no lease: milliseconds since the machine
+    started. Agents and workers do not outlive that, and a changed clock does not lower it. Pods do,
+    so a cluster uses milliseconds since 1970.
     """
     return (time.time_ns() if of_cluster else time.monotonic_ns()) // 10**6

@@ -24,7 +24,7 @@ _ASKED_BEFORE = 5
 
 
 def heartbeat_seconds(settings: GatewaySettings) -> float:
-    """Return the seconds between heartbeats. After twice that, a silent worker is shown as
+    """Return the seconds between heartbeats. A worker silent for twice that is shown as
     unresponsive.
     """
     return min(MOST_SECONDS, settings.worker_unresponsive_timeout / _ASKED_BEFORE)
@@ -41,9 +41,7 @@ class Heartbeats:
     give_up: Callable[[Worker, str], None]
 
     async def ask_all(self) -> None:
-        """Ask all workers at once, again and again. A silent worker is shown, and later
-        given up.
-        """
+        """Ask all workers again and again. A silent worker is shown, and later given up."""
         while True:
             await asyncio.sleep(heartbeat_seconds(self.settings))
             ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]
@@ -78,7 +76,7 @@ class Heartbeats:
         )
 
     def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
-        """Log a worker of another version once, and give up one with another protocol. Its
+        """Log a worker of another version, and give up one with another protocol, since its
         replacement runs today's image.
         """
         if record.version or VERSION_METADATA_KEY not in about:

@@ -19,7 +19,7 @@ from tandem.errors import InternalError, OperationTimedOut, WorkerDied
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _SILENCE = 2
-"""Timeouts of silence before a sampler is given up: one for a load, one for the next sample."""
+"""Timeouts of silence before a sampler is given up: a load and the next sample."""
 
 Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
 
@@ -27,12 +27,11 @@ Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
 
 
 class SamplerClient:
-    """Raises as `TrainerClient`. A failed engine is reported in the answers and counts as a broken
-    connection.
+    """Raises as `TrainerClient`. A failed engine counts as a broken connection.
 
-    The sampler itself bounds a sample by `timeout` seconds from its start in the engine. A call has
-    no deadline, because a sample may wait for many others. `give_up` gets a sentence after
-    `_SILENCE` timeouts without any answer.
+    The sampler bounds a sample by `timeout` seconds from its start in the engine. A call has no
+    deadline, because a sample may wait for many others. `give_up` gets a sentence after `_SILENCE`
+    timeouts without an answer.
     """
 
     def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
@@ -160,9 +159,8 @@ class SamplerClient:
 class SampleStream:
     """One stream of requests and replies under one lease.
 
-    Requests of one event loop turn form one message, because a message per request would cost more
-    than all the rest. Cancelling an answer cancels its request. A break raises its error in all
-    answers.
+    Requests of one event loop turn form one message, because single messages would cost more than
+    all the rest. Cancelling an answer cancels its request. A break raises its error in all answers.
     """
 
     def __init__(self, worker: Worker, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:

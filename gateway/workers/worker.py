@@ -79,7 +79,7 @@ class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
     `state` is "starting", "ready" or, while silent, "unresponsive". `worker` and `details` are set
-    when it is ready, `version` after the first heartbeat. `reason` explains an earlier end.
+    when ready, `version` by the first heartbeat. `reason` explains an earlier end.
     """
 
     worker_id: str

@@ -1,9 +1,8 @@
-"""Launchers start and stop workers and report their readiness and exits.
+"""Launchers start and stop workers and report exits.
 
-`base` defines the interface. `agent` implements it with an agent (`tandem.agent`) on this or
-another host, `by_kind` with two agents, and `kubernetes` with a cluster's API server. To add a
-launcher, implement `base.Launcher` in its own module and name it in `make_launcher` for
-`TANDEM_LAUNCHER`.
+`base` defines the interface. `agent` uses an agent (`tandem.agent`), `by_kind` two agents, and
+`kubernetes` a cluster's API server. To add a launcher, implement `base.Launcher` in its own module
+and name it in `make_launcher` for `TANDEM_LAUNCHER`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _CALL_SECONDS = 60.0
 
 
 def load_launcher(settings: GatewaySettings) -> None:
-    """Import the launcher's packages, which takes seconds for a cluster. Call it before taking the
-    lease, because imports would delay its beats. Raises `InvalidRequest` for a missing package or
-    bad templates.
+    """Import the launcher's packages before taking the lease, because slow imports would delay its
+    beats. Raises `InvalidRequest` for a missing package or bad templates.
     """
     if settings.launcher == "kubernetes":
         _kubernetes()

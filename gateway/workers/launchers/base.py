@@ -24,31 +24,30 @@ class Launcher(Protocol):
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker and return when it has reported its address.
 
-        Raises `WorkerStartFailed` with the worker's reason or its last log lines, when nothing of
-        the worker is left. Raises `WorkerMayRun`.
+        Raises `WorkerStartFailed` with the worker's reason or last log lines, when it is gone.
+        Raises `WorkerMayRun`.
         """
         ...
 
     async def wait_ready(self, worker_id: str) -> None:
         """Return when the worker's gRPC health service reports SERVING.
 
-        Raises `WorkerStartFailed` when the worker ends or its start timeout (from `start`) is over,
-        and nothing of it is left. Raises `WorkerMayRun`.
+        Raises `WorkerStartFailed` when the worker ended or its start timeout (from `start`) is
+        over, and it is gone. Raises `WorkerMayRun`.
         """
         ...
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Ask the worker to end, and kill it after the stop timeout, or without asking (`at_once`).
+        """Ask the worker to end, and kill it after the stop timeout, or at once (`at_once`).
 
-        Returns when nothing of it is left, also for an unknown worker. Raises `WorkerMayRun` after
-        a while. The request stays in effect and may be repeated.
+        Returns when it is gone, also for an unknown worker. Raises `WorkerMayRun` after a while;
+        the request stays in effect and may be repeated.
         """
         ...
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
-        """Move the device memory of a worker without a sleep of its own to the host. Return when
-        the device is free. `lease` is the token of its Sleep. An older token changes nothing and
-        raises `IllegalTransition`.
+        """Move the device memory of a worker that cannot sleep to the host. `lease` is the token of
+        its Sleep. An older token raises `IllegalTransition`.
 
         Raises `SuspendFailed`; then the worker must be stopped.
         """
@@ -59,9 +58,8 @@ class Launcher(Protocol):
         ...
 
     async def list(self) -> list[WorkerHandle]:
-        """Return the running workers with an address, including another gateway's. Starting and
-        stopping ones are ended first, so nothing is left of others. Raises `WorkerStartFailed` or
-        `WorkerMayRun`.
+        """Return the running workers with an address, including another gateway's. All others are
+        ended first. Raises `WorkerStartFailed` or `WorkerMayRun`.
         """
         ...
 
@@ -82,13 +80,13 @@ class Launcher(Protocol):
     def watch(self) -> AsyncIterator[WorkerExit]:
         """Yield exits that were not requested or raised by `start` or `wait_ready`.
 
-        Each exit goes to all present iterators, when nothing of the worker is left. Recent exits
-        may come first, for a new gateway. Iterators end when the launcher closes.
+        Each exit goes to all iterators, when the worker is gone. Recent exits may come first.
+        Iterators end when the launcher closes.
         """
         ...
 
     async def close(self, *, leaving: bool = False) -> None:
-        """Start no more workers, and stop all unless they are left to the next gateway (`leaving`).
-        Late ones are left too. Idempotent.
+        """Stop all workers, unless they are left to the next gateway (`leaving`). Late ones are
+        left too. Idempotent.
         """
         ...

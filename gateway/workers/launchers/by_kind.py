@@ -42,9 +42,7 @@ class LauncherByKind:
         return [handle for handles in found for handle in handles]
 
     async def describe_host(self) -> Host:
-        """Describe the trainers' host. All containers run on one machine, and trainers see all of
-        it.
-        """
+        """Describe the trainers' host, which is also the samplers'."""
         return await self.by_kind["trainer"].describe_host()
 
     def describe(self, worker_id: str) -> WorkerDetails:
@@ -54,9 +52,7 @@ class LauncherByKind:
         return self._of(worker_id).explain(worker_id)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """Merge the launchers' exits. Each launcher registers its watcher at once, so no exit is
-        lost.
-        """
+        """Merge the launchers' exits. Each registers its watcher at once, so no exit is lost."""
         return _merged([each.watch() for each in self.by_kind.values()])
 
     async def close(self, *, leaving: bool = False) -> None:

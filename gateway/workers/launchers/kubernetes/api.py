@@ -1,11 +1,10 @@
 """Calls to the API server, with objects as plain JSON.
 
-The client's generated classes refuse unknown fields of newer servers. So only its configuration,
-credentials and connections are used, and `observed` parses the answers.
+The client's generated classes refuse unknown fields of newer servers, so only its configuration,
+credentials and connections are used.
 
-A call without an answer, or with 429 or 5xx, is repeated until its time is over. The pauses grow,
-and follow the server's wish. During an outage one call or watch at a time probes the server, so
-that fifty waiting calls cause no storm.
+A call without an answer, or with 429 or 5xx, is repeated until its time is over, with growing
+pauses. During an outage one call at a time probes the server, so that waiting calls cause no storm.
 """
 
 from __future__ import annotations
@@ -144,9 +143,9 @@ class Api:
     async def delete(
         self, resource: Resource, name: str, *, uid: str, version: str, grace: int | None = None
     ) -> None:
-        """Delete an object with this uid and `version` ("": any). The version protects pods and
-        claims that changed meanwhile. Raises `Refused` with status 404 if it is gone, and 409 if it
-        changed. `grace` is a pod's time to end in seconds; 0 forgets it without its node's answer.
+        """Delete an object with this uid and `version` ("": any), so that a changed pod or claim
+        stays. Raises `Refused` with status 404 if it is gone, and 409 if it changed. `grace` is a
+        pod's time to end in seconds; 0 forgets it without its node's answer.
         """
         seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
@@ -184,9 +183,8 @@ class Api:
     async def watch(
         self, resource: Resource, *, version: str, labels: str, seconds: float
     ) -> AsyncIterator[WatchEvent]:
-        """Yield changes after a version, until the server ends the watch after about `seconds`. A
-        BOOKMARK comes first, when the server has accepted. Raises `Unanswered`, and `Refused` with
-        status 410 for a version that is too old.
+        """Yield changes after a version, for about `seconds`. A BOOKMARK comes first, when the
+        server has accepted. Raises `Unanswered`, and `Refused` with status 410 for an old version.
         """
         query = _selectors(labels=labels) | {
             "watch": "true",

@@ -1,5 +1,5 @@
-"""The claims of device groups. Each is created before the first pod that names it, and deleted
-after a time without use.
+"""The claims of device groups. A claim exists from before its first pod until a time without
+use.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Claims:
             self._users[claim].discard(worker.worker_id)
 
     def make(self, worker: PodWorker, body: Object) -> bool:
-        """Return whether a claim exists, and start to create it otherwise. An unused claim of
-        another pool setting is replaced.
+        """Return whether a claim exists, and start to create it otherwise. An unused claim with an
+        old pool setting is replaced.
         """
         claim = self._view.objects.get(name_of(body))
         if claim is None or claim.deleted:

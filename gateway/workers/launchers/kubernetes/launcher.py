@@ -63,9 +63,9 @@ class ServingCheck(Protocol):
 class KubernetesLauncher:
     """Implements `Launcher`.
 
-    `serving` checks a worker's health. Workers may take `stop_timeout` seconds to end. A worker
-    without its image after `pull_timeout` seconds fails. Events of a pending pod are read every
-    `poll` seconds. All objects are listed every `resync` seconds, in case a watch missed a change.
+    `serving` checks a worker's health. The other arguments are in seconds: workers end within
+    `stop_timeout` and get their image within `pull_timeout`. A pending pod's events are read every
+    `poll` seconds, and all objects every `resync` seconds, in case a watch missed a change.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class KubernetesLauncher:
             check.cancel()
 
     async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
-        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, and
-        `WorkerMayRun` if that is not known in time.
+        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, else
+        `WorkerMayRun`.
         """
         worker.awaited = True
         try:
@@ -228,8 +228,8 @@ class KubernetesLauncher:
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _supersede(self) -> None:
-        """Write this epoch on each adopted pod before deleting others. An earlier gateway then sees
-        that it was superseded, and its pending deletes fail. Raises `WorkerMayRun`.
+        """Write this epoch on each adopted pod before deleting others. An earlier gateway then
+        knows that it was superseded, and its pending deletes fail. Raises `WorkerMayRun`.
         """
         adopted = [pod for each in self._reconciler.workers.values() for pod in each.pods]
         try:
@@ -345,9 +345,7 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
 
 
 def _check_lifeline(settings: GatewaySettings) -> None:
-    """Raise `InvalidRequest` if workers would end themselves during a takeover, when no gateway
-    calls them.
-    """
+    """Raise `InvalidRequest` if a takeover may outlast the workers' `LIFELINE`."""
     cluster = settings.kubernetes
     ends = 2 * WORKER_STOP_TIMEOUT + _BEYOND_STOP + cluster.node_lost
     most = settings.lease_ttl + _FIRST_LIST + ends

@@ -88,9 +88,7 @@ class WorkerMaker:
         return pool.idle if pool is not None else 0.0
 
     def _make_folders(self) -> None:
-        """Create the folders that workers mount. Otherwise the node creates them for its own
-        user.
-        """
+        """Create the folders that workers mount, which the node would create for its own user."""
         cluster = self.settings.kubernetes
         for name in {name for kind in FOLDERS for name in folders_of(kind, cluster)}:
             folder = self.settings.data_dir / name

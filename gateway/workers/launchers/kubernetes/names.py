@@ -1,7 +1,5 @@
-"""Names and labels of workers' objects and claims.
-
-Names derive from the id of the worker or group. A label may be shorter than an id, so a long id is
-shortened there and an annotation holds the whole.
+"""Names and labels of workers' objects and claims, derived from the id of the worker or group. A
+long id is shortened in a label, and an annotation holds the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def object_name(worker_id: str) -> str:
-    """Return the name of a worker's objects: its id, if that is a valid name.
+    """Return the name of a worker's objects: its id, if valid.
 
     Literal examples: `trainer-s-ab12-0` stays; `sampler-Ann_1-0` becomes
     `sampler-ann-1-0-3f2a9c51d0`.

@@ -1,9 +1,8 @@
 """The Kubernetes objects of a worker, and of its device group's claims.
 
-These pure functions return a Secret with the specification, a pod per node and the group's
-ResourceClaims. A worker of several nodes also has a headless Service, through which nodes find
-node 0, and a NetworkPolicy between its pods. A pod is its template (`templates`) with the worker's
-own fields.
+A worker has a Secret with its specification and a pod per node, and its group ResourceClaims. A
+worker of several nodes also has a headless Service, through which nodes find node 0, and a
+NetworkPolicy between its pods. A pod is its template (`templates`) with the worker's own fields.
 """
 
 from __future__ import annotations
@@ -151,8 +150,8 @@ def render_worker(
     resources: PodResources,
     home: Home,
 ) -> WorkerObjects:
-    """Return a worker's objects, from the specification of `spec_of_pod`. `resources` are those of
-    each pod. Raises `InvalidRequest` for a template with one of the worker's own fields.
+    """Return a worker's objects, from the specification of `spec_of_pod`. `resources` are per pod.
+    Raises `InvalidRequest` for a template with one of the worker's own fields.
     """
     worker = object_name(spec.worker_id)
     labels: Object = {
@@ -210,7 +209,7 @@ def render_worker(
 
 def _policy(own_pods: Object, metadata: Object) -> Object:
     """Allow all ports between one worker's pods, because torch's store, gloo and NCCL use random
-    ones. The policies of `k8s/base` keep other pods out.
+    ones. `k8s/base` keeps other pods out.
     """
     peers: Object = {"podSelector": {"matchLabels": own_pods}}
     return {
@@ -229,8 +228,8 @@ def _policy(own_pods: Object, metadata: Object) -> Object:
 def check_templates(
     templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
 ) -> None:
-    """Raise `InvalidRequest` for a template with a worker's field, for templates that place workers
-    of one claim on different nodes, and for a missing image.
+    """Raise `InvalidRequest` for a template with a worker's field, for one claim's workers on
+    different nodes, and for a missing image.
     """
     resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
     for pool in pools:
@@ -319,7 +318,7 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
 
 def _user() -> int:
     """Return the workers' user: the gateway's own, because only it can read the data directory,
-    unless that is root.
+    unless root.
     """
     return os.getuid() or _USER_OF_IMAGES
 

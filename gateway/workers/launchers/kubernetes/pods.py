@@ -84,8 +84,8 @@ def state_of(pod: Pod, *, kind: WorkerKind, container: str) -> PodState:
 
 
 def node_is_lost(pod: Pod) -> bool:
-    """Return whether the control plane lost the pod's node: the pod is not ready, but its
-    containers were in the node's last report.
+    """Return whether the pod's node is lost: the pod is not ready, but the node's last report says
+    that its containers are.
     """
     if pod.status.reason == "NodeLost":
         return True
@@ -118,8 +118,8 @@ def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
 
 
 def told_by_events(events: Sequence[Event]) -> str:
-    """Return the newest warning about a starting pod. Return "" if there is none or the start went
-    on after it, because the cluster keeps old events for an hour.
+    """Return the newest warning about a starting pod, "" if the start went on after it. The cluster
+    keeps events for an hour.
     """
     told = [each for each in events if each.reason in (*_TOLD, *_WENT_ON)]
     newest = max(told, key=lambda each: (each.at, each.reason in _WENT_ON), default=None)

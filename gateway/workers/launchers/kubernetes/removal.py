@@ -16,9 +16,7 @@ from gateway.workers.launchers.kubernetes.worker import PodWorker
 from tandem.telemetry import get_log
 
 KILL_GRACE = 1
-"""Seconds of grace for a kill. With 0, a pod would be forgotten before it is known to have
-ended.
-"""
+"""Seconds of grace for a kill. With 0, a pod would be forgotten while it may still run."""
 
 
 @dataclass(eq=False)
@@ -31,9 +29,9 @@ class Ending:
 
 
 class Removal:
-    """`ended` gets a failed worker when nothing of it is left. Pods of a node that is lost for
-    `node_lost` seconds are forgotten. `lost_since` has, by pod uid, the start of the loss, reset by
-    gaps in the view.
+    """`ended` gets a failed worker when it is gone. Pods of a node that is lost for `node_lost`
+    seconds are forgotten. `lost_since` has, by pod uid, the start of the loss, reset by gaps in the
+    view.
     """
 
     def __init__(
@@ -126,9 +124,8 @@ class Removal:
             self._steps.delete(self._pods, pod, worker=worker_id, grace=grace)
 
     def _is_forgettable(self, pod: Pod, given: int) -> bool:
-        """Return whether the pod can be forgotten: its node is lost, or the pod has no running
-        container and its time to end is over. A running pod on an answering node still holds the
-        devices.
+        """Return whether the pod can be forgotten: its node is lost, or it has no running container
+        and its time to end is over. Otherwise it may still hold the devices.
         """
         now, most = asyncio.get_running_loop().time(), self._node_lost
         if node_is_lost(pod):

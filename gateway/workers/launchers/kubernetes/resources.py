@@ -100,8 +100,8 @@ def resources_of(
 
 
 def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
-    """Return the largest memory request of a worker's pod on its possible pools, 0 without one.
-    Requires `read_ahead`. Raises `InvalidRequest`.
+    """Return the largest memory request of a worker's pod on its possible pools, or 0. Requires
+    `read_ahead`. Raises `InvalidRequest`.
     """
     if spec.host_memory:
         return spec.host_memory
@@ -224,8 +224,8 @@ def _rounded(size: float) -> int:
 
 
 def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
-    """Return the requests of a model's pods in each pool for default workers. Without pools, assume
-    one without devices. Raises `InvalidRequest`.
+    """Return the requests of a model's default workers in each pool. Without pools, assume one
+    without devices. Raises `InvalidRequest`.
     """
     model = read_size(path)
     rows: list[dict[str, object]] = []

@@ -1,7 +1,7 @@
 """Single steps on the cluster's objects: create, adopt, delete.
 
-A step in progress or just failed is not started again. A creation without an answer stays noted as
-uncertain until its outcome is known.
+A step in progress or just failed is not started again. A creation without an answer stays uncertain
+until its outcome is known.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Steps:
     def delete(
         self, view: AnyView, one: Observed, *, worker: PodWorker | str, grace: int | None = None
     ) -> None:
-        """Start to delete an object, once until the view can show it. A changed pod or claim is
-        left alone and judged again: a newer gateway may own the pod, or the claim may be in use.
+        """Start to delete an object, once until the view can show it. A changed pod or claim stays,
+        because a newer gateway may own the pod, or the claim may be in use.
         """
         key = (view.resource.plural, one.name)
 

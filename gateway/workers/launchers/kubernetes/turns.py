@@ -1,10 +1,9 @@
 """The order in which pods are created.
 
-The scheduler's writes conflict for pods that reach one claim together. So the next pod is created
-when the last was scheduled, or after `_PATIENCE` seconds.
-
-Two workers with several pods could each hold some of the last nodes and wait for the rest. So only
-one such worker of a pool has unscheduled pods at a time.
+The scheduler's writes conflict for pods that reach one claim together. So the next pod waits until
+the last was scheduled, for at most `_PATIENCE` seconds. Two workers with several pods could each
+hold some of the last nodes and wait for the rest. So only one such worker of a pool has unscheduled
+pods.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Turns:
                 self._next_turn(worker_id)
 
     def take_of_pool(self, worker_id: str, pool: str) -> str:
-        """Take the turn of a worker with several pods in its pool and return "", or return the id
-        of the worker before it.
+        """Take the turn of a worker with several pods in its pool and return "", or the id of the
+        worker before.
         """
         workers = self._workers[pool]
         workers.setdefault(worker_id)

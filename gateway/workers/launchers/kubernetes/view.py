@@ -1,7 +1,7 @@
 """The gateway's objects of one kind, from list and watch.
 
-A watch that ends or breaks is resumed. All objects are listed again regularly, or if the version is
-too old. While the server refuses or is silent, it is asked less and less often.
+A broken watch is resumed. All objects are listed again regularly, or if the version is too old.
+While the server refuses or is silent, it is asked less and less often.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
 """Longest pause, while watches last less than this."""
 _LATE = 5.0
-"""Seconds for which the end of a watch may be late, as a silent watch may be cut off."""
+"""Seconds for which the end of a watch may be late; then it may be cut off."""
 
 
 class View(Generic[Kind]):
-    """`objects` are by name. `changed` gets the old and the new object; None means absent.
-    `current` is true while the server reports changes. `listed` is set after the first list. All
-    objects are listed every `resync` seconds.
+    """`objects` are by name. `changed` gets the old and the new object or None. `current` is true
+    while the server reports changes. `listed` is set after the first list. Lists are repeated every
+    `resync` seconds.
     """
 
     def __init__(

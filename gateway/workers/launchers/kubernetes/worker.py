@@ -45,9 +45,9 @@ class PodFailure:
 
 @dataclass(eq=False, kw_only=True)
 class PodWorker:
-    """`objects` exist while it starts, None for an adopted worker. `running` has its handle when
-    all containers run. `lost` is done when it will never serve (again), because of `failure`.
-    `seen` are its pods as last seen. `says` is its reason for waiting. Times are event loop times.
+    """`objects` exist while it starts, None if adopted. `running` has its handle when all
+    containers run. `lost` is done when it will never serve (again), because of `failure`. `seen`
+    are its pods as last seen. `says` is its reason for waiting. Times are event loop times.
     """
 
     spec: WorkerSpec
