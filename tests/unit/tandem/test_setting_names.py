@@ -23,6 +23,9 @@ _WRONG_ON_PURPOSE = {
     "test_setting_names.py",
     "test_unknown_settings.py",
     "test_environment.py",  # of what an agent inherits
+    "error_table.py",  # an example of the error, also on the two pages below
+    "errors.md",
+    "troubleshooting.md",
     "test_cluster_settings.py",
     "variables.py",
 }
