@@ -92,7 +92,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     "get_external_weights_urls",
     errors.SessionFinished: "session s-ab12 has ended (expired: no heartbeat for 60 s); make a new "
     "ServiceClient",
-    errors.PayloadTooLarge: "the request has 70000 values, 65536 at most",
+    errors.PayloadTooLarge: "the request has 70000 JSON values, 65536 at most; send less at once",
     errors.LimitExceeded: "the limit of runs is 128 for each owner (TANDEM_LIMIT_RUNS), 128 are "
     "used; close the sessions that are no longer needed "
     '(ServiceClient.close("success")), and their runs end with them; checkpoints stay',

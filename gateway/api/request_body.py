@@ -259,7 +259,9 @@ def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """
     values = body.count(b",")
     if values > most_values:
-        raise PayloadTooLarge(f"the request has {values} values, {most_values} at most")
+        raise PayloadTooLarge(
+            f"the request has {values} JSON values, {most_values} at most; send less at once"
+        )
     brackets = body.count(b"{") + body.count(b"[")
     if brackets > _MOST_BRACKETS:
         raise PayloadTooLarge(

@@ -315,7 +315,7 @@ def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSp
     if off := [LORA_FLAGS[kind] for kind in ("attention", "mlp") if getattr(lora, kind)]:
         flags = " and ".join(f"{flag}=False" for flag in off)
         raise UnsuitableLora(
-            f"of the model {name}, samplers serve LoRA adapters of the output head alone. Pass "
+            f"samplers of the model {name} serve LoRA adapters of the output head only. Pass "
             f"{flags}, or train all parameters ({name}:full)"
         )
 

@@ -216,10 +216,11 @@ class SamplingSessionRegistry:
         if not await self.known(sampling_session_id):
             raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
         raise UnknownSampler(
-            f"sampling session {sampling_session_id} has ended: its session has, its model or "
-            f"weights were removed, or it was not used for {self.idle_ttl:g} s, or for "
-            f"{SUPERSEDED_TTL:g} s when there were newer ones, or newer weights needed its "
-            "room (TANDEM_LIMIT_UNNAMED_BYTES); save weights under a name to keep them"
+            f"sampling session {sampling_session_id} has ended. Either its session ended, its "
+            "model or weights were removed, newer weights needed its room "
+            f"(TANDEM_LIMIT_UNNAMED_BYTES), or nobody used it for {self.idle_ttl:g} s "
+            f"({SUPERSEDED_TTL:g} s after newer weights came). Save weights under a name to keep "
+            "them"
         )
 
     async def known(self, sampling_session_id: str) -> bool:

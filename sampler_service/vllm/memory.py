@@ -33,8 +33,9 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
     free."""
     if wanted > free:
         raise WorkerStartFailed(
-            f"the sampler is to have {wanted / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}, "
-            f"of which {free / 2**30:.1f} GiB are free"
+            f"the sampler asks for {wanted / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}, of "
+            f"which {free / 2**30:.1f} GiB are free; lower tandem.sampler_memory or "
+            "TANDEM_SAMPLER_GPU_MEMORY_UTILIZATION, or end other programs on the GPU"
         )
     return wanted / total
 

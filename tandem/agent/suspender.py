@@ -61,7 +61,7 @@ class CudaCheckpoint:
     def why_not(self) -> str:
         version = self.driver()
         if not version:
-            return "what can be suspended is on NVIDIA devices, and there are none"
+            return "only processes on NVIDIA devices can be suspended, and this host has none"
         if int(version.partition(".")[0]) < _OLDEST_DRIVER:
             return f"NVIDIA's driver is {version}, and {_OLDEST_DRIVER} or a newer one is needed"
         if self.find_program(PROGRAM) is None:

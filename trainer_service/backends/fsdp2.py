@@ -294,8 +294,9 @@ class Fsdp2Backend(TrainerBackend):
     def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
         if (small := small_model(path, times=mesh.size())) is None:
             raise WorkerStartFailed(
-                f"whether {path.name} computes the same where its matrices are divided among ranks "
-                "(tandem.tensor_parallel) cannot be found out: its configuration makes no small one"
+                f"tandem.tensor_parallel does not suit {path.name}: its configuration makes no "
+                "small model, so Tandem cannot check that divided matrices compute the same. Set "
+                "it to 1"
             )
         compare_divided(small, mesh)
 

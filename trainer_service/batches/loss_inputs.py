@@ -249,7 +249,9 @@ def read_array(
     if tensor.HasField("sparse_csr"):
         tensor = densify(tensor, where=where, expected=tuple(tensor.shape), budget=budget)
     if tensor.dtype not in FLOAT_TYPES | INTEGER_TYPES:
-        raise LossInputShape(f"{where} is of {type_name(tensor.dtype)}, which is not known")
+        raise LossInputShape(
+            f"{where} has the unknown type {type_name(tensor.dtype)}; send float32 or int64"
+        )
     shape = tuple(tensor.shape)
     if not shape and given.rank == 1:  # the protocol omits the shape of one dimension
         shape = (len(tensor.dense) // item_bytes(tensor.dtype),)

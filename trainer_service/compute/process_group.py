@@ -192,8 +192,8 @@ def check_capabilities(spec: WorkerSpec, name: str) -> None:
         raise backend.cannot(Capability.LAYOUTS)
     if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
-            f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "
-            f"others use, too, and this host cannot suspend it: {spec.no_suspender}. Give it a "
+            f"the trainer backend {name!r} cannot sleep, and this host cannot suspend it "
+            f"({spec.no_suspender}), so it cannot take turns with others on its devices. Give it a "
             "group with `awake` 0"
         )
 

@@ -132,7 +132,7 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
     for kind in selected:
         if passed := [name for name, of in others.items() if of == kind]:
             raise UnsuitableLora(
-                f"LoRA on {kind} would pass by {_some(passed)}: adapters are of linear layers, and "
+                f"LoRA on {kind} would miss {_some(passed)}: adapters need linear layers, and "
                 f"these are none. {_instead(selected, suits)}"
             )
         if kind not in suits:

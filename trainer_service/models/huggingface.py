@@ -173,8 +173,8 @@ def check_causal(model: nn.Module) -> None:
     tolerance = _CAUSAL_TOLERANCE[logits.dtype] * max(1.0, float(logits.abs().max()))
     if float((logits[0] - logits[1]).abs().max()) > tolerance:
         raise WorkerStartFailed(
-            f"{type(model).__name__} cannot be trained: what it computes of a token depends on "
-            "later ones, and log probabilities would be of tokens that it has seen"
+            f"{type(model).__name__} cannot be trained: its output for a token depends on later "
+            "tokens, so log-probabilities would be of tokens that it has already seen"
         )
 
 

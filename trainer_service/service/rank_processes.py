@@ -88,8 +88,8 @@ class RankProcesses:
             self.kill()  # at its end this process would wait for them, and they for it
             if isinstance(error, OSError):
                 raise WorkerStartFailed(
-                    f"there is no process for rank {rank}: {describe(error)} (how many there may "
-                    "be is bounded by `ulimit -u`, and by the cgroup's pids.max)"
+                    f"the process of rank {rank} cannot be made: {describe(error)}; raise the "
+                    "bound on processes (`ulimit -u`, or the cgroup's pids.max)"
                 ) from error
             raise
         self._watchers = [

@@ -85,7 +85,8 @@ class ChatTemplate:
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
             raise InvalidField(
-                f"chat_template_kwargs.{min(own)} has a field of its own, or is not offered",
+                f"chat_template_kwargs.{min(own)} is not allowed; use the field {min(own)} of the "
+                "request if there is one, or leave it out",
                 param="chat_template_kwargs",
             )
         messages = [_message(message, at=index) for index, message in enumerate(request.messages)]

@@ -54,7 +54,7 @@ def test_accepting_saving_and_new_samplers_are_refused_by_name_and_go_on_with_ro
             for _ in range(2):
                 for answer in requests():
                     assert (answer.status_code, answer.json()["type"]) == (507, "storage_full")
-                    assert "freed some space" in answer.json()["error"]
+                    assert "has freed space" in answer.json()["error"]
                     assert answer.headers["retry-after"]
             for path in ("healthz", "readyz"):
                 assert client.get(f"/api/v1/{path}").status_code == (200 if path[0] == "h" else 507)

@@ -65,7 +65,7 @@ def test_another_request_with_a_taken_seq_id_is_refused_by_name_and_changes_noth
         for answer in (run.step(1, learning_rate=0.5), run.backward(1, batch)):
             assert (answer.status_code, answer.json()["type"]) == (400, "sequence_taken")
             assert answer.json()["error"].startswith(
-                f"operation 1 of {run.id} is another optim_step"
+                f"operation 1 of {run.id} is already another request (optim_step)"
             )
 
     run.hold()

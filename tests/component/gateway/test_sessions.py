@@ -291,7 +291,7 @@ def test_of_many_copies_of_the_model_the_newest_and_the_used_ones_stay(tmp_path)
         wait_until(lambda: kept_numbers() == sampled_from_and_newest_two)
         wait_until(lambda: len(versions_of(gate, lora.model_id)) == 2)
         assert clients[4].sample(PROMPT, 1, PARAMS).result().sequences
-        with pytest.raises(tinker.NotFoundError, match="save weights under a name to keep them"):
+        with pytest.raises(tinker.NotFoundError, match="Save weights under a name to keep them"):
             clients[0].sample(PROMPT, 1, PARAMS).result()
 
 
@@ -316,7 +316,9 @@ def test_another_sample_with_a_taken_seq_id_is_refused_by_name(gate):
         def refused() -> None:
             other = asample(client, sampler_id, 5, sampling_params={"max_tokens": 1})
             assert (other.status_code, other.json()["type"]) == (400, "sequence_taken")
-            assert other.json()["error"].startswith(f"sample 5 of {sampler_id} is another request")
+            assert other.json()["error"].startswith(
+                f"sample 5 of {sampler_id} is already another request"
+            )
 
         refused()
         gate.retrieve(first["request_id"])

@@ -68,6 +68,6 @@ def test_ranks_for_which_there_is_no_process_fail_the_start_and_leave_none_behin
         return fork()
 
     monkeypatch.setattr(os, "fork", fork_once)
-    with pytest.raises(WorkerStartFailed, match=r"no process for rank 2: .*unavailable"):
+    with pytest.raises(WorkerStartFailed, match=r"process of rank 2 cannot be made: .*unavailable"):
         rank_processes.RankProcesses(ranks=[1, 2], devices=[], on_death=lambda _: None)
     wait_until(lambda: not multiprocessing.active_children(), what="the first one has ended")

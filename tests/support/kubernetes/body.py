@@ -235,7 +235,7 @@ async def a_worker_that_is_stopped_while_it_starts_leaves_nothing(stage: Stage) 
 async def a_pod_cannot_be_suspended_from_outside(stage: Stage) -> None:
     gateway = stage.gateway(idle=0)
     await gateway.open()
-    with pytest.raises(SuspendFailed, match="cannot be moved from outside"):
+    with pytest.raises(SuspendFailed, match="moved off its devices from outside"):
         await gateway.launcher.suspend("trainer-s-1-0", lease=1, timeout=1)
     await gateway.close()
 

@@ -202,7 +202,7 @@ def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_pat
     experts = empty_model(models["qwen3_moe"])
     layers = r"model\.layers\.0\.mlp\.experts\.gate_up_proj and 5 more weights"
     for spec in (SPEC, only(mlp=True)):
-        with pytest.raises(UnsuitableLora, match=f"LoRA on mlp would pass by {layers}"):
+        with pytest.raises(UnsuitableLora, match=f"LoRA on mlp would miss {layers}"):
             chosen_layers(experts, spec)
     with pytest.raises(UnsuitableLora, match="Pass train_mlp=False, or train all"):
         chosen_layers(experts, SPEC)
@@ -212,10 +212,10 @@ def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_pat
     }
     for architecture in ("qwen2_moe", "deepseek_v3"):  # although a shared expert could have one
         model = empty_model(write_model(tmp_path / architecture, architecture))
-        with pytest.raises(UnsuitableLora, match=r"LoRA on mlp would pass by .*experts"):
+        with pytest.raises(UnsuitableLora, match=r"LoRA on mlp would miss .*experts"):
             chosen_layers(model, only(mlp=True))
     gpt2 = empty_model(write_model(tmp_path / "gpt2", "gpt2"))
-    with pytest.raises(UnsuitableLora, match=r"attention would pass by .*0\.attn\.c_attn\.weight"):
+    with pytest.raises(UnsuitableLora, match=r"attention would miss .*0\.attn\.c_attn\.weight"):
         chosen_layers(gpt2, SPEC)
     with pytest.raises(UnsuitableLora, match="Pass train_attn=False, train_mlp=False, or train"):
         chosen_layers(gpt2, SPEC)
@@ -231,7 +231,7 @@ def test_norms_with_a_row_for_each_head_are_no_obstacle(tmp_path):
 
 def test_what_is_refused_is_refused_before_weights_are_read(models, monkeypatch):
     monkeypatch.setattr("trainer_service.models.huggingface._copy_shards", pytest.fail)
-    with pytest.raises(UnsuitableLora, match="would pass by"):
+    with pytest.raises(UnsuitableLora, match="would miss"):
         make(models["qwen3_moe"])
 
 
