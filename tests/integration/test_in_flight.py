@@ -16,8 +16,7 @@ from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8]
 ATTEMPTS = 5
-"""Each attempt asks for twice as many samples as the one before, until the save finds some
-unfinished."""
+"""Each attempt asks for twice as many samples, until the save finds some unfinished."""
 
 
 def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleResponse]:

@@ -1,5 +1,4 @@
-"""The `openai` package against the real stack: the SDK's numbers, structured forms, and a model in
-training."""
+"""The `openai` package, real stack: the SDK's numbers, structured forms, a model in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway with fake workers, alone or as a `World`, for each test module; the SDK's clients."""
+"""For each module, a gateway with fake workers, alone or as a `World`, and SDK clients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rest(gate):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a gateway in the folder of the test."""
+    """Start a gateway in the test's folder."""
 
     def with_(**changes):
         return running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=20, **changes)
@@ -50,5 +50,5 @@ def start(tmp_path):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Trainers that cannot be started are tried again at once."""
+    """Retry failed starts of trainers without a wait."""
     monkeypatch.setattr("gateway.workers.backoff.Backoff.failed", lambda _: 0.0)

@@ -1,4 +1,4 @@
-"""What a client with a key can send to make the gateway hold, start or repeat too much."""
+"""A client with a key cannot make the gateway hold, start or repeat too much."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def many(piece: str, count: int) -> str:
     return "[" + ",".join([piece] * count) + "]"
 
 
-# --- Bodies that are small as bytes and large when they are read ------------------------------
+# --- Small bodies with large contents ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("piece", ["{}", "[]"])
@@ -78,11 +78,11 @@ def test_of_many_wrong_values_few_are_reported(model, body):
     assert refused.value.error_count() < 10
 
 
-# --- Bodies that are good JSON and not what they seem ------------------------------------------
+# --- Valid JSON with unexpected contents -------------------------------------------------------
 
 
 def saved_run(gate, client) -> tuple[str, str]:
-    """A session, and the path of a checkpoint in it."""
+    """A session, and the path of one of its checkpoints."""
     session_id = gate.session_id()
     run_id = gate.run_id(session_id)
     saving = {"model_id": run_id, "seq_id": 1, "path": "kept"}
@@ -249,7 +249,7 @@ def test_models_that_are_not_there_are_not_remembered(gate):
     assert list(gate.gateway.implicit_sessions._by_owner["local"].numbers) == [("tiny", None)]
 
 
-# --- What comes twice, or at once ----------------------------------------------------------------
+# --- Requests that come twice, or at once --------------------------------------------------------
 
 
 def test_sessions_that_are_asked_for_at_once_keep_to_the_limit(tmp_path):

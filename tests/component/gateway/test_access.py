@@ -1,4 +1,4 @@
-"""Two owners on one gateway: what is whose, and what publishing and lending open to others."""
+"""Two owners on one gateway: ownership, publishing and lending."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_published_is_read_by_everybody_and_changed_by_its_owner_alone(
             change(state).result()
     with pytest.raises(tinker.NotFoundError):
         foreign.set_checkpoint_ttl_from_tinker_path(state, 7200).result()
-    # What was made of it is the maker's, and stays when the checkpoint is withdrawn.
+    # A copy belongs to its maker, and stays when the checkpoint is withdrawn.
     assert {r["owner"] for r in rows(world, runs) if r["id"] == loaded.model_id} == {"ben"}
     with pytest.raises(tinker.NotFoundError):
         own.get_weights_info_by_tinker_path(copy).result()
@@ -254,7 +254,7 @@ def test_models_are_listed_to_each_and_where_they_lie_to_admins_alone(world, tmp
 
 
 def test_one_owner_cannot_read_anothers_samples_by_guessing_their_names(world, ben):
-    """Names of samples can be guessed by who has seen a session's id."""
+    """A session's id is enough to guess names of samples."""
     for request_id in (world.sample, f"{world.sample}0", world.request, "x", "", "s-1:sample:0:0"):
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
         answer = world.ask("POST", ask, key=world.keys["foreign"])

@@ -1,7 +1,6 @@
 """Every route of the application × {no key, foreign owner, reader, member, admin}.
 
-The routes are the application's own: one without a row here fails.
-"""
+Routes come from the application itself. A route without a row here fails."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "readyz": OPEN,
     "metrics": OPEN,  # from this machine
     "openapi": OPEN,  # from this machine
-    "download": OPEN,  # the address is signed
-    "trace_file": OPEN,  # the address is signed
+    "download": OPEN,  # a signed address
+    "trace_file": OPEN,  # a signed address
     "client_config": EVERYBODY,
     "dynamic_config": EVERYBODY,
     "capabilities": EVERYBODY,
@@ -94,7 +93,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "revoke_key": ADMIN,
     "openai_models": EVERYBODY,
     "openai_model": OWN_LOOK,
-    # The model of this test has no tokenizer, of which its owner alone is told.
+    # This test's model has no tokenizer. Only its owner is told.
     "openai_completions": (401, 404, 403, 400, 400),
     "openai_chat_completions": (401, 404, 403, 400, 400),
 }
@@ -104,7 +103,7 @@ NOWHERE = "s-000000000000"
 
 
 def key_of(world: World, route: str, caller: str) -> str:
-    """The caller's key; where it is to be deleted, another one like it."""
+    """The caller's key, or another one like it if the route deletes it."""
     if route != "delete_own_key" or caller == "nobody":
         return world.keys[caller]
     owner = {"foreign": "ben", "admin": "eve"}.get(caller, "ann")
@@ -126,7 +125,7 @@ def test_each_row_has_the_role_that_its_route_states():
         else:
             assert nobody == 401, name
             found = "admin" if member == 403 else "member" if reader == 403 else "reader"
-        # Of the callers of the table, an admin alone may do what a key for metrics may.
+        # Of this table's callers, only an admin may do the same as a key for metrics.
         assert found == ("admin" if operation.role == "metrics" else operation.role), name
 
 
@@ -144,7 +143,7 @@ def test_each_caller_gets_the_status_of_the_table(world, route, method):
             assert isinstance(said, dict) or answer.json()["category"] == "user"
         if caller == "foreign" and answer.status_code == 200 and EXPECTED[route] != OPEN:
             assert world.session not in answer.text, "a thing of another owner is shown"
-        if caller != "admin" and route != "get_info":  # which tells the SDK where the tokenizer is
+        if caller != "admin" and route != "get_info":  # tells the SDK where the tokenizer is
             assert str(world.folder) not in answer.text, "a path of the server is shown"
     if answers["reader"].status_code == 403:
         assert f"a key with the role {OPERATIONS[route].role}" in answers["reader"].text

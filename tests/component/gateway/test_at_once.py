@@ -1,4 +1,4 @@
-"""What comes twice at once, or while something ends: nothing is lost, and nothing is left over."""
+"""Simultaneous requests, and requests while something ends: no loss, and no leftovers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_session_that_is_ended_twice_at_once_has_ended_for_both(gate):
 
 
 class StopsSlowly(FakeLauncher):
-    """Trainers stop when the test sets `may_stop`."""
+    """Trainers stop once the test sets `may_stop`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class StopsSlowly(FakeLauncher):
 
 
 def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, monkeypatch):
-    """The run ends by itself, and its session while the trainer is still being stopped."""
+    """The session ends while the trainer of its failed run is still being stopped."""
     with running_gateway(tmp_path, launcher=StopsSlowly(), session_ttl=600) as gate:
         session, launcher = gate.session_id(), gate.launcher
         run_id = gate.run_id(session)
@@ -247,7 +247,7 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
 
 
 class DiesWhenReady(FakeLauncher):
-    """Its first sampler ends in the very moment in which it becomes ready."""
+    """Its first sampler dies in the moment in which it becomes ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class DiesWhenReady(FakeLauncher):
     async def watch(self) -> AsyncIterator[WorkerExit]:
         async for exit_ in super().watch():
             yield exit_
-            self.heard.set()  # the fleet has taken note of it and asks for the next
+            self.heard.set()  # the fleet knows of its end and starts the next
 
 
 def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(tmp_path):
@@ -337,7 +337,7 @@ def sampling_sessions_of(gate) -> dict[str, str]:
 
 
 def sample_from_two_models_and_remove_one(tmp_path) -> str:
-    """The id of an active session that has sampling sessions of both."""
+    """The id of an active session with sampling sessions of both models."""
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         path = str(make_model(tmp_path / "gone"))
         gate.run(gate.gateway.models.add(name="gone/model", path=path))
@@ -376,7 +376,7 @@ def test_a_model_of_the_settings_is_there_before_the_sessions_that_sample_from_i
 
 
 class EndsBeforeItAnswers(FakeTrainer):
-    """What it was asked to save is complete on the disk when its session ends, and unanswered."""
+    """Its saves are complete on the disk, but unanswered, when the session ends."""
 
     async def Publish(self, request, context):
         await super().Publish(request, context)

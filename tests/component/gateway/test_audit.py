@@ -1,4 +1,4 @@
-"""What an admin asks for through the SDK: who changed what, and windows of usage."""
+"""An admin's questions through the SDK: changes and their authors, and windows of usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that ask for a trainer backend which the host of trainers does not have."""
+"""Runs that ask for a trainer backend which the trainers' host lacks."""
 
 from __future__ import annotations
 

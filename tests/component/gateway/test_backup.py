@@ -1,4 +1,4 @@
-"""A backup that is made while a gateway serves, and a directory that went on after it."""
+"""A backup of a serving gateway, restored into a directory with later changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Place:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
     def files(self) -> set[Path]:
-        """Of checkpoints and versions, relative to the data directory."""
+        """Files of checkpoints and versions, relative to the data directory."""
         found = [*self.data_dir.glob("weights/**/*"), *self.data_dir.glob("checkpoints/**/*")]
         return {path.relative_to(self.data_dir) for path in found if path.is_file()}
 
@@ -117,13 +117,13 @@ def test_a_restored_database_knows_what_was_saved_before_and_nothing_since_is_re
 
 
 def name_of(folder: str) -> str:
-    """The name under which a folder was saved; "v" for a weight version."""
+    """The checkpoint name of a folder, or "v" for a weight version."""
     leaf = folder.rpartition("/")[2]
     return "v" if folder.startswith("weights/") else leaf.rpartition("-")[0]
 
 
 def test_a_version_that_got_its_name_after_the_backup_stays(place):
-    """The restored database knows the version, and that it has no name."""
+    """The restored database knows the version without its name."""
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)
@@ -151,7 +151,7 @@ def test_a_run_that_was_active_has_ended_and_says_why(place):
 
 
 def test_what_is_restored_is_refused_beside_a_gateway(place, monkeypatch):
-    monkeypatch.delenv("TANDEM_LEASE_TTL")  # within which the gateway is heard of
+    monkeypatch.delenv("TANDEM_LEASE_TTL")  # a gateway counts as alive for this time
     with running_gateway(place.folder, session_ttl=600) as gate:
         place.back_up()
         source = [] if url_for(place.data_dir) else [str(place.backup)]
@@ -221,7 +221,7 @@ def test_what_is_no_backup_of_this_release_is_refused_and_changes_nothing(place)
 
 @on_sqlite
 def test_a_directory_that_was_lost_but_for_the_weights_is_whole_again(place):
-    """The manifests are put back beside the files that they list."""
+    """Restoring puts manifests back beside their files."""
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)

@@ -1,4 +1,4 @@
-"""Bodies that are small on the wire and large to read, beside everybody else's requests."""
+"""Bodies that are small on the wire and large in memory, beside other clients' requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compressed(body: bytes, *, states_size: bool = True) -> bytes:
 
 
 def noting_threads(function, seen: set[int]):
-    """The function, which notes in which threads it is called."""
+    """Wraps a function, and notes the threads that call it."""
 
     def noted(*arguments, **options):
         seen.add(threading.get_ident())
@@ -120,7 +120,7 @@ def test_the_gateway_answers_others_while_bombs_are_parsed_one_at_a_time(gate, m
 
 def test_a_frame_that_is_longer_than_its_header_says_is_refused(gate):
     frame = bytearray(compressed(b'{"events":[]}' + b" " * 100))
-    frame[5] -= 1  # the size, of one byte, behind the magic number and the descriptor
+    frame[5] -= 1  # the size (one byte) after magic number and descriptor
     with gate.http() as client:
         answer = client.post("/api/v1/telemetry", content=bytes(frame), headers=ZSTD)
     assert (answer.status_code, answer.json()["type"]) == (400, "malformed_payload")
@@ -135,7 +135,7 @@ def test_a_compressed_body_takes_no_more_memory_than_it_has_once_it_is_read(gate
 
     monkeypatch.setattr(request_body, "parse_json", parse_json)
     frame = compressed(b'{"events":[]}', states_size=False)
-    wait_until(lambda: gate.gateway.limits.bodies.total == 0)  # what an earlier test sent is gone
+    wait_until(lambda: gate.gateway.limits.bodies.total == 0)  # earlier tests' bodies are gone
     with gate.http() as client:
         client.post("/api/v1/telemetry", content=frame, headers=ZSTD)
     assert seen == [len(frame) + len(b'{"events":[]}')]
@@ -148,7 +148,7 @@ def test_a_wrong_field_is_reported_without_the_request_around_it():
     assert request_body.first_fault(refused.value) == "events: Input should be a valid array"
 
 
-# --- What an operator sees of it ----------------------------------------------------------------
+# --- An operator's view -------------------------------------------------------------------------
 
 
 def test_the_metrics_have_how_late_the_event_loop_calls(gate):

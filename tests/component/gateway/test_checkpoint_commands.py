@@ -1,4 +1,4 @@
-"""`tandem checkpoints`, and of `tinker checkpoint` what the conformance suite leaves out."""
+"""`tandem checkpoints`, and parts of `tinker checkpoint` outside the conformance suite."""
 
 from __future__ import annotations
 

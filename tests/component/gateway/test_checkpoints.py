@@ -46,7 +46,7 @@ def test_a_time_to_live_out_of_its_range_is_refused_with_the_range(training, res
         assert "3600" in message
         assert "ten years" in message
     assert listed(rest, training.model_id) == {}
-    path = training.save_state("good").result().path  # the refused ones took their places
+    path = training.save_state("good").result().path  # the refused saves took numbers
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
         rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
 
@@ -137,7 +137,7 @@ def test_an_expired_checkpoint_is_gone_at_once_and_its_files_soon(gate, training
 
 def test_what_a_sampler_serves_stays_until_its_session_ends(gate, service, training, rest):
     path = training.save_weights_for_sampler("served").result().path
-    training.save_weights_for_sampler("newer").result()  # the run itself needs its newest alone
+    training.save_weights_for_sampler("newer").result()  # the run pins only its newest version
     with gate.service() as other:
         client = other.create_sampling_client(model_path=path).result()
         rest.delete_checkpoint_from_tinker_path(path).result()
@@ -152,13 +152,13 @@ def test_what_a_sampler_serves_stays_until_its_session_ends(gate, service, train
 
 
 def states_in_use(gate) -> list[str]:
-    """The saved states that are pinned; the sampler pins the weights that it serves."""
+    """The pinned saved states. Versions that the sampler serves are left out."""
     pinned = gate.gateway.checkpoints.pins.folders()
     return [folder for folder in pinned if folder.startswith("checkpoints/")]
 
 
 def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, service, rest):
-    unrestored = {"tandem.recovery": "off"}  # else a replay may load it again
+    unrestored = {"tandem.recovery": "off"}  # a replay could load it again
     training = service.create_lora_training_client("tiny:full", user_metadata=unrestored).result()
     step(training)
     path = training.save_state("loading").result().path

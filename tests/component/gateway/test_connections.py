@@ -1,4 +1,4 @@
-"""Many open connections lock nobody out: health, heartbeats and known clients are answered."""
+"""Many open connections lock nobody out: health, heartbeats and known clients go on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @contextmanager
 def foreign_connections(gate, many: int, *, addresses: int):
-    """So many connections without a request, opened by another process."""
+    """Connections without a request, opened by another process."""
     host, port = gate.url.removeprefix("http://").split(":")
     command = [sys.executable, "-c", _OPENS_CONNECTIONS, host, port, str(many), str(addresses)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -110,7 +110,7 @@ def test_while_all_connections_have_requests_health_and_heartbeats_are_answered(
         gate.run(trainer.gate.clear)
         with gate.http() as client:
             optim_step(client, run_id, 1)
-        # A request before may still be counted, and its connection may be open.
+        # The connection of an earlier request may still be open and counted.
         wait_until(lambda: not gate.server.server_state.connections, what="no connection is open")
         asked = json.dumps({"request_id": f"{run_id}:1"}).encode()
         for number in range(3):

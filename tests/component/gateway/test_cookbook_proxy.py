@@ -1,4 +1,4 @@
-"""Agents behind tinker-cookbook's proxy hear that their prompt is too long, and shorten it."""
+"""Agents behind tinker-cookbook's proxy shorten a prompt if an error says it is too long."""
 
 from __future__ import annotations
 

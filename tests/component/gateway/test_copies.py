@@ -1,4 +1,4 @@
-"""Copies of checkpoints: of each kind, once for each key, and independent of their source."""
+"""Copies of checkpoints: every kind, once for each key, and independent of their source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_copied_state_outlives_its_source_and_continues_it(gate, service, trai
 
     rest.delete_checkpoint_from_tinker_path(path).result()
     wait_until(lambda: place(gate, training.model_id) == [])
-    unrestored = {"tandem.recovery": "off"}  # else a replay may load it again
+    unrestored = {"tandem.recovery": "off"}  # a replay could load it again
     service.create_training_client_from_state_with_optimizer(
         copy, user_metadata=unrestored
     ).result()

@@ -1,4 +1,4 @@
-"""A model is trained, and not sampled, where vLLM does not compute its attention heads."""
+"""A model with attention heads that vLLM cannot compute on CPUs is trained, but not sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""create_custom_loss over HTTP and through the SDK, with fake workers: kept, sent, forgotten."""
+"""create_custom_loss over HTTP and through the SDK, with fake workers: stored, sent, deleted."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_sessions_losses_go_with_it(gate):
     with gate.service() as service:
         handle = service.create_custom_loss(halved, input_ranks={"logprobs": 1}).result()
         assert gate.run(gate.gateway.recall(handle.loss_id)) is not None
-    # They are deleted soon, not before the client hears of the end (`Database.write_soon`).
+    # `Database.write_soon` deletes them, possibly after the client knows of the end.
     wait_until(lambda: gate.run(gate.gateway.recall(handle.loss_id)) is None)
 
 

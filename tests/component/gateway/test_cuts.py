@@ -1,4 +1,4 @@
-"""A cut between clients and the gateway ends nothing that its clients come back to in time."""
+"""After a cut between clients and the gateway, everything goes on if clients return in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""External weights: exported by the SDK, downloaded through signed addresses, and only so."""
+"""External weights: exported by the SDK, and downloaded only through signed addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 
 def get(url: str, **headers: str) -> httpx.Response:
-    """Without a key, as a browser or urllib would."""
+    """Without a key, like a browser or urllib."""
     return httpx.get(url, headers=headers, timeout=20)
 
 
@@ -85,7 +85,7 @@ def test_parts_of_a_file_are_served(training, rest):
 
 
 def test_a_signature_of_ours_does_not_lead_out_either(gate, training, rest):
-    """Even if somebody had the key: only what the manifest lists is served."""
+    """Only files in the manifest are served, even to the holder of the signing key."""
     path = training.save_weights_external("listed").result().path
     url = rest.get_external_weights_urls(path).result().urls["config.json"]
     query = dict(parse_qsl(urlsplit(url).query))
@@ -134,7 +134,7 @@ def test_a_download_under_way_is_finished_after_its_checkpoint_is_gone(gate, tra
 
 def test_a_download_that_is_broken_off_gives_its_files_back(gate, training, rest):
     path = training.save_weights_external("large").result().path
-    training.save_weights_external("newer").result()  # the newest is pinned by the run
+    training.save_weights_external("newer").result()  # the run pins the newest
     url = rest.get_external_weights_urls(path).result().urls["model.safetensors"]
     folder = min(place(gate, training.model_id, "weights"))
     with (folder / "model.safetensors").open("wb") as file:
@@ -147,7 +147,7 @@ def test_a_download_that_is_broken_off_gives_its_files_back(gate, training, rest
 
 def test_only_external_weights_have_addresses(gate, training, rest):
     path = training.save_state("state").result().path
-    with gate.http() as client:  # the SDK asks for no other kind
+    with gate.http() as client:  # the SDK asks only for external weights
         named = f"/api/v1/training_runs/{training.model_id}/checkpoints/weights/state"
         answer = client.get(f"{named}/external_weights_urls")
         assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")

@@ -1,7 +1,6 @@
-"""Owners take turns: what one has sent first does not go before what another needs now.
+"""Owners take turns: one owner's long queue does not delay another's request.
 
-Counted in dispatches: how many of the others went before it.
-"""
+The tests count earlier dispatches of other owners."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_a_gate_lets_owners_in_by_turns_and_survives_one_that_gives_up():
 
 
 def test_a_transaction_has_something_of_every_owner(tmp_path):
-    """A thousand writes wait in one owner's queue; one of another is in the next transaction."""
+    """One owner queues a thousand writes. Another owner's write is in the next transaction."""
 
     async def committed_before() -> int:
         database = Database(url="", data_dir=tmp_path)
@@ -66,7 +65,7 @@ def test_a_transaction_has_something_of_every_owner(tmp_path):
 
         def write(name: str, owner: str) -> asyncio.Task[None]:
             row = {"name": name, "path": "/", "added_at": 0.0}
-            # Each stands for a payload of 4 MB: eight of them fill a transaction.
+            # As a payload of 4 MB: eight of them fill a transaction.
             return asyncio.create_task(
                 database.write(insert(models), row, owner=owner, size=4 * 2**20)
             )
@@ -83,7 +82,7 @@ def test_a_transaction_has_something_of_every_owner(tmp_path):
 
 
 def test_a_single_operation_goes_within_one_round_of_a_flood(tmp_path):
-    """One owner sends 1000 operations, all before another owner sends one."""
+    """One owner sends 1000 operations before another owner sends one."""
     with running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=600, long_poll=20) as gate:
         gateway = gate.gateway
         order: list[str] = []
@@ -102,21 +101,21 @@ def test_a_single_operation_goes_within_one_round_of_a_flood(tmp_path):
             tasks.append(asyncio.create_task(submit("bea", 1)))
             await asyncio.gather(*tasks)
 
-        # Ann's trainer gets nothing done until Bea's step is through: what is counted below does
-        # not depend on how long a transaction takes beside a step.
+        # Ann's trainer does nothing until Bea's step is done. So the counts below do not depend on
+        # the time of a transaction or a step.
         _id, busy = gate.worker(f"trainer-{owners['ann'][1]}")
         gate.run(busy.gate.clear)
         gate.run(flood())
         assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
         wait_until(lambda: order == ["bea"])
         anns = gateway.runs.get(owners["ann"][2]).dispatcher
-        assert anns.under_way <= DISPATCH_WINDOW  # all of hers that went before
+        assert anns.under_way <= DISPATCH_WINDOW  # all her earlier ones
         gate.run(busy.gate.set)
         wait_until(lambda: len(order) == FLOOD + 1)
 
 
 def _owner(gate, name: str) -> tuple[str, str, str]:
-    """Its name, session and run."""
+    """Returns the owner's name, session and run."""
     _key, secret = gate.run(gate.gateway.keys.create(NewKey(owner=name, role="member")))
     with gate.http(secret) as client:
         answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
@@ -128,7 +127,7 @@ def _owner(gate, name: str) -> tuple[str, str, str]:
 
 
 class _Noted(list):
-    """Notes in a common list what a worker is sent."""
+    """Notes a worker's requests in a common list."""
 
     def __init__(self, order: list[str], what: str) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ def _submit(gateway, run_id: str, seq_id: int):
 
 
 def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path):
-    """Payloads under way are in memory, so that their bytes are bounded, too."""
+    """Payloads under way are in memory, so their bytes are bounded, too."""
     changes = {"session_ttl": 600, "dispatch_window_bytes": 2**20}
     with running_gateway(tmp_path, **changes) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())

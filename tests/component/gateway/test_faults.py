@@ -1,4 +1,4 @@
-"""Workers that die, engines that fail, and a gateway that starts again."""
+"""Workers that die, engines that fail, and a gateway that restarts."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_worker_of_another_version_is_told_of_and_works_on(tmp_path, capfd):
 
 
 class OldUntilKilled(FakeLauncher):
-    """Its workers are of today when one of them was killed."""
+    """Workers have today's version after the first kill."""
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         await super().stop(worker_id, at_once=at_once)
@@ -298,7 +298,7 @@ def test_a_worker_that_speaks_another_protocol_is_replaced(tmp_path):
 
 
 class FrozenUntilKilled(FakeLauncher):
-    """Its workers answer heartbeats again, and are given time for it, when one was killed."""
+    """Workers answer heartbeats again after the first kill."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""What `tandem up` and `tandem demo` make of a machine with one H200, which is not there: NVIDIA's
-library is a fake, and no worker is started."""
+"""`tandem up` and `tandem demo` on a machine with one simulated H200.
+
+NVIDIA's library is a fake, and no worker is started."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BOTH = ["trainer", "sampler"]
 
 
 def sentence(*command: str, **variables: str) -> str:
-    """The one sentence with which a command refuses to start."""
+    """The sentence with which a command refuses to start."""
     environment = {name: value for name, value in os.environ.items() if name[:7] != "TANDEM_"}
     done = subprocess.run(
         [TANDEM, *command], env=environment | variables, capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""A disk that is full: clients are told so, and all goes on when there is room again."""
+"""A full disk: clients get a clear error, and work continues once there is room."""
 
 from __future__ import annotations
 

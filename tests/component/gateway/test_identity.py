@@ -1,4 +1,4 @@
-"""Keys, the tokens that are exchanged for them, and the caller that both name."""
+"""Keys, the tokens exchanged for them, and their callers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_expired_token_is_told_apart_so_that_the_sdk_gets_a_new_one(gate):
 
 
 def test_the_sdk_replaces_a_token_that_the_gateway_refuses(gate):
-    """As after the signing key was replaced: one more exchange, and the call goes through."""
+    """For example after a new signing key: the SDK exchanges once more, and the call succeeds."""
     rest = tinker.RestClient(base_url=gate.url, api_key=KEY + "")
     assert rest.whoami().result()
     gate.run(lambda: setattr(gate.gateway.identity, "_signing_key", b"n" * 32))

@@ -1,4 +1,4 @@
-"""Keys: made, listed, revoked and counted; by the API, by the command and seen by the SDK."""
+"""Keys: creation, lists, revocation and counts, by the API, the command and the SDK."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_metrics_are_open_to_this_machine_and_not_to_what_a_proxy_passes_on(gate
 
 
 def test_the_sdk_raises_its_typed_errors_at_once(gate):
-    """And does not repeat what was refused."""
+    """It does not repeat refused requests."""
     for key, role, error, status in (
         ("tml-wrong", "", tinker.AuthenticationError, 401),
         ("", "reader", tinker.PermissionDeniedError, 403),
@@ -142,7 +142,7 @@ def test_the_sdk_raises_its_typed_errors_at_once(gate):
                 ).result()
             else:
                 tinker.ServiceClient(base_url=gate.url, api_key=secret).holder.get_session_id()
-        # The gateway counts a request after its answer has gone out.
+        # The gateway counts a request after it has sent the answer.
         wait_until(lambda status=status, before=before: answered(gate, status) > before)
         assert answered(gate, status) - before == 1
 
@@ -163,7 +163,7 @@ def test_a_client_whose_key_is_revoked_while_it_works_is_told_at_once(gate):
 
 
 def answered(gate, status: int) -> float:
-    """How many requests the gateway has answered with this status."""
+    """The number of requests that the gateway has answered with this status."""
     return sum(
         sample.value
         for metric in gate.gateway.metrics.requests.collect()

@@ -1,4 +1,4 @@
-"""A gateway that is killed in the midst of copying and deleting, again and again."""
+"""A gateway is killed again and again while it copies and deletes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 
 def work(stack: Stack, paths: list[str], done: threading.Semaphore) -> None:
-    """Copies and deletes the copies, until the gateway is gone."""
+    """Copies checkpoints and deletes the copies, until the gateway is gone."""
     headers = {"X-API-Key": KEY}
     base = f"{stack.endpoint.url}/api/v1"
     with httpx.Client(headers=headers, timeout=20) as client:
@@ -45,14 +45,14 @@ def work(stack: Stack, paths: list[str], done: threading.Semaphore) -> None:
                     done.release()
                     run_id, kind, name = copy.removeprefix("tinker://").split("/")
                     url = f"{base}/training_runs/{run_id}/checkpoints/{kind}/{name}"
-                    if run_id[-9] in "01234567":  # about half of them
+                    if run_id[-9] in "01234567":  # for about half of them
                         client.delete(url)
         except httpx.HTTPError:
             return
 
 
 def on_the_disk(data_dir: Path) -> set[str]:
-    """The runs that have files, after all partial files should be gone."""
+    """The runs with files on the disk, once all partial files should be gone."""
     folders = [*data_dir.glob("weights/s-*"), *data_dir.glob("checkpoints/s-*")]
     for folder in folders:
         assert not [child for child in folder.iterdir() if child.name.startswith(".")]
@@ -83,7 +83,7 @@ def test_after_every_kill_all_that_is_listed_is_whole_and_no_part_of_a_copy_is_l
             runs = {path.removeprefix("tinker://").partition("/")[0] for path in found}
             known = {run.replace(":", "_") for run in runs}
             assert on_the_disk(data_dir) >= known
-            for unnamed in on_the_disk(data_dir) - known:  # killed before its row was written
+            for unnamed in on_the_disk(data_dir) - known:  # killed before it wrote their rows
                 (folder,) = [*data_dir.glob(f"*/{unnamed}/*")]
                 assert {"checkpoint.json", "manifest.json"} & {f.name for f in folder.iterdir()}
             for path in found:

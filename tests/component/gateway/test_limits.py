@@ -1,4 +1,4 @@
-"""What an owner is told that has as much as is allowed, and that its queues stay bounded."""
+"""Errors for an owner at a limit, and bounds of queues and memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_exceeded(answer, *, limit: str, value: int, used: int) -> None:
     assert (f"TANDEM_LIMIT_{limit.upper()}" in body["error"]) == (limit not in BOUNDS)
 
 
-# --- What waiting will not mend -----------------------------------------------------------
+# --- Limits that waiting does not help ----------------------------------------------------
 
 
 def test_sessions_beyond_the_limit_are_403_for_that_owner_alone_until_one_ends(tmp_path):
@@ -127,7 +127,7 @@ def test_checkpoint_bytes_are_checked_before_a_save_and_freed_by_a_deletion(tmp_
         _, trainer = gate.worker("trainer")
         first = training.save_weights_for_sampler("one").result()  # 31 bytes
         training.save_weights_for_sampler("two").result()
-        # A trainer's state is supposed to be three times as large as the weights.
+        # A trainer's state is estimated at three times the size of the weights.
         with pytest.raises(
             tinker.RequestFailedError, match="limit_exceeded: the limit of checkpoint bytes is 130"
         ) as e:
@@ -136,7 +136,7 @@ def test_checkpoint_bytes_are_checked_before_a_save_and_freed_by_a_deletion(tmp_
         assert [kind for kind, _ in trainer.applied] == ["publish", "publish"]
         service.create_rest_client().delete_checkpoint_from_tinker_path(first.path).result()
         assert training.save_state("state").result().path.endswith("/weights/state")
-        # Weights that have no name are no checkpoint.
+        # Weights without a name are no checkpoint.
         assert training.save_weights_and_get_sampling_client().result()
 
 
@@ -165,12 +165,12 @@ def test_the_sdk_raises_a_limit_at_once_with_its_sentence(tmp_path):
         assert 'tandem_gateway_refusals_total{limit="runs"} 1.0' in text
 
 
-# --- What will pass -----------------------------------------------------------------------
+# --- Limits that waiting helps ------------------------------------------------------------
 
 
 @pytest.fixture
 def held_run(tmp_path):
-    """A run whose trainer does nothing until it is let, with room for four operations."""
+    """A run with room for four operations. Its trainer waits for the test."""
     with limited(tmp_path, queued_operations=4) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())
         _, trainer = gate.worker("trainer")
@@ -190,7 +190,7 @@ def test_operations_beyond_an_owners_queue_are_429_with_place_and_time_to_wait(h
     assert float(refused.headers["Retry-After"]) == body["retry_after_seconds"]
     gate.run(trainer.gate.set)
     wait_until(lambda: gate.gateway.limits.operations.total == 0)
-    assert optim_step(client, run_id, 5).status_code == 200  # nothing was left of the refusal
+    assert optim_step(client, run_id, 5).status_code == 200  # the refusal has left nothing
     assert gate.gateway.limits.operation_bytes.total <= 200
 
 
@@ -271,13 +271,13 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
 
 
 def test_what_a_client_sends_ten_times_too_fast_is_not_held_in_memory(tmp_path):
-    """40 MB of payloads are sent to a trainer that does nothing; memory has 64 kB of them."""
+    """The client sends 40 MB of payloads to an idle trainer. Memory holds 64 kB of them."""
     limits = {"held_bytes": 64_000, "queued_bytes": 20 * 2**20}
     with limited(tmp_path, gap_timeout=1.0, **limits) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
-        padding = b"\x82\x7d\xc0\x9a\x0c" + b"\0" * 200_000  # a field that nobody knows
+        padding = b"\x82\x7d\xc0\x9a\x0c" + b"\0" * 200_000  # an unknown field
         small = b"\x82\x7d\xa0\x9c\x01" + b"\0" * 20_000
         statuses = [
             client.post(
@@ -317,7 +317,7 @@ def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_p
         assert {len(answer.content) for answer in fetched} == {len(fetched[-1].content)}
         assert fetched[0].content == fetched[-1].content
         assert fetched[0].headers["X-Tandem-Weight-Version"] == "base/wide"
-        # Those that were fetched go, and their files with them.
+        # Fetched samples go, with their files.
         gate.run(lambda: [futures.forget(each) for each in ids])
         wait_until(lambda: not any(path.is_file() for path in tree(folder)))
 

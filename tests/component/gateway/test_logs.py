@@ -17,6 +17,6 @@ def test_the_gateway_rotates_large_logs_and_removes_old_ones(tmp_path):
     os.utime(old, (1_000_000_000, 1_000_000_000))
     with running_gateway(tmp_path, session_ttl=600, log_max_bytes=4096, log_ttl=60.0) as gate:
         assert gate.settings.data_dir / "logs" == folder
-        wait_until(lambda: not old.exists())  # the last thing that its first round does to logs
+        wait_until(lambda: not old.exists())  # the first round's last work on logs
         assert (folder / "gateway.log").read_text() == "the first line\n"
         assert "x" * 5000 in (folder / "gateway.log.1").read_text()

@@ -1,4 +1,4 @@
-"""Answers that grow with a run or a session are sent as they are read, some rows at a time."""
+"""Long answers about a run or a session are read and sent some rows at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.gateway.running import KEY
 
 COUNT = 1_234
 AT_ONCE = 500
-"""Rows that the gateway may hold for one answer."""
+"""The largest number of rows in memory for one answer."""
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def write(gate, statement, rows) -> None:
 
 @pytest.fixture
 def run_id(gate):
-    """A run that has ended, so that nothing else reads what it has, and not so long ago that it
-    would be removed."""
+    """An ended run, so that nothing else reads its rows. It ended too recently to be removed."""
     session_id = f"s-{secrets.token_hex(6)}"
     ended = {"owner": "local", "created_at": 0.0, "ended_at": time.time()}
     write(gate, insert(sessions), [ended | {"id": session_id, "state": "finished"}])
@@ -54,7 +53,7 @@ def run_id(gate):
 
 @pytest.fixture
 def saved(gate, run_id):
-    """The paths of many checkpoints of the run; always two were saved at the same moment."""
+    """The paths of the run's many checkpoints. Two at a time were saved at the same moment."""
     paths = [f"tinker://{run_id}/weights/c{number:04}" for number in range(COUNT)]
     same = {"run_id": run_id, "kind": "weights", "base_model": "tiny", "folder": "", "version": ""}
     same |= {"step": 0, "bytes": 1, "optimizer": True, "owner": "local"}

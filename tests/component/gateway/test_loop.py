@@ -1,4 +1,4 @@
-"""The loop of a researcher, with the real SDK against the real gateway and fake workers."""
+"""A researcher's loop: the real SDK and the real gateway, with fake workers."""
 
 from __future__ import annotations
 

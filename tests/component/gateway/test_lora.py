@@ -35,7 +35,7 @@ def create(client, session_id: str, number: int = 0, **fields):
     return client.post("/api/v1/create_model", json=body | fields)
 
 
-# --- What a run trains --------------------------------------------------------------------
+# --- Trained parameters -------------------------------------------------------------------
 
 
 def test_what_the_client_asks_for_reaches_the_trainer_and_is_kept_with_the_run(gate):
@@ -136,7 +136,7 @@ def test_a_run_belongs_to_its_sessions_owner_and_project(gate):
     assert (row["owner"], row["project_id"]) == ("local", "p-7")
 
 
-# --- Which engine serves it ---------------------------------------------------------------
+# --- The engine of a run ------------------------------------------------------------------
 
 
 def test_runs_of_like_ranks_share_an_engine_and_a_larger_rank_gets_its_own(gate):

@@ -1,4 +1,4 @@
-"""Checkpoints of LoRA runs: what a run made from one trains, and what does not fit."""
+"""Checkpoints of LoRA runs: the parameters of a run that continues from one, and misfits."""
 
 from __future__ import annotations
 

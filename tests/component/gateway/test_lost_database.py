@@ -1,4 +1,4 @@
-"""A gateway that starts with another database than the one that its checkpoints are in."""
+"""A gateway starts with another database than the one that lists its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.gateway.running import KEY, running_gateway
 
 @pytest.fixture
 def saved(tmp_path):
-    """What a stopped gateway left: its data directory, and the paths of what it saved."""
+    """The data directory, run and paths of a stopped gateway."""
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny", rank=4).result()
         step(training, 2)
@@ -79,7 +79,7 @@ def test_a_gateway_with_another_database_serves_and_removes_nothing(saved, tmp_p
                 with pytest.raises(tinker.NotFoundError):
                     rest.get_weights_info_by_tinker_path(paths[0]).result()
         assert files_of(data_dir, run_id) == before
-    if changes:  # the right database again: all is as it was
+    if changes:  # with the right database again, all is there
         with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
             assert set(listed(tinker.RestClient(base_url=gate.url, api_key=KEY), run_id)) == {
                 *paths

@@ -1,4 +1,4 @@
-"""An SDK that is too old is told which one to install, and nothing else."""
+"""An SDK that is too old gets only the advice which release to install."""
 
 from __future__ import annotations
 

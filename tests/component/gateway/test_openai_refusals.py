@@ -1,5 +1,4 @@
-"""Refusals of the OpenAI-compatible routes: typed exceptions of the `openai` package that name the
-field or say when to retry."""
+"""Refusals in the `openai` package's typed exceptions, with the field or a time to retry."""
 
 from __future__ import annotations
 
@@ -353,7 +352,7 @@ def test_numbers_of_any_size_in_a_schema_reach_the_engine(gate):
     _, key = gate.run(gate.gateway.keys.create(NewKey(owner="large", role="member")))
     client = client_of(gate, key=key)
     complete(client, extra_body={"guided_json": {"maximum": 10**30}})
-    # Not of the newest engine alone: one that an earlier test killed is started again meanwhile.
+    # The newest engine may be another one: an engine killed by an earlier test restarts meanwhile.
     engines = [e for name, e in gate.launcher.servicers.items() if name.startswith("sampler")]
     asked = [request.structured.json_schema for e in engines for request in e.requests]
     assert f'{{"maximum": {10**30}}}' in asked

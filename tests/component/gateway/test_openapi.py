@@ -1,4 +1,4 @@
-"""The OpenAPI document: complete, served, and what docs/api.md is written from."""
+"""The OpenAPI document is complete, served, and the source of docs/api.md."""
 
 from __future__ import annotations
 

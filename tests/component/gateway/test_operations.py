@@ -74,7 +74,7 @@ def test_another_request_with_a_taken_seq_id_is_refused_by_name_and_changes_noth
     run.release()
     assert run.outcome(1).json()["metrics"] == {"grad_norm": 1.5}
     refused()
-    run.gate.gateway.futures._futures.pop(first["request_id"])  # as a while after it was fetched
+    run.gate.gateway.futures._futures.pop(first["request_id"])  # as some time after the fetch
     refused()
     assert run.step(1).json() == first
     assert run.backward(2).status_code == 200

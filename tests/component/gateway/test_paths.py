@@ -1,4 +1,4 @@
-"""A path with fewer or more slashes is the path that it stands for, under all rules."""
+"""Missing or extra slashes do not change a path's meaning or its rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_slashes_count_once_and_none_at_the_end(sent, plain):
 
 
 def answer_of(gate, method: str, path: str, *, key: str | None = KEY, body: object = None):
-    """The status and the content of a request whose path no client tidies."""
+    """Status and content for a path that no client library normalizes."""
     host = gate.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=60)
     headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}

@@ -1,4 +1,4 @@
-"""A PostgreSQL that restarts, breaks off connections and refuses rows."""
+"""A PostgreSQL server restarts, drops connections and refuses rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USED = {
 
 @pytest.fixture(scope="module")
 def server():
-    """One that the tests may stop."""
+    """A server that tests may stop."""
     if programs() is None:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     with running_postgres() as server, used_for_all(server):
@@ -56,7 +56,7 @@ async def rows(database: Database, table: Table) -> list[dict]:
 async def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(database, server):
     add_usage(database)
     assert await database.flush()
-    await asyncio.gather(*(database.read(select(usage)) for _ in range(8)))  # all readers connected
+    await asyncio.gather(*(database.read(select(usage)) for _ in range(8)))  # connects all readers
     await asyncio.to_thread(server.stop)
     add_usage(database)
     assert not await database.flush()
@@ -77,7 +77,7 @@ async def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(databas
 
 
 async def test_connections_that_the_server_broke_off_are_made_anew(database, server, tmp_path):
-    """As a restart between two requests, and as a proxy that closes what is idle."""
+    """As after a restart between requests, or if a proxy closes idle connections."""
     await asyncio.gather(*(database.read(select(usage)) for _ in range(8)))
     with psycopg.connect(server.database_for(tmp_path)) as other:
         other.execute(

@@ -1,4 +1,4 @@
-"""Trainers that die and are restored, under a gateway whose workers are fakes."""
+"""Trainers die and are restored, under a gateway with fake workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_client_is_told_what_is_restored(start):
     released = threading.Event()
 
     class Held(FakeTrainer):
-        """Comes up, and restores nothing until it is released."""
+        """Starts, but restores nothing until it is released."""
 
         async def Restore(self, request, context):
             await until(released.is_set)
@@ -208,7 +208,7 @@ def test_a_load_that_failed_is_not_replayed(start):
         run.die()
         run.backward(5)
         assert run.outcome(5).status_code == 200
-        assert run.newest.applied == [("forward_backward", 5)]  # what was saved is a snapshot
+        assert run.newest.applied == [("forward_backward", 5)]  # the save serves as a snapshot
 
 
 def test_a_load_that_meets_a_bad_disk_when_it_is_replayed_is_tried_again(start, monkeypatch):
@@ -216,7 +216,7 @@ def test_a_load_that_meets_a_bad_disk_when_it_is_replayed_is_tried_again(start, 
     begun: list[FakeTrainer] = []
 
     class Unlucky(FakeTrainer):
-        """The second and the third that start cannot read."""
+        """The second and the third trainer cannot read."""
 
         def __init__(self, spec):
             super().__init__(spec)
@@ -241,7 +241,7 @@ def test_a_custom_loss_that_takes_too_long_when_it_is_replayed_is_tried_again(st
     begun: list[FakeTrainer] = []
 
     class Busy(FakeTrainer):
-        """The second that starts is too slow."""
+        """The second trainer is too slow."""
 
         def __init__(self, spec):
             super().__init__(spec)

@@ -1,8 +1,6 @@
-"""The resuming script of docs/training.md goes on where it was.
+"""The resuming script of docs/training.md continues where it was.
 
-The tests interrupt it by a Ctrl-C, a trainer that dies, and restarts of the gateway, during the
-script and between two of its runs.
-"""
+Ctrl-C, a dying trainer, and gateway restarts interrupt it, also between two of its runs."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ BATCH = [
 
 
 class Batches:
-    """The script's `data`, with something that happens when a batch is taken for the nth time."""
+    """The script's `data`, which calls `happens` when batches are taken for the nth time."""
 
     def __init__(self, at: int = -1, happens=lambda: None) -> None:
         self.taken, self._at, self._happens = 0, at, happens
@@ -52,7 +50,7 @@ class Batches:
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts a gateway on the same directory and the same port."""
+    """Starts a gateway on the same directory and port."""
     port = known_port()
     monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("TINKER_API_KEY", KEY)
@@ -68,8 +66,8 @@ def start(tmp_path, monkeypatch):
 def run_script(gate, batches: Batches) -> None:
     model = make_model(gate.settings.data_dir.parent / "model")
     gate.run(gate.gateway.models.add(name="my/model", path=str(model)))
-    # The SDK keeps the connections of a RestClient() for all of this process, whose tests have
-    # gateways of their own.
+    # The SDK shares a RestClient()'s connections in this process, but each test has its own
+    # gateway.
     script = SCRIPT.replace("RestClient()", f"RestClient(base_url={gate.url!r})")
     exec(compile(script, "training.md", "exec"), {"data": batches})
 

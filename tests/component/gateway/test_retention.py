@@ -1,4 +1,4 @@
-"""A gateway that starts on an old database, and what a client is told about what was removed."""
+"""A gateway starts on an old database, and answers questions about removed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling surface: parameters, clones, cancellation, bounds, polls; with a fake sampler."""
+"""Sampling: parameters, clones, cancellation, bounds and polls, with a fake sampler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sampling(service):
 
 
 def engine_of(gate, sampler):
-    """The engine of a client, or of a sampling session's id."""
+    """The engine of a client or of a sampling session's id."""
     sampler_id = sampler if isinstance(sampler, str) else sampler._sampling_session_id
     return gate.worker(f"sampler-{sampler_id.partition(':')[0]}")[1]
 
@@ -41,7 +41,7 @@ def poll(client, sampler_id: str, **changes):
     return client.post("/api/v1/retrieve_futures", json=body)
 
 
-# --- What is passed on --------------------------------------------------------------------
+# --- Parameters for the engine ------------------------------------------------------------
 
 
 def test_everything_that_a_client_can_ask_for_reaches_the_engine(gate, service):
@@ -399,7 +399,7 @@ def test_one_poll_reports_each_end_once_with_its_size(gate):
         assert before["completions"] == [
             {"state": "finished", "request_id": first, "response_payload_uncompressed_size": size}
         ]
-        # An answer that was lost on its way is asked for again.
+        # The client asks again for a lost answer.
         assert poll(client, sampler_id, timeout=10).json() == before
         second = asample(client, sampler_id, 1).json()["request_id"]
         asample(client, sampler_id, CLIENT_BLOCK)
@@ -453,7 +453,7 @@ def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
 
 
 def refused(client, **changes) -> str:
-    """Return what a sample of the model `tiny`, of 64 tokens, is refused with at once."""
+    """Return the immediate error for a sample of the model `tiny` (context: 64 tokens)."""
     answer = client.post("/api/v1/asample", json={**SAMPLE, **changes})
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
@@ -539,7 +539,7 @@ def test_clients_hear_how_long_a_sequence_of_their_engine_may_be(gate, sampling)
 
 
 def test_a_length_that_a_config_names_by_another_word_is_known(gate, tmp_path):
-    """GPT-2's calls it n_positions."""
+    """GPT-2's config calls it n_positions."""
     folder = make_model(tmp_path / "gpt2")
     config = {"architectures": ["GPT2LMHeadModel"], "n_positions": 32, "vocab_size": 90}
     (folder / "config.json").write_text(json.dumps(config))

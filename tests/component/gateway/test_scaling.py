@@ -1,4 +1,4 @@
-"""A sampler that is scaled over HTTP: on device groups, across gateways, and not by others."""
+"""Scaling a sampler over HTTP: device groups, gateway restarts, and foreign owners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = "/api/tandem/v1"
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a gateway on the same directory as the one before."""
+    """Start a gateway on the directory of the last one."""
     return lambda: running_gateway(tmp_path, groups=GROUPS, session_ttl=600)
 
 
@@ -30,7 +30,7 @@ def scale(gate, target: str, replicas: int, *, key: str = ""):
 
 
 def placed(gate) -> list[int]:
-    """How many engines have a place on each of the groups for them."""
+    """The number of engines with a place on each sampler group."""
     groups = gate.http().get(f"{OWN}/groups").json()["groups"]
     return [group["placed"] for group in groups if group["roles"] == ["sampler"]]
 

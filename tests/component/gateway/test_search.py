@@ -1,4 +1,4 @@
-"""Sessions and runs as they are listed, searched, described and moved, through the SDK."""
+"""Sessions and runs: lists, searches, descriptions and moves, through the SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sdk import supervised
 
 @pytest.fixture
 def mark() -> str:
-    """What tells the sessions of this test from those of others."""
+    """A mark that only this test's sessions have."""
     return uuid.uuid4().hex[:8]
 
 

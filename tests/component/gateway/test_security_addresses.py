@@ -1,4 +1,4 @@
-"""Signed addresses: every part altered in turn, re-targeted, forged, expired."""
+"""Signed addresses: every part altered, re-targeted, forged or expired."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def altered(text: str) -> Iterator[str]:
 
 
 def fetch(url: str, method: str = "GET") -> httpx.Response:
-    """Without a key, as a browser would."""
+    """Without a key, like a browser."""
     return httpx.request(method, url, timeout=30, verify=False)
 
 
@@ -136,7 +136,7 @@ def test_a_field_given_twice_is_not_read_in_two_ways(addresses):
 
 
 def test_a_good_address_opens_no_other_door(world, addresses):
-    """Its signature stands for a key nowhere else."""
+    """Its signature replaces a key nowhere else."""
     query = urlsplit(addresses["download"]).query
     for path in ("/api/v1/training_runs", "/api/tandem/v1/config", "/api/v1/audit"):
         answer = fetch(f"{world.gate.url}{path}?{query}")

@@ -1,4 +1,4 @@
-"""Every request that changes something leaves a line in the audit log, also a refused one."""
+"""Every request that changes something leaves a line in the audit log, even a refused one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_every_attempt_leaves_one_line_with_who_asked_and_how_it_ended(world, ro
         world.keys["foreign"]: "tml:organization_user:ben",
         own: None,
     }
-    if route == "delete_own_key":  # which every role may do: only its own attempt is made
+    if route == "delete_own_key":  # every role may do it with its own key
         del attempts[world.keys["reader"]], attempts[world.keys["foreign"]]
     for key, actor in attempts.items():
         call = CALLS[route](world)
         before = len(lines(world))
         answer = world.ask(method, call, key=key)
         if key == world.keys["foreign"] and answer.status_code != 404:
-            continue  # it names no thing of anybody's, or is an admin's
+            continue  # it names nobody's thing, or is an admin's route
         expected = {UNKNOWN: 401, "tml:organization_user:ann": 403}.get(actor, answer.status_code)
         assert answer.status_code == expected
         (line,) = lines(world)[before:]

@@ -1,5 +1,4 @@
-"""A page of another site reads nothing of the gateway, though its name leads here; and requests
-that are none leave one line a minute."""
+"""Foreign pages read nothing, though their name leads here. Bad requests log a line a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links planted in the data directory are not followed: nothing is read or removed through them."""
+"""Links planted in the data directory are not followed for reading or removing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ann(world) -> Iterator[Client]:
 
 @pytest.fixture
 def outside(world) -> Path:
-    """A folder beside the data directory that looks like weights, with something in it."""
+    """A folder beside the data directory that looks like weights, with a secret file."""
     folder = world.folder / f"outside-{world.number()}"
     folder.mkdir()
     (folder / "secret").write_bytes(SECRET)
@@ -39,7 +39,7 @@ def place(world: World, path: str) -> Path:
 
 
 def urls(world: World, client: Client, path: str) -> dict[str, str]:
-    """Return the addresses; none if they are refused, as damaged files are the server's fault."""
+    """Return the addresses, or none for damaged files, which are the server's fault."""
     answer = client.get(f"{world.checkpoint(path)}/external_weights_urls")
     assert answer.is_success or answer.json()["type"] == "checkpoint_damaged"
     assert str(world.folder) not in answer.json().get("error", "")

@@ -1,7 +1,6 @@
-"""Hostile names are refused with a sentence; nothing is written or read outside the data directory.
+"""Hostile names are refused, and nothing outside the data directory is written or read.
 
-The requests are those of the access table, so that new routes are attacked, too.
-"""
+The requests come from the access table, so new routes are attacked, too."""
 
 from __future__ import annotations
 
@@ -71,19 +70,19 @@ CHARACTERS = {
     "very long": "é" * 5_000,
 }
 HOSTILE = SLASHES | CHARACTERS
-"""Each of them goes to the parsers."""
+"""All of them go to the parsers."""
 SENT = [
     "dots", "absolute", "encoded", "twice encoded", "fullwidth slash", "only dots", "a hidden file",
     "nothing", "a line", "NUL", "right to left", "an address", "a wildcard", "long",
 ]  # fmt: skip
-"""One of each kind goes over the wire, in every place that takes a name."""
+"""One of each kind goes over the wire, in every place for a name."""
 
 every_kind = pytest.mark.parametrize("bad", [HOSTILE[name] for name in SENT], ids=SENT)
 
 
 @pytest.fixture(autouse=True)
 def nothing_moves(world) -> Iterator[None]:
-    """Check that nothing appears beside the data directory, and nothing oddly named in it."""
+    """Check that nothing appears beside the data directory, and no odd name in it."""
     (world.folder / "outside").write_text(SECRET)
     before = around(world.folder)
     yield
@@ -104,7 +103,7 @@ def names_something(value: object, world: World) -> bool:
 
 
 def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
-    """Yield the body with each name in it replaced in turn, wholly or in part."""
+    """Yield the body with each of its names replaced in turn, wholly or in part."""
     if isinstance(body, dict):
         for key, value in body.items():
             for changed in variants(value, bad, world):
@@ -123,7 +122,7 @@ def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
 
 
 def outcome(world: World, answer: httpx.Response) -> httpx.Response:
-    """Return the answer, or the failure of the operation that it promised."""
+    """Return the answer, or the failure of its operation."""
     if answer.status_code != 200 or "request_id" not in answer.json():
         return answer
     failed = world.gate.retrieve(answer.json()["request_id"])
@@ -145,15 +144,15 @@ def test_every_name_in_a_body_is_refused(world, bad):
     asked = 0
     for route, method in routes():
         if route in ("create_custom_loss", "forward_backward") or method == "DELETE":
-            continue  # below: bodies that are read in another way, and none
+            continue  # others have no JSON body
         call = CALLS[route](world)
         if call.json is None:
             continue
         for index in range(len(list(variants(call.json, bad, world)))):
-            call = CALLS[route](world)  # its place in the log is free again
+            call = CALLS[route](world)  # the number in the log is free again
             body = list(variants(call.json, bad, world))[index]
             if bad == "" and body.get("model_path") == "":
-                continue  # as good as absent
+                continue  # as if absent
             asked += 1
             answer = world.ask(method, replace(call, json=body), key=world.keys["member"])
             refused(outcome(world, answer), (route, body))
@@ -162,7 +161,7 @@ def test_every_name_in_a_body_is_refused(world, bad):
 
 @every_kind
 def test_every_name_in_a_path_is_refused(world, bad):
-    """Encoded once and twice."""
+    """Each name is encoded once and twice."""
     run, session, sampler = world.run, world.session, world.sampler
     good = f"training_runs/{run}/checkpoints/weights/{world.state.rpartition('/')[2]}"
     if bad in ("", "."):
@@ -304,7 +303,7 @@ async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):
 
 
 def test_the_calls_of_the_table_are_good_when_nobody_tampers(world):
-    """Else the refusals above would prove nothing."""
+    """Otherwise the refusals above would prove nothing."""
     call: Call = CALLS["save_weights"](world)
     assert world.ask("POST", call, key=world.keys["member"]).status_code == 200
     assert world.ask("POST", CALLS["weights_info"](world), key=world.keys["member"]).is_success

@@ -1,4 +1,4 @@
-"""A running gateway refuses tokens that it did not sign, or not in this form."""
+"""A running gateway refuses foreign or malformed tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def part(content: object) -> bytes:
 
 
 def signed(header: dict[str, object], body: dict[str, object], key: bytes) -> str:
-    """Sign by hand what a library refuses to make."""
+    """Sign tokens by hand that a library refuses to make."""
     raw = part(header) + b"." + part(body)
     signature = base64.urlsafe_b64encode(hmac.digest(key, raw, hashlib.sha256)).rstrip(b"=")
     return (raw + b"." + signature).decode()
@@ -62,7 +62,7 @@ def test_no_signature_and_other_algorithms_are_refused(world):
 
 
 def test_a_public_key_is_no_shared_secret(world):
-    """RS256 taken for HS256: the attacker signs with what everybody knows."""
+    """RS256 taken for HS256: the attacker signs with the public key."""
     private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     body = claims(world)
@@ -119,7 +119,7 @@ def jwt_of(world: World, changes: dict[str, object]) -> str:
 def test_every_changed_character_of_a_token_is_noticed(world):
     token = jwt.encode(claims(world), world.gate.gateway.signing_key)
     identity = world.gate.gateway.identity
-    last = len(token) - 1  # its lowest bits may be padding, which base64 does not read
+    last = len(token) - 1  # base64 ignores its lowest bits if they are padding
     for index in range(0, last, 3):
         if token[index] == ".":
             continue

@@ -100,7 +100,7 @@ print(service.create_lora_training_client("tiny:full").result().model_id)
 
 
 def test_sessions_end_while_much_is_removed(tmp_path, monkeypatch):
-    """An earlier gateway threw a large folder away."""
+    """An earlier gateway left a large folder in its trash."""
     removing, go_on, remove = threading.Event(), threading.Event(), shutil.rmtree
 
     def slow(path, **options):

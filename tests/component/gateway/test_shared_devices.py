@@ -1,5 +1,5 @@
-"""Two owners' sessions on one group: what waits says why, and who has and had the devices is shown
-to each as far as it is its own."""
+"""Two owners' sessions share a group. Waiting requests give a reason, and an owner sees only its
+own share of the devices' history."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Experiment:
         return answer.json()
 
     def step(self) -> str:
-        """Send a batch and its optimizer step; return the request id of the latter."""
+        """Send a batch and its optimizer step. Return the step's request id."""
         self.seq_id += 2
         body = forward_backward_bytes(self.run, self.seq_id - 1)
         self.client.post("/api/v1/forward_backward", content=body, headers=PROTO)
@@ -85,7 +85,7 @@ class Experiment:
         return self.client.post("/api/v1/retrieve_future", json={"request_id": request_id})
 
     def why_without_devices(self, request_id: str) -> str:
-        """Return what is said of a request once it is paused, because others use the devices."""
+        """Return the reason once a request is paused because others use the devices."""
 
         def why() -> str:
             answer = self.asked(request_id)
@@ -100,8 +100,8 @@ class Experiment:
         wait_until(lambda: self.asked(request_id).status_code == 200)
 
     def at_work(self) -> str:
-        """Have the devices, for as long as the trainer's gate is closed."""
-        self.done(self.step())  # it has the devices
+        """Hold the devices while the trainer's gate is closed."""
+        self.done(self.step())  # takes the devices
         self.gate.run(self.trainer.gate.clear)
         return self.step()
 
@@ -178,7 +178,7 @@ def test_a_trainer_that_cannot_be_suspended_is_killed_before_another_has_its_dev
     ben.done(ben.step())
     (killed,) = set(gate.launcher.stopped)
     assert killed.startswith(f"trainer-{ann.session}")
-    ann.done(ann.step())  # by another process
+    ann.done(ann.step())  # in a new process
 
 
 def test_a_sample_that_waits_for_devices_says_so(gate, ann, ben):

@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all: they hold one piece of their answer, and not for ever."""
+"""A slow client holds one piece of its answer, and only for a limited time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 TOKENS = 1_500_000
-"""Of one batch; its logprobs are 6 MB, more than the kernel takes for a client that stands."""
+"""Tokens of a batch. Its logprobs (6 MB) exceed the kernel's buffers for a stalled client."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def result(gate):
 
 
 def large_result(gate) -> tuple[str, bytes]:
-    """The request_id of a large result, and its bytes."""
+    """A large result: its request_id and bytes."""
     run_id = gate.run_id(gate.session_id())
 
     async def large(_client, _method, _request, *, begun):
@@ -55,8 +55,7 @@ def large_result(gate) -> tuple[str, bytes]:
 
 
 def whole(gate, request_id: str) -> bytes:
-    """The result for a client that reads as fast as it can; empty if the machine let it do so too
-    late."""
+    """The result for a client that reads at once, or nothing if the machine is too slow."""
     try:
         return gate.retrieve(request_id).content
     except httpx.TransportError:
@@ -107,7 +106,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_the_result_stays(gate, resul
 def test_a_gateway_that_stops_cuts_off_a_client_that_takes_nothing_without_an_error(
     tmp_path, caplog
 ):
-    patient = {"write_timeout": 60}  # for the other gateway of this module it is 1
+    patient = {"write_timeout": 60}  # the module's other gateway has 1
     with running_gateway(tmp_path, session_ttl=600, http=patient) as gate:
         request_id, _ = large_result(gate)
         client = ask(gate, request_id)

@@ -1,8 +1,7 @@
 """The Python of README.md and docs/ runs unchanged, with fake workers.
 
-A snippet finds the variables that its page uses (`service`, `training`, `prompt`, `data`,
-`client`). Placeholders of the page become ids of this gateway. A warning of the SDK fails the test.
-"""
+A snippet gets the variables of its page (`service`, `training`, `prompt`, `data`, `client`).
+Placeholders become ids of this gateway. A warning of the SDK fails the test."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, monkeypatch):
     for placeholder, value in {
         "http://127.0.0.1:8000": gate.url,
         "tml-…": KEY,
-        "RestClient()": f"RestClient(base_url={gate.url!r})",  # else one for the whole process
+        "RestClient()": f"RestClient(base_url={gate.url!r})",  # else one per process
         "s-ab12…:train:0": run_id,
         "tinker://RUN/sampler_weights/NAME": f"tinker://{run_id}/sampler_weights/final",
     }.items():

@@ -1,4 +1,4 @@
-"""What the stack does when its gateway or its agent ends by itself."""
+"""The stack restarts a gateway or an agent that ends by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sentences() -> list[str]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory, sentences):
-    """One that each test leaves whole."""
+    """A stack that each test leaves whole."""
     data_dir = tmp_path_factory.mktemp("stack")
     with Stack(data_dir=data_dir, settings={"port": "0"}, tell=sentences.append) as stack:
         yield stack
@@ -30,13 +30,13 @@ def stack(tmp_path_factory, sentences):
 
 @pytest.fixture
 def said(sentences) -> list[str]:
-    """What the stack has said since the test began."""
+    """The stack's sentences since the test began."""
     sentences.clear()
     return sentences
 
 
 def another(stack: Stack, old: int) -> bool:
-    """Whether another gateway than the one that had this pid answers."""
+    """Whether a gateway with another pid answers."""
     return stack.endpoint.pid != old and answers(stack.endpoint)
 
 
@@ -52,7 +52,7 @@ def test_a_killed_gateway_comes_back_on_its_port_and_its_agent_has_stayed(stack,
 
 
 def agent_pid(stack: Stack) -> int:
-    """The pid of the agent that answers; waits until one does."""
+    """The answering agent's pid, as soon as one answers."""
     with grpc.insecure_channel(agent_address(stack.data_dir)) as channel:
         request = agent_pb2.DescribeAgentRequest()
         stub = agent_pb2_grpc.AgentStub(channel)

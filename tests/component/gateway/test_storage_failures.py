@@ -1,4 +1,4 @@
-"""A database that is locked or full: what clients are told, and that all goes on afterwards."""
+"""A locked or full database: clients get clear errors, and everything goes on afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(gate) -> str:
 
 @contextmanager
 def locked(gate) -> Iterator[None]:
-    """Another process writes, and does not end."""
+    """Another process holds a write transaction."""
     gate.run(wait_for_no_lock(gate.gateway.database))
     with locked_database(gate.settings.data_dir):
         yield
@@ -42,7 +42,7 @@ def locked(gate) -> Iterator[None]:
 
 @contextmanager
 def full(gate) -> Iterator[None]:
-    """The database may not grow."""
+    """The database cannot grow."""
     write = gate.gateway.database.write
     gate.run(write(text("PRAGMA max_page_count = 1")))
     yield
@@ -165,7 +165,7 @@ def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_pat
 @on_sqlite
 def test_a_run_whose_creation_could_not_be_recorded_can_be_asked_for_again(gate):
     new = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny"}
-    new["user_metadata"] = {"more": "x" * 16_000}  # which the database has no room for
+    new["user_metadata"] = {"more": "x" * 16_000}  # too large for the database
     with gate.http() as client:
         with full(gate):
             refused = client.post("/api/v1/create_model", json=new)

@@ -1,4 +1,4 @@
-"""Connections that do not get on, seen from raw sockets: each gets its answer, and its end."""
+"""Stalled connections, seen from raw sockets, get an answer and are closed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    """A gateway that waits longer for what it is sent than any of these tests takes."""
+    """A gateway with longer timeouts than any of these tests needs."""
     with running_gateway(
         tmp_path_factory.mktemp("patient"),
         session_ttl=600,
@@ -83,7 +83,7 @@ def test_a_trickle_of_headers_does_not_move_the_deadline(gate):
         raw.socket.settimeout(0.05)
         seen = b""
         for n in range(200):
-            with contextlib.suppress(ConnectionError):  # to a slow one it is closed before
+            with contextlib.suppress(ConnectionError):  # a slow client may find it closed
                 raw.send(b"X-%d: y\r\n" % n)
             try:
                 seen = raw.socket.recv(100)
@@ -154,7 +154,7 @@ def test_a_body_is_refused_by_its_length_before_it_is_sent_and_takes_its_place(p
         status, _, body = raw.answer()
         assert (status, body["type"]) == (413, "payload_too_large")
         assert str(LIMIT * 1000) in body["error"]
-        assert raw.rest() == b""  # after so long, nobody waits for the rest
+        assert raw.rest() == b""  # nobody waits for the rest
     assert patient.retrieve(f"{run_id}:1").json()["type"] == "payload_too_large"
     wait_until(lambda: patient.gateway.limits.bodies.total == 0)
 
@@ -192,13 +192,13 @@ def test_a_small_operation_that_is_too_large_takes_its_place_and_is_not_kept(tmp
 
 
 def test_the_rest_of_a_refused_body_is_not_kept(patient):
-    """It comes while the connection lingers, and goes nowhere."""
+    """It arrives while the connection lingers, and is dropped."""
     with Raw(patient) as raw:
         protocol = raw.protocol_in(patient)
         raw.post("/api/v1/create_session", f"Content-Length: {LIMIT * 1000}")
         raw.send(bytes(5000))
         assert raw.answer()[0] == 413
-        with contextlib.suppress(ConnectionError):  # a slow machine sends after the lingering
+        with contextlib.suppress(ConnectionError):  # a slow machine sends after that
             raw.send(bytes(2_000_000))
         assert raw.rest() == b""
         assert len(protocol.cycle.body) == 0
@@ -229,7 +229,7 @@ def test_bodies_on_their_way_take_a_bounded_memory_of_each_owner(patient):
     wait_until(lambda: patient.gateway.limits.bodies.total == 0)
 
 
-# --- Clients that go away, and too many of them -------------------------------------------
+# --- Clients that go away, and too many clients -------------------------------------------
 
 
 def test_a_client_that_goes_away_in_the_middle_leaves_nothing(patient):

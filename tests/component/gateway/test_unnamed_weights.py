@@ -1,4 +1,4 @@
-"""Weights without a name: the disk holds the newest few and the used ones, not all of an hour."""
+"""Of weights without a name, the disk holds only the newest few and those in use."""
 
 from __future__ import annotations
 

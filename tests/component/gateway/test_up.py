@@ -1,4 +1,4 @@
-"""What `tandem up` says when it cannot start a gateway, or when its gateway ends."""
+"""Errors of `tandem up` when it cannot start a gateway, or when its gateway ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_only(self, **_):
 Path.mkdir = read_only
 main()
 """
-"""The command on a read-only file system. The tests may run as root, who may write everything."""
+"""The command on a read-only file system. Tests may run as root, which can write everywhere."""
 
 HEEDING_SIGNALS = """
 import os, signal, sys
@@ -40,18 +40,17 @@ for number in (signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Becomes a command, and heeds what a shell lets its background jobs ignore, and nohup."""
+"""Becomes a command that heeds signals which a shell's background job or nohup ignores."""
 
 
 def refused(*command: str, **variables: str) -> str:
-    """The one sentence with which a command ends; nothing else is printed.
+    """The one sentence with which a command ends. It prints nothing else.
 
-    The command is a process of its own: threads of other tests write to this one's.
-    """
+    The command runs in its own process, because other tests' threads write to this one's output."""
     kept = {
         key: text
         for key, text in os.environ.items()
-        if not key.startswith("TANDEM_") or key.startswith("TANDEM_POOL_")  # none starts ahead
+        if not key.startswith("TANDEM_") or key.startswith("TANDEM_POOL_")  # starts no worker ahead
     }
     done = subprocess.run(
         command, env=kept | variables, capture_output=True, text=True, timeout=120, check=False
@@ -67,7 +66,7 @@ def refused(*command: str, **variables: str) -> str:
 
 @contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that is ended with the block, whatever happens in it."""
+    """A command that ends with the block in any case."""
 
     with subprocess.Popen(
         [sys.executable, "-c", HEEDING_SIGNALS, *command],
@@ -149,7 +148,7 @@ def test_up_says_that_a_gateway_that_was_killed_is_started_again(tmp_path):
 
 
 def printed(command: subprocess.Popen[str]) -> dict:
-    """What `tandem up --json` says when it is up."""
+    """The output of `tandem up --json` once it is up."""
     assert command.stdout is not None
     text = ""
     while not text.rstrip().endswith("}"):

@@ -1,4 +1,4 @@
-"""`GET /usage` of a gateway in which a client has trained, saved and sampled."""
+"""`GET /usage` after a client has trained, saved and sampled."""
 
 from __future__ import annotations
 
