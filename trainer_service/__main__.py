@@ -1,7 +1,7 @@
 """`python -m trainer_service`: rank 0 of a trainer. On several nodes, the others run `node.py`.
 
-torch and transformers are imported after the address is reported, in the engine thread. Ranks
-forked on this node need the imports first.
+torch and transformers are imported in the engine thread, after the address is reported, or before
+ranks are forked.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Worker:
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
     def start_ranks(self) -> tuple[Topology, PeerRanks]:
-        """Start this node's other ranks. Raises `WorkerStartFailed`."""
+        """Raises `WorkerStartFailed`."""
         topology = topology_of(self._spec, node=0)
         devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
         ranks = PeerRanks(self._spec, topology, devices=devices, on_death=self._break)
@@ -82,7 +82,7 @@ class _Worker:
         return topology, ranks
 
     def _break(self, error: TandemError) -> None:
-        """End the worker, from any thread. The first error is the reported cause."""
+        """End the worker, from any thread. The first error is reported."""
         with suppress(InvalidStateError):
             self._broken.set_result(error)
 

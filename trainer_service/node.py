@@ -5,12 +5,11 @@ is 1, and the reason is in its log and in `--report-file`. FILE is the `WorkerSp
 
 A launcher of several nodes sets:
 - In the specification: `nodes`, the number of all ranks as `trainer.ranks`, node 0's HOST:PORT as
-  `rendezvous`, and the devices of all ranks, if any, in the nodes' order. HOST must resolve as soon
-  as node 0 runs, even before it is ready (on Kubernetes, a headless Service with
-  `publishNotReadyAddresses`).
+  `rendezvous`, and the devices of all ranks, if any, in the nodes' order. HOST must resolve even
+  before node 0 is ready (on Kubernetes, a headless Service with `publishNotReadyAddresses`).
 - In the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, ….
 - Between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
-  that the kernel chooses. The models and the data directory have one path on all nodes.
+  that the kernel chooses. Models and data directory have one path on all nodes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The backends: each loads, shards and computes a model, one backend per file.
 
-`base.py` has `TrainerBackend`, whose docstring is the guide to writing one. `loop.py` is the
-default loop over micro-batches. The built-in backend is `fsdp2.py`, with `token_logprobs.py`,
-`sharding.py`, `copies.py` (copied weights of a single rank), `exporting.py` and `planning.py`.
+`TrainerBackend` (`base.py`) is the guide to writing one. `loop.py` is the default loop over
+micro-batches. The built-in backend is `fsdp2.py`, with `token_logprobs.py`, `sharding.py`,
+`copies.py`, `exporting.py` and `planning.py`.
 
 To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and `BACKEND =
 ThatClass`. A run chooses it by `tandem.backend = NAME` in its `user_metadata`. An external package
-names its class in the entry-point group `tandem.trainer_backends` instead.
+names its class in the entry-point group `tandem.trainer_backends`.
 """
 
 from trainer_service.backends.base import Capability, TrainerBackend, World, backend_named

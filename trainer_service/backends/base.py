@@ -1,5 +1,3 @@
-"""The interface of trainer backends, and their lookup by name."""
-
 from __future__ import annotations
 
 import enum
@@ -47,15 +45,14 @@ class Capability(enum.StrEnum):
     """`export_adapter`, `adapter_targets`, and `share` and `activate` for several runs of one
     model."""
     LAYOUTS = "copy a model, divide its matrices among ranks, or keep its weights on the host"
-    """More than one of `training.layout.replicas` or `training.layout.tensor_parallel`, and
-    `training.weights_on_host`."""
+    """Several replicas or tensor-parallel ranks in `training.layout`, and
+    `training.weights_on_host`.
+    """
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """The tensors (or this rank's shards) that live between operations, in their order of leaving
-    the device.
-    """
+    """The tensors or shards that live between operations, in their order of leaving the device."""
 
     optimizer: Sequence[Tensor]
     gradients: Sequence[Tensor]
@@ -93,10 +90,9 @@ class World:
 class TrainerBackend(ABC):
     """One rank's share of a model. This docstring is the guide to writing a backend.
 
-    **Class.** The constructor loads a model for one rank. There are `world.size` processes. If
-    there are several, they already form a torch process group. All ranks call each method in the
-    same order, one at a time, so a method may use collectives. Other parts validate requests,
-    divide batches, gather results, apply operations once, and write and commit files.
+    **Class.** The constructor loads a model for one rank. Several ranks already form a torch
+    process group. All ranks call each method in the same order, one at a time, so a method may use
+    collectives. Requests, batches, results and files are the work of other parts.
 
     **Required.** A constructor that sets the attributes below, and these methods:
 
@@ -115,17 +111,16 @@ class TrainerBackend(ABC):
         loss_of            the loss and its log probabilities, for gradients in one go
         forward_backward   the whole loop: a pipeline, one fused call
 
-    **Optional.** `capabilities` names further abilities. Their methods otherwise raise
-    `UnsupportedByBackend`. An instance may remove some after loading its model (`self.capabilities
-    -= {Capability.SLEEP}`).
+    **Optional.** Methods of further `capabilities` otherwise raise `UnsupportedByBackend`. An
+    instance may remove some after loading its model (`self.capabilities -= {Capability.SLEEP}`).
 
     **Guarantees.** A loss is a sum over datums, so gradients are summed over ranks, never averaged:
     N ranks must compute what one computes. Equal operations give equal bits. A rank without datums
     still takes part in its collectives.
 
     **Registration.** `BACKEND = ThatClass` in a module of this folder, or an entry point of the
-    group `tandem.trainer_backends` (example: `tests/support/plain_backend`, 80 lines). A run names
-    its backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
+    group `tandem.trainer_backends` (example: `tests/support/plain_backend`). A run names its
+    backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
     """
 
     capabilities: frozenset[Capability] = frozenset()
@@ -136,13 +131,13 @@ class TrainerBackend(ABC):
     device: str
     optimizer: Optimizer
     threads: bool = False
-    """True if several threads may compute micro-batches at once. Then `logprobs`, `loss_of`,
-    `inputs` and `gradients` are thread-safe, and the loop calls `accumulate`."""
+    """True if several threads may compute at once. Then `logprobs`, `loss_of`, `inputs` and
+    `gradients` are thread-safe, and the loop calls `accumulate`.
+    """
     packs: bool = False
-    """True if micro-batches come packed into one row instead of padded."""
+    """Micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
-    """The tokens of a micro-batch that fit into memory, if the backend plans them
-    (`tandem/backends/memory.py`)."""
+    """The tokens of a micro-batch that fit into memory (`tandem/backends/memory.py`)."""
 
     @abstractmethod
     def __init__(
@@ -153,10 +148,7 @@ class TrainerBackend(ABC):
         world: World,
         training: TrainingSpec | None = None,
     ) -> None:
-        """Load the model. `training` None: all parameters, by AdamW.
-
-        Raises `UnsuitableLora` for a LoRA run that the model does not allow.
-        """
+        """Load the model. `training` None: all parameters, by AdamW. Raises `UnsuitableLora`."""
 
     # --- Computing -------------------------------------------------------------------------
 
@@ -188,16 +180,15 @@ class TrainerBackend(ABC):
         return True
 
     def warm_up(self) -> None:
-        """Compile the code for later batches, on a computing thread.
+        """Compile the code for later batches, on a computing thread of all ranks.
 
-        All ranks call it before a trainer is ready, and before the first batch of each later run.
         Meanwhile collectives, also of `groups`, may take `WARM_UP_TIMEOUT`.
         """
         return
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """The process groups of its collectives, besides the group of all ranks."""
+        """The process groups of its collectives, besides that of all ranks."""
         return []
 
     def backward(self, loss: Tensor) -> None:
@@ -205,7 +196,7 @@ class TrainerBackend(ABC):
         loss.backward()
 
     def gradients(self, loss: Tensor) -> Gradients:
-        """Return the gradients of `loss`, not added to the held ones. Only if `threads`."""
+        """Return the gradients of `loss` for `accumulate`. Only if `threads`."""
         raise NotImplementedError
 
     def accumulate(self, gradients: Gradients) -> None:
@@ -213,9 +204,8 @@ class TrainerBackend(ABC):
         raise NotImplementedError
 
     def mark(self) -> Mark | None:
-        """Record the held gradients for `undo`, before each batch of a single rank.
-
-        Returns None if this backend cannot undo.
+        """Record the held gradients for `undo`. None: this backend cannot undo. Only for a single
+        rank.
         """
         return None
 
@@ -245,29 +235,26 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
-        """The live tensors of a checkpoint, by name, possibly sharded: all parameters and
-        persistent buffers, or the adapter's parameters.
+        """The live tensors of a checkpoint, by name: parameters and persistent buffers, or the
+        adapter's.
         """
 
     @abstractmethod
     def exports(self) -> Sequence[Export]:
         """The tensors of the published whole model, equal on all ranks. LoRA runs publish the
-        adapter instead.
+        adapter.
         """
 
     @abstractmethod
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of these units, by name, in the order of `exports`.
-
-        All ranks iterate to the end. A tensor need only exist until the next one is requested.
+        """Whole tensors of these units, by name, in the order of `exports`. All ranks iterate to
+        the end.
         """
 
     # --- Capabilities ----------------------------------------------------------------------
 
     def live_state(self) -> LiveState:
-        """SLEEP: parameters (also frozen ones), buffers, gradients and optimizer state. The call
-        frees other device memory, such as gathered parameters.
-        """
+        """SLEEP: parameters, buffers, gradients and optimizer state. Frees other device memory."""
         raise self.cannot(Capability.SLEEP)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
@@ -277,11 +264,11 @@ class TrainerBackend(ABC):
         raise self.cannot(Capability.ADAPTERS)
 
     def adapter_targets(self) -> Sequence[str]:
-        """ADAPTERS: PEFT's `target_modules`, naming exactly the adapted layers."""
+        """ADAPTERS: PEFT's `target_modules`."""
         raise self.cannot(Capability.ADAPTERS)
 
     def share(self, training: TrainingSpec) -> TrainerBackend:
-        """ADAPTERS: the backend of another run, with its own adapters and optimizer on this model.
+        """ADAPTERS: the backend of another run on this model.
 
         Raises `UnsuitableLora`, or `InvalidRequest` if the runs cannot share a model.
         """
@@ -309,10 +296,7 @@ def add_gradients(held: Gradients, more: Gradients) -> Gradients:
 
 
 def backend_named(name: str) -> type[TrainerBackend]:
-    """The backend of this package or of an installed one.
-
-    Raises `WorkerStartFailed` for an unknown name, or one that several packages register.
-    """
+    """Raises `WorkerStartFailed` for an unknown name, or one that several packages register."""
     known = known_backends()
     if name not in known:
         raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {', '.join(known)}")

@@ -1,7 +1,4 @@
-"""Copies of float32 weights in the model's dtype, made once per optimizer step.
-
-FSDP instead casts the weights for each micro-batch.
-"""
+"""Copies of float32 weights in the model's dtype, made once per optimizer step."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ class CopiedWeights:
     """`masters` are float32 weights by parameter name. The model's parameters become copies in
     `dtype`.
 
-    Each gradient of a copy is added to its master's immediately, in float32. FSDP does so too, with
-    equal bits. The copies stay the same objects.
+    Each gradient of a copy is added to its master's immediately, in float32, like in FSDP, with
+    equal bits.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:
@@ -34,7 +31,6 @@ class CopiedWeights:
             self._copies.append(parameter.data)
 
     def refresh(self) -> None:
-        """Copy the changed masters."""
         with torch.no_grad():
             torch._foreach_copy_(self._copies, list(self.masters.values()))
 

@@ -69,7 +69,7 @@ class WholeWeights:
         return units
 
     def _unit(self, name: str) -> str:
-        """A unit is one tensor, or a whole block if the files combine several of its tensors."""
+        """One tensor, or a whole block if the files combine several of its tensors."""
         for prefix in self._block_prefixes:
             if name.startswith(f"{prefix}."):
                 return prefix
@@ -83,7 +83,6 @@ class WholeWeights:
         return parameter
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert names and shapes to those of the model's own files."""
         if not self._converts:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion

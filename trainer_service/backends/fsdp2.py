@@ -86,15 +86,14 @@ def torch_dtype(name: str) -> torch.dtype:
 class Fsdp2Backend(TrainerBackend):
     """Float32 master weights, sharded over ranks. Computes in `dtype`, reduces in float32.
 
-    LoRA runs freeze the weights, keep them in `dtype`, and can share them. Each run has its own
-    backend object on the shared model. Adapters are float32 and whole on every rank. The ranks sum
-    their gradients themselves, once per step, because FSDP's set of sharded parameters is fixed
-    while adapters come and go.
+    LoRA runs freeze the weights, keep them in `dtype`, and can share them, each with its own
+    backend object. Adapters are float32 and whole on every rank. The ranks sum their gradients
+    themselves, because FSDP's set of parameters is fixed while adapters come and go.
 
-    A single rank keeps a plain module, which is faster for a small model than a group of one rank.
-    In bfloat16 it computes with copies of its float32 weights, made after each step. If the copies
-    do not fit into memory, FSDP casts a group at a time, with equal bits. FSDP also handles states
-    in bfloat16 with computation in float32, and a single rank's weights on the host.
+    A single rank keeps a plain module, which is faster for a small model. In bfloat16 it computes
+    with copies of its float32 weights, made after each step. If they do not fit into memory, FSDP
+    casts a group at a time, with equal bits. FSDP also handles states in bfloat16 with computation
+    in float32, and a single rank's weights on the host.
     """
 
     capabilities = frozenset(Capability)
@@ -153,7 +152,6 @@ class Fsdp2Backend(TrainerBackend):
     # --- The run ---------------------------------------------------------------------------
 
     def _begin(self, training: TrainingSpec) -> None:
-        """Create the state of one run."""
         self.training = training
         self._choose_trainable(training)
         self.optimizer = make_optimizer(
@@ -235,7 +233,6 @@ class Fsdp2Backend(TrainerBackend):
             )
 
     def _to_device(self) -> None:
-        """Move everything but host weights to the device."""
         if not self.training.weights_on_host:
             self._model.to(self._device)
             return

@@ -24,7 +24,6 @@ _Shapes = Mapping[str, Sequence[int]]
 
 
 def at_once(backend: TrainerBackend, settings: TrainerSettings, *, threads: int) -> int:
-    """The number of micro-batches that a rank computes at once."""
     if not backend.threads:
         return 1
     return min(settings.parallel_micro_batches or 2, threads)

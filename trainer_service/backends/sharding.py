@@ -68,7 +68,6 @@ class RankMesh:
         return [group for mesh in meshes for group in mesh.get_all_groups()]
 
     def sum_over_replica(self, value: Tensor) -> None:
-        """Sum a tensor in place over the ranks of one replica."""
         dist.all_reduce(value, group=self.data.get_group("shards"))
         if self.tensor is not None:
             dist.all_reduce(value, group=self.tensor.get_group())
@@ -90,9 +89,8 @@ class ShardGroups:
     """The parameters of a model in groups that FSDP gathers at once.
 
     There is one group for each entry of `blocks`, and a last one, the root, with all other
-    parameters. `names` are the parameter names by group. Create it before anything replaces the
-    model's modules, so that parameters keep their names. Without a call of `shard` nothing is
-    sharded or gathered.
+    parameters. Create it before anything replaces the model's modules, so that `names` stay valid.
+    Without a call of `shard` nothing is gathered.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[nn.Module]]) -> None:
@@ -110,9 +108,9 @@ class ShardGroups:
             self.names[group_of.get(parameter, -1)].append(name)
 
     def shard(self, mesh: DeviceMesh, *, dtype: torch.dtype | None, on_host: bool) -> None:
-        """Shard the parameters over the ranks of a mesh.
+        """Shard the parameters, gathered in `dtype` (None: their own), with gradients summed in
+        float32.
 
-        They are gathered in `dtype` (None: their own), and their gradients are summed in float32.
         `on_host` keeps both in host memory, pinned beside a GPU.
         """
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -147,7 +145,6 @@ class ShardGroups:
         return [*(group[0] for group in self._blocks), self._model] if self._sharded else []
 
     def gathered(self) -> Iterator[Sequence[str]]:
-        """Gather one group after the other, and yield its parameters' names."""
         modules = self._modules() or [None] * len(self.names)
         for module, names in zip(modules, self.names, strict=True):
             if module is not None:
@@ -162,9 +159,8 @@ class ShardGroups:
             module.reshard()
 
     def reduce_with_next_backward(self, *, in_replica: bool, between_replicas: bool) -> None:
-        """Choose the reductions of the next backward pass: within a replica, then between replicas.
-
-        Without a reduction, gradients are held back for a later one.
+        """Reduce gradients of the next backward pass within a replica, then between replicas, or
+        hold them back.
         """
         for module in self._modules():
             module.set_requires_gradient_sync(in_replica)

@@ -111,7 +111,6 @@ class TokenLogprobs:
         return to_device(micro_batch.select, self._device)
 
     def _of_tail(self) -> list[nn.Parameter]:
-        """The trainable parameters that compute logits, including adapters."""
         own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
         for name, adapter in self._active.by_module.items():
             if name.partition(".")[0] in self._tail:
@@ -120,5 +119,4 @@ class TokenLogprobs:
 
 
 def _as_they_are(logits: Tensor) -> Tensor:
-    """For a model that returns its logits."""
     return logits

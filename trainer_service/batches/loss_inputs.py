@@ -32,7 +32,6 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def starts_of(sizes: Int64Array) -> Int64Array:
-    """The start of each of consecutive pieces with these sizes."""
     result: Int64Array = np.cumsum(sizes) - sizes
     return result
 
@@ -55,9 +54,7 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
 
 
 MAX_DENSE_CELLS = 2**26
-"""Limit for all sparse tensors of a request together, empty cells included: half a GiB as int64. A
-few bytes could otherwise claim any shape.
-"""
+"""Limit for all sparse tensors of a request, empty cells included: half a GiB as int64."""
 
 
 class DenseBudget:
@@ -121,10 +118,9 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class InputReader:
-    """Reads the inputs of a batch of n datums, one input at a time, into `read` ([E] each).
+    """Reads the inputs of a batch of n datums, one at a time, into `read` ([E] each).
 
-    `lengths` [n]. `trailing` [n] is the K of [N, K] targets, 0 for [N]. `sparse`: some targets came
-    as a sparse matrix.
+    `lengths` [n]. `trailing` [n] is the K of [N, K] targets, 0 for [N].
     """
 
     data: Sequence[wire.Datum]
@@ -272,11 +268,7 @@ def read_array(
 
 
 def _check_extent(tensor: wire.Tensor, *, where: str) -> None:
-    """Bound the shape of an empty tensor.
-
-    numpy and torch raise for an extent beyond int64. A sum along the empty dimension makes a tensor
-    of the other dimensions.
-    """
+    """Bound the shape of an empty tensor: numpy and torch raise for an extent beyond int64."""
     extent = math.prod(size for size in tensor.shape if size)
     if 0 in tensor.shape and extent > MAX_DENSE_CELLS:
         raise LossInputShape(
@@ -292,7 +284,6 @@ def active_entries(
     entries: int,
     sequences: Int64Array | None,
 ) -> int:
-    """Count the entries of a request that the loss acts on (see `Loss.active`)."""
     name = "mask" if "mask" in inputs else loss.active
     acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
     for given in loss.inputs:
@@ -376,7 +367,6 @@ def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
 
 
 def _check_bounds_in_order(settings: LossSettings, loss: Loss) -> None:
-    """Check that no lower bound (`…low…`) exceeds its upper bound (`…high…`)."""
     for low_name in (each.name for each in loss.settings if "low" in each.name.split("_")):
         high_name = low_name.replace("low", "high")
         if not settings.has(high_name):

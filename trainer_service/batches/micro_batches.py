@@ -192,9 +192,7 @@ _COMPILED_TOKENS = 251
 def micro_batches_to_compile(
     *, packed: bool, vocabulary: int, max_length: int
 ) -> Iterator[MicroBatch]:
-    """One micro-batch of each kind that a compiler distinguishes: one row and, unless `packed`,
-    several.
-    """
+    """One micro-batch of each kind that a compiler distinguishes."""
     tokens = min(_COMPILED_TOKENS, max_length or _COMPILED_TOKENS)
     for rows in (1,) if packed else (1, 2):
         ids = np.arange(rows * tokens).reshape(rows, tokens) % vocabulary
@@ -210,10 +208,7 @@ def micro_batches_to_compile(
 
 
 def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
-    """Lengthen rows of one token, a size that a compiler takes for a constant.
-
-    The second token is padding, or a sequence of its own if packed.
-    """
+    """Lengthen rows of one token, which a compiler takes for a constant, by a second token."""
     tokens = np.pad(micro_batch.tokens, ((0, 0), (0, 1)))
     if micro_batch.bounds is None:
         return replace(micro_batch, tokens=tokens)

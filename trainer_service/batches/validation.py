@@ -1,7 +1,7 @@
 """Checks a forward_backward message before any gradient is computed, and makes a `Batch` of it.
 
-Every error names the datum, the input and the wrong value, and says how to correct it. Inputs that
-the loss does not use are ignored, as by the protocol's own server.
+Every error names the datum, the input and the wrong value, and says how to correct it. Unused
+inputs are ignored, as by the protocol's own server.
 """
 
 from __future__ import annotations
@@ -219,7 +219,6 @@ def _check_vocabulary(
 
 
 def _locate(at: int, sizes: Int64Array) -> tuple[int, int]:
-    """The datum, and the offset within it, of an index into the flat values."""
     starts = starts_of(sizes)
     index = int(np.searchsorted(starts, at, side="right")) - 1
     return index, at - int(starts[index])

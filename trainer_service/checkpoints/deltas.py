@@ -1,8 +1,6 @@
 """Files of a version written as differences from another version's files (`tandem.weights.delta`).
 
-A tensor is compared, piece by piece, with the bytes at its place in the other version's file. A
-piece with too many differences is written whole. So a patch is never larger than its file, except
-for the headers of its pieces.
+A piece with too many differences is written whole, so a patch is hardly larger than its file.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ from trainer_service.checkpoints.storage import ByteCount, HashedFile
 
 
 def find_base(path: Path, delta_of: str) -> Path | None:
-    """Return the folder of the whole version that the new one at `path` may be a delta of.
-
-    Returns None if that folder does not match its manifest.
-    """
+    """Return the folder of the whole version that the new one may be a delta of, or None."""
     if not delta_of:
         return None
     try:
@@ -56,7 +51,7 @@ _AT_ONCE = 2**18
 class PatchedFile:
     """A new file, given in byte order, that writes only its differences from `base`.
 
-    `threads` compare its pieces, beside the thread that hashes and writes. Raises `OSError`.
+    `threads` compare its pieces. Raises `OSError`.
     """
 
     def __init__(self, path: Path, *, base: Path, progress: ByteCount, threads: int) -> None:
@@ -70,7 +65,6 @@ class PatchedFile:
         self._old = threading.local()
 
     def write(self, content: bytes | memoryview) -> int:
-        """Take the header, or one tensor."""
         whole = np.frombuffer(content, np.uint8)
         if whole.size <= _AT_ONCE:
             self._take(whole, self._compare(whole, self._place))

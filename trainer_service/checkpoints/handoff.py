@@ -67,7 +67,6 @@ class KeptCopy:
         return self._message.bytes
 
     def copying(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the version's tensors as they come, and copy each."""
         for name, tensor in tensors:
             if not self._failure:
                 try:
@@ -144,9 +143,8 @@ class _OnHost:
 
 
 class _OnGpu:
-    """A torch storage, freed when it is closed or its reader has finished.
-
-    A file in /dev/shm counts its reader: one other process, from the sharing on.
+    """A torch storage. A file in /dev/shm counts its reader, one other process, from the sharing
+    on.
     """
 
     outlives_close = False

@@ -66,10 +66,9 @@ CANARY_TOKENS = 16
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """A version to publish: its `name`, final `path`, `parent` version, `step`, and the
-    `operation`'s id.
+    """A version to publish: `name`, final `path`, `parent` version, `step`, id of the `operation`.
 
-    `delta_of` is the whole version that it may be a delta of, or "" for a whole version.
+    `delta_of` is the whole version that it may be a delta of, or "".
     """
 
     name: str
@@ -94,7 +93,6 @@ class VersionRequest:
 
 
 def bytes_needed(backend: TrainerBackend) -> int:
-    """The approximate bytes of a version, small files included."""
     if backend.training.lora:
         return backend.facts.trainable_parameters * 4 + 2**20
     return sum(export.bytes for export in backend.exports()) + 2**20
@@ -148,8 +146,7 @@ def publish(
 ) -> Manifest | None:
     """Write this rank's files. A single rank may also keep a `copy` of the whole model.
 
-    Rank 0 commits and returns the manifest. Or it raises `StorageFull` or `PublishFailed`, with
-    nothing left of the version.
+    Rank 0 commits and returns the manifest. After `StorageFull` or `PublishFailed` nothing is left.
     """
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
@@ -190,11 +187,7 @@ class _Exported:
 def _export(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
 ) -> _Exported:
-    """Write the weights in this rank's files, if it has any.
-
-    Between two tensors the other ranks wait to gather the next one, so slow syncs are left to the
-    end, where ranks wait without limit.
-    """
+    """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
     backend, control = trainer.backend, trainer.control
     base = None
     if backend.training.lora:
@@ -230,10 +223,7 @@ def _export(
 def _make_durable(
     partial: PartialVersion, exported: _Exported, trainer: RankTrainer
 ) -> list[dict[str, str | int]]:
-    """Sync this rank's files, on rank 0 also the small ones. Return their manifest entries.
-
-    Raises `OSError`.
-    """
+    """Sync this rank's files. Return their manifest entries. Raises `OSError`."""
 
     def synced(sync: Callable[[], None]) -> None:
         sync()
@@ -276,7 +266,6 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
 def _new_file(
     path: Path, exports: Sequence[Export], *, base: Path | None, progress: ByteCount
 ) -> HashedFile | PatchedFile:
-    """A file for these tensors: patched, if `base` has one with equal tensors."""
     if base is not None and has_header(base / path.name, _writer(path.name, exports).header):
         threads = torch.get_num_threads()
         return PatchedFile(path, base=base / path.name, progress=progress, threads=threads)
@@ -296,9 +285,7 @@ def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[s
 def name_files(
     exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int
 ) -> list[dict[str, list[Export]]]:
-    """The files of each rank, by rank, with as many tensors as fit `FILE_BYTES`, in the order of
-    export.
-    """
+    """The files of each rank, by rank, with at most `FILE_BYTES`, in the order of export."""
     files: list[list[list[Export]]] = [[] for _ in range(ranks)]
     for export in exports:
         mine = files[owners[export.unit]]
@@ -367,9 +354,7 @@ def _write_tensors(
 
 
 def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    """The bytes of the tensors in the file's order. Tensors that come early are kept until their
-    turn.
-    """
+    """The tensors' bytes in the file's order. Early ones wait for their turn."""
     early: dict[str, Tensor] = {}
     for awaited in order:
         while awaited not in early:

@@ -1,8 +1,8 @@
 """The files of a checkpoint: safetensors, written and read through torch's distributed checkpoint.
 
-torch makes the plans: one rank writes a part that several have, and another number of ranks reads
-other parts. torch's own files are pickles, which can call any function of the reader. In ours, each
-file's header says everything: a shard's type, shape and place, and its part of the tensor.
+torch plans which rank writes and reads which part. torch's own files are pickles, which can call
+any function of the reader. In ours, each file's header says everything: a shard's type, shape and
+place, and its part of the tensor.
 
 Literal example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
 part that starts at the origin has only the tensor's name.
@@ -62,8 +62,6 @@ _KEY = re.compile(r"(?P<tensor>[^@]+)(?:@(?P<offsets>[0-9]{1,19}(?:,[0-9]{1,19})
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor, from `offsets` on, and its place in a file."""
-
     offsets: tuple[int, ...]
     place: StoredTensor
 
@@ -74,7 +72,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint. Its `shards` cover it without overlap."""
+    """The `shards` cover the tensor without overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,7 +89,7 @@ Layout = Mapping[str, SavedTensor]
 def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
     """Read the tensors in these files of a checkpoint.
 
-    Raises `CheckpointDamaged` for a file outside the folder, or anything but complete tensors.
+    Raises `CheckpointDamaged` for a file outside the folder, or incomplete tensors.
     """
     shards: defaultdict[str, list[Shard]] = defaultdict(list)
     try:
@@ -208,9 +206,7 @@ class ShardReader(StorageReader):  # type: ignore[misc]
                 planner.commit_tensor(item, target)
 
     def _rows(self, stream: BinaryIO, shard: Shard, item: ReadItem) -> Tensor:
-        """Read the part of a shard that an item needs, in pieces, so that a slow disk shows
-        progress.
-        """
+        """Read the needed part of a shard, in pieces, so that a slow disk shows progress."""
         shape, start = list(shard.shape), shard.place.start
         if shape:
             row = shard.place.bytes // max(1, shape[0])
@@ -265,8 +261,7 @@ class _Results(list[WriteResult]):
 class ShardWriter(StorageWriter):  # type: ignore[misc]
     """Writes a rank's shards into files of bounded size, and syncs them.
 
-    The ranks of `group` wait for each other. After `finish`, `files` lists all ranks' files on the
-    first rank.
+    The ranks of `group` wait for each other. Then `files` lists all ranks' files on the first rank.
     """
 
     def __init__(self, folder: Path, *, group: dist.ProcessGroup | None) -> None:

@@ -1,8 +1,7 @@
 """Snapshots of a training run, from which a crashed trainer is restored.
 
-A snapshot is the state after a step or a load, without later gradients. Each rank copies its part
-to host memory, which is the only pause, and a thread writes it while training continues. The files
-are those of a checkpoint (`training_state`).
+A snapshot is the state after a step or a load, without later gradients. Training pauses only while
+each rank copies its part to host memory. A thread writes it as a checkpoint (`training_state`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Snapshots:
     """The snapshots of one run, on one rank.
 
     They have their own process group, because other collectives run meanwhile. One thread serves
-    all runs, so that every rank writes snapshots in the order of announcement.
+    all runs, so every rank writes snapshots in the same order.
     """
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
@@ -81,7 +80,6 @@ class Snapshots:
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
 
     def free(self) -> None:
-        """Free host memory kept for the next snapshot, before the trainer sleeps."""
         self._staging.free()
 
     def abandon(self, path: str) -> None:
@@ -127,7 +125,6 @@ class Snapshots:
         )
 
     def _fail(self, error: TandemError | OSError) -> None:
-        """Resolve the result: there will be no snapshot."""
         self._newest.set_result(_failed(error))
 
     def _end(

@@ -23,7 +23,7 @@ class Staging:
     """Copies the state of one run to host memory, while training pauses.
 
     The memory of a copy from a GPU is pinned and reused, because new memory comes page by page.
-    `pin` is None for a CPU, where nothing is kept.
+    `pin` is None for a CPU.
     """
 
     def __init__(self, pin: Callable[[Tensor], None] | None) -> None:
@@ -47,7 +47,6 @@ class Staging:
         return self._read
 
     def end(self, copy: Copy) -> None:
-        """Note that a copy is no longer needed, from any thread."""
         if copy is self._read:
             self._read = None
 

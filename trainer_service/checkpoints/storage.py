@@ -1,6 +1,4 @@
-"""Shared parts of publishing and checkpoints: free space, failed writes, hashed files, and ranks
-that agree on the result.
-"""
+"""Free space, failed writes, hashed files, and ranks that agree on the result."""
 
 from __future__ import annotations
 
@@ -108,15 +106,11 @@ class Counted(Protocol):
 
 
 class ByteCount:
-    """The bytes that this rank has written or read."""
-
     def __init__(self) -> None:
         self.bytes = 0
 
 
 class HashedFile:
-    """A new file, hashed while it is written."""
-
     def __init__(self, path: Path, *, progress: ByteCount) -> None:
         self.name = path.name
         self._file: BinaryIO = path.open("xb")
@@ -164,8 +158,7 @@ def together(
     """Return the result of `work` after all ranks of the group have finished theirs.
 
     Each rank works in a thread, and the ranks exchange their progress every second. So no
-    collective waits for a disk, and a rank's death is noticed at once. Without a group, this rank
-    is the only one.
+    collective waits for a disk, and a rank's death is noticed at once.
 
     Raises the error of `work`, after the others have finished too. Raises `OSError` on every rank
     if none makes progress for `stalled_after` seconds. The thread may then still hang.

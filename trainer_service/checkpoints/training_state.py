@@ -1,9 +1,8 @@
-"""Checkpoints: weights, optimizer state and counters. `shards` defines the format of their files.
+"""Checkpoints: weights, optimizer state and counters, in files of the format of `shards`.
 
-A checkpoint can be loaded into another number of ranks. It is written into a partial directory,
-`checkpoint.json` with checksums last, and gets its name by one rename. A LoRA run's checkpoint
-holds only the adapter and identifies its base model by a fingerprint. There is no random number
-generator state, because training draws no random numbers. Snapshots have the same format.
+A checkpoint can be loaded into another number of ranks. `checkpoint.json` with checksums is written
+last. A LoRA run's checkpoint holds only the adapter and identifies its base model by a fingerprint.
+Training draws no random numbers, so there is no generator state. Snapshots have the same format.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ _MOST_STATES = 3
 
 
 class CheckpointRecord(BaseModel):
-    """`checkpoint.json`.
+    """`parameters` maps each name to its whole shape. There is no `optimizer` state before the
+    first step.
 
-    `parameters` maps each name to its whole shape. `optimizer`: there is optimizer state, which is
-    missing before the first step. `base_model` and `base_fingerprint` identify a LoRA run's base
-    model. A restored trainer keeps the plan `micro_batch_tokens`, because larger micro-batches may
-    have run out of memory.
+    `base_model` and `base_fingerprint` identify a LoRA run's base model. A restored trainer keeps
+    the plan `micro_batch_tokens`, because larger micro-batches may have run out of memory.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -132,7 +130,7 @@ def save(
 ) -> CheckpointRecord | None:
     """Write this rank's part. Rank 0 commits and returns the record.
 
-    Or it raises `StorageFull` or `PublishFailed`, with nothing left of the checkpoint.
+    After `StorageFull` or `PublishFailed` nothing is left of the checkpoint.
     """
     path, control = Path(request.path), trainer.control
     partial, what = partial_path(path), f"checkpoint {path.name}"
@@ -177,7 +175,6 @@ def write_shards(
 def record_of(
     trainer: RankTrainer, state: Mapping[str, Tensor], header: common_pb2.OperationHeader
 ) -> CheckpointRecord:
-    """Return the record of the current state, after the operation of `header`."""
     backend = trainer.backend
     return CheckpointRecord(
         run_id=header.run_id,
@@ -195,7 +192,6 @@ def record_of(
 
 
 def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) -> CheckpointRecord:
-    """Add all ranks' files to the record, write it, and give the checkpoint its name."""
     partial = partial_path(path)
     record = record.model_copy(update={"files": sorted(files, key=lambda entry: entry.name)})
     write_synced(partial / RECORD_NAME, record.model_dump_json(indent=1).encode())
@@ -207,8 +203,7 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
     """Verify a checkpoint before it is loaded.
 
     Raises `CheckpointDamaged`, or `CheckpointMismatch` for another model, other trained layers, or,
-    if `optimizer`, another kind of optimizer. The headers are read first and bound the size of the
-    files.
+    if `optimizer`, another kind of optimizer. The headers are read first and bound the files' size.
     """
     try:
         record = _read_record(path)
@@ -317,7 +312,6 @@ def _match_layout(
 
 
 def _trained_by(lora: LoraSpec | None) -> str:
-    """Describe the trained layers that a checkpoint must match."""
     if lora is None:
         return "all parameters"
     kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
@@ -343,8 +337,8 @@ def _read_record(path: Path) -> CheckpointRecord:
 def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     """Load this rank's part and set the step counter. Drop gradients.
 
-    Without `optimizer` the optimizer starts anew. After `check`, only the disk can fail here. The
-    weights are then partly loaded, and the error ends the worker.
+    Without `optimizer` the optimizer starts anew. After `check`, only the disk can fail here, and
+    the error ends the worker.
     """
     backend, control = trainer.backend, trainer.control
     record = _read_record(path)

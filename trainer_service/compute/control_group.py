@@ -46,9 +46,8 @@ def _buffer(data: bytes) -> Tensor:
 class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
-    `group` is a gloo group beside the computing group, or None for a single rank, which sends
-    nothing. Every wait ends after `timeout`. Each run has its own `ControlGroup`, with its number
-    `run`.
+    `group` is a gloo group beside the computing group, or None for a single rank. Every wait ends
+    after `timeout`. Each run has its own `ControlGroup`, with its number `run`.
     """
 
     def __init__(
@@ -98,8 +97,7 @@ class ControlGroup:
     def patient(
         self, timeout: timedelta, others: Sequence[dist.ProcessGroup] = ()
     ) -> Iterator[None]:
-        """Raise the timeout of collectives, also of `others`, to at least `timeout` within the
-        block.
+        """Raise the timeout of collectives, also of `others`, within the block.
 
         All ranks leave the block together. An error in it ends the process.
         """

@@ -1,5 +1,3 @@
-"""The memory of a rank's device, and host memory beside it."""
-
 from __future__ import annotations
 
 import ctypes
@@ -18,8 +16,8 @@ _LEFT_FREE = 2**30
 """Bytes of host memory that stay free."""
 
 _MAPPED_FROM = 17 * 2**16
-"""Bytes, above 1 MiB because libraries allocate hundreds of buffers of exactly that size in a pass.
-Mapping each anew nearly doubles the processor time.
+"""Above 1 MiB, because libraries allocate many buffers of exactly that size. Mapping each anew
+nearly doubles the processor time.
 """
 _KEPT_AT_END = 64 * 2**20
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
@@ -29,8 +27,8 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 def map_large_tensors() -> None:
     """Make glibc map and unmap each large tensor.
 
-    Otherwise glibc raises its threshold up to 32 MiB. Freed tensors then leave gaps in a heap that
-    fit no tensor of equal size, and the heap takes twice the memory.
+    Otherwise freed tensors leave gaps in a heap that fit no tensor of equal size, and the heap
+    takes twice the memory.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)

@@ -1,8 +1,7 @@
 """Moves the state of one rank off its device and back, bit for bit.
 
-Only the storages under the tensors are copied, emptied and later filled again. The Python objects
-stay, so references, tied weights and views stay valid. On a GPU the copies go to pinned host
-memory, kept for the next time, on their own stream. On a CPU, host and device memory are the same:
+Only the storages under the tensors are emptied and later filled again, so references, tied weights
+and views stay valid. On a GPU the copies go to pinned host memory on their own stream. On a CPU,
 unless state goes to a file, only caches are freed.
 """
 
@@ -59,7 +58,7 @@ class _Moved:
 class Offload:
     """The state of one rank: that of its `backends`, which may share a model.
 
-    `memory` is their device's memory. `bytes` counts bytes written to files and read.
+    `bytes` counts bytes written to files and read.
     """
 
     def __init__(
@@ -152,9 +151,7 @@ class Offload:
     # --- Selection -------------------------------------------------------------------------
 
     def _tensors(self) -> list[Tensor]:
-        """The tensors in the order of moving. Shared tensors appear once per backend. Moments on
-        the host stay.
-        """
+        """The tensors in the order of moving. Shared tensors appear once per backend."""
         backends = self._backends()
         states = [each.live_state() for each in backends]
         found: list[Tensor] = []
@@ -216,9 +213,7 @@ class Offload:
     def _pieces(
         self, storages: Sequence[UntypedStorage]
     ) -> Iterator[tuple[UntypedStorage, list[tuple[Tensor, Tensor]]]]:
-        """Each storage with its bytes in pieces, and their places in the blocks. Equal sizes give
-        equal places.
-        """
+        """Each storage's bytes in pieces, with their places in the blocks."""
         blocks = iter(self._blocks)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -280,7 +275,6 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The nonempty storages of the tensors, each once."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

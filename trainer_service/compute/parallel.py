@@ -21,9 +21,8 @@ class ParallelMicroBatches:
     """Computes up to `count` shares of a batch at once, each on a thread with `threads` torch
     threads.
 
-    It is for one rank on a CPU. Threads inside a small model's operations synchronize hundreds of
-    times per update, shares only once. Shares have at least `least_tokens`, because small compiled
-    shares cost more processor time than one.
+    Threads inside a small model's operations synchronize hundreds of times per update, shares only
+    once. Shares have at least `least_tokens`, because small compiled shares cost more than one.
     """
 
     def __init__(self, *, count: int, threads: int, least_tokens: int = 1) -> None:
@@ -39,16 +38,15 @@ class ParallelMicroBatches:
         return max(1, min(self._count, tokens // self._least_tokens))
 
     def warm_up(self, backend: TrainerBackend) -> None:
-        """Warm up on a pool thread: compiled code depends on the number of torch threads."""
         self._pool.submit(backend.warm_up).result()
 
     def compute(
         self, backend: TrainerBackend, batch: Batch, plan: Sequence[RankPlan], *, done: Done
     ) -> list[ShareResult]:
-        """Compute each share of a plan with its own gradients. Return the results in order.
+        """Compute each share of a plan with its own gradients, added in order, so threads change no
+        bits.
 
-        Gradients are added in this order too, whichever thread is faster. Raises the first error
-        after all threads have ended.
+        Raises the first error after all threads have ended.
         """
         held = [_SeparateGradients(backend.gradients) for _ in plan]
         futures = [

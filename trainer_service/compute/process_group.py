@@ -1,7 +1,4 @@
-"""Joins processes into one torch process group.
-
-Rank 0 calls `bring_up`. Every other rank gets an `Assignment` from it and calls `join`.
-"""
+"""Joins processes into one torch process group: rank 0 by `bring_up`, the others by `join`."""
 
 from __future__ import annotations
 
@@ -76,8 +73,6 @@ class Assignment(BaseModel):
 
 
 class OtherRanks(Protocol):
-    """Rank 0's connection to the other ranks."""
-
     def meet(self) -> Sequence[str]:
         """Wait for all nodes. Return each node's network interface. Raises `WorkerStartFailed`."""
         ...
@@ -92,8 +87,8 @@ def bring_up(
 ) -> RankTrainer:
     """Serve the store where ranks meet, send each rank its assignment and join as rank 0.
 
-    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed`, before any rank loads
-    the model.
+    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed`, before the model is
+    loaded.
     """
     size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
@@ -144,8 +139,7 @@ def bring_up(
 def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
     """Serve the store where ranks meet. Return it with its port.
 
-    torch gets the open socket, so nobody can take the port in between. The store of a one-node
-    trainer listens only on loopback.
+    torch gets the open socket, so nobody can take the port in between. One node uses only loopback.
     """
     listener = listen_on_all_addresses(0) if nodes > 1 else socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -178,10 +172,8 @@ def reach_store(
 
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
-    """Check the backend against the specification.
-
-    Raises `UnsupportedByBackend` for a missing capability, and `WorkerStartFailed` if the trainer
-    shares devices and neither backend nor host can make it sleep.
+    """Raises `UnsupportedByBackend` for a missing capability, and `WorkerStartFailed` if the
+    trainer shares devices and neither backend nor host can make it sleep.
     """
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
@@ -259,9 +251,7 @@ def _parallel(
 
 
 def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> None:
-    """Wait until all ranks have reached a stage. Import and load times may exceed a collective's
-    timeout.
-    """
+    """Wait until all ranks have reached a stage, which may exceed a collective's timeout."""
     store.set(f"tandem/{stage}/{rank}", "1")
     store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
 

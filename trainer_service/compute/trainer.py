@@ -1,8 +1,4 @@
-"""One rank of a trainer: computes its share of a batch and applies optimizer steps.
-
-Rank 0 announces each operation over the control group, all ranks run it, and rank 0 gathers the
-results.
-"""
+"""One rank of a trainer: computes its share of each batch and applies optimizer steps."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ WARM_UP_TIMEOUT = timedelta(minutes=10)
 
 
 class BatchProgress:
-    """The progress of the current operation, written by computing threads.
-
-    A rank knows only its own share of a batch and extrapolates from it.
-    """
+    """The progress of the current operation, extrapolated from this rank's share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,9 +89,8 @@ class BatchResult:
 class RankTrainer:
     """One rank, for one run. `step` counts optimizer steps, equal on every rank.
 
-    `micro_batch_tokens` is the plan: the most tokens of a micro-batch, padding included. It shrinks
-    when memory runs out. `snapshot_group` joins the threads that write snapshots. It is None for a
-    single rank.
+    `micro_batch_tokens` is the plan: the most tokens of a micro-batch, padding included.
+    `snapshot_group` joins the threads that write snapshots.
     """
 
     def __init__(
@@ -148,9 +140,8 @@ class RankTrainer:
         """Compute this rank's share and add its gradients. Only rank 0 gets the result of the
         batch.
 
-        `plan` 0 is the trainer's own plan. A single rank that runs out of memory tries again: with
-        the same plan if more memory is free by then, else with smaller micro-batches, which it
-        keeps.
+        A single rank that runs out of memory tries again: with the same plan if more memory is free
+        by then, else with smaller micro-batches, which it keeps.
 
         Raises `OutOfMemory` (with the earlier gradients restored), `MicroBatchTooLarge`, or
         `CustomLossFailed` on rank 0.
@@ -289,6 +280,5 @@ class RankTrainer:
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:
-    """The batch's [E] indices of a share's logprobs, in the plan's order."""
     datums = np.array([datum for part in share for datum in part], np.int64)
     return ranges(starts=starts_of(batch.sizes)[datums], sizes=batch.sizes[datums])

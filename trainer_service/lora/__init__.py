@@ -1,4 +1,3 @@
-"""Low-rank adapters (LoRA): their layers and files (`adapters.py`), one run's adapters
-(`run_adapters.py`), their README (`card.py`), and a program that merges an adapter into its base
-model (`merge.py`).
+"""Low-rank adapters (LoRA): `adapters.py`, `run_adapters.py` (one run's), `card.py` (their README),
+and the program `merge.py`, which merges an adapter into its base model.
 """

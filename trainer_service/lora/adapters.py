@@ -80,8 +80,7 @@ class ActiveAdapters:
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another, plus the active adapter, if any.
 
-    The adapter is added to the layer's output, so a tied weight stays tied. Adapters are not
-    parameters of the module, because they come and go with their runs.
+    The adapter is added to the layer's output, so a tied weight stays tied.
     """
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
@@ -153,7 +152,6 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
 
 
 def _instead(selected: Sequence[str], suits: Sequence[str]) -> str:
-    """Advise other arguments of `create_lora_training_client`, for an error."""
     off = ", ".join(f"{LORA_FLAGS[kind]}=False" for kind in selected if kind not in suits)
     left, full = [kind for kind in selected if kind in suits], "train all parameters (NAME:full)"
     if not left:
@@ -180,10 +178,8 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
-    """The kind of each matrix, or stack of matrices, in a block but outside linear layers and
-    norms.
-
-    Some norms have a row of weights per head (Cohere).
+    """The kind of each matrix in a block outside linear layers and norms, which may be matrices
+    (Cohere).
     """
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
@@ -198,7 +194,6 @@ def _other_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _names_in_blocks(model: nn.Module) -> dict[str, str]:
-    """The names of modules within their block, by their names in the model."""
     names = {module: name for name, module in model.named_modules()}
     return {
         f"{names[block]}.{inside}": inside

@@ -69,7 +69,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class _Step:
-    """One tensor to write: read `source`, then merge in the adapter of `module`, if any."""
+    """One tensor to write, with the adapter of `module`, if any."""
 
     source: StoredTensor
     module: str

@@ -1,7 +1,6 @@
 """The directory of a model in the Hugging Face layout, and its safetensors files.
 
 Files are written piece by piece, because the library needs all tensors in memory.
-`tandem/weights/tensors.py` describes the format.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _SAMPLE_BYTES = 64 * 2**10
 class BaseModelFiles:
     """A base model: the gateway's `name` of it, and its directory (`path`).
 
-    `fingerprint` identifies the weights in checkpoints of adapters, and is "" if the whole model is
-    trained.
+    `fingerprint` identifies the weights in checkpoints of adapters. It is "" without adapters.
     """
 
     name: str
@@ -39,17 +37,15 @@ class BaseModelFiles:
 
     @classmethod
     def of_run(cls, path: Path, training: TrainingSpec, *, name: str = "") -> BaseModelFiles:
-        """Return the files of a run whose model was just loaded. Raises `OSError`.
-
-        The fingerprint is read now, because the files may change later.
+        """Return the files of a run, with the fingerprint of the files as just loaded. Raises
+        `OSError`.
         """
         fingerprint = _fingerprint(path) if training.lora else ""
         return cls(name=name or path.name, path=path, fingerprint=fingerprint)
 
 
 def _fingerprint(path: Path) -> str:
-    """Identify weights: XXH3-128 of the weight files' sizes and of pieces spread over each file (64
-    of 64 KiB, or all of a smaller file).
+    """XXH3-128 of the weight files' sizes and of pieces spread over each file (64 of 64 KiB).
 
     Hashing all of a large model takes minutes, and further training changes weights everywhere.
     """
@@ -76,8 +72,8 @@ def copy_small_files(
 ) -> list[Path]:
     """Copy configuration and tokenizer, so that `target` loads by itself. Return the copies.
 
-    The configuration gets `dtype`, if given, and, if `untied`, an output head with its own weight.
-    An `adapter` gets no `config.json`, with which transformers would expect a whole model, and no
+    The configuration gets `dtype` and, if `untied`, an output head with its own weight. An
+    `adapter` gets no `config.json`, with which transformers would expect a whole model, and no
     README.
     """
     copied = []
@@ -115,7 +111,6 @@ def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[
 
 
 def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
-    """Write the index of several files, as transformers expects."""
     path = directory / INDEX_NAME
     index = {
         "metadata": {"total_size": total_bytes},

@@ -62,9 +62,8 @@ def load_model(
 ) -> nn.Module:
     """Load any model that AutoModelForCausalLM accepts, in float32 on the CPU, fully trainable.
 
-    `prepare` gets the model while its parameters have no memory yet. It may shard them or change
-    their types. Then only this rank's part of each tensor is read, in its type, to its device or
-    `on_host`. Raises `WorkerStartFailed` for files without the model's tensors.
+    `prepare` gets the model while its parameters have no memory yet, and may shard them or change
+    their types. Then only this rank's part is read. Raises `WorkerStartFailed`.
 
     The model stays in eval mode, because dropout would make the trainer's logprobs differ from the
     sampler's.
@@ -132,9 +131,7 @@ def _part_of(part: Tensor, whole: DTensor) -> DTensor:
 
 
 def _copy_shards(model: nn.Module) -> None:
-    """Give each shard its own memory. As read, it may be part of a mapped file, and torch cannot
-    copy it.
-    """
+    """Give each shard its own memory, because torch cannot copy parts of a mapped file."""
     own: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -191,7 +188,6 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 
 def empty_model(path: Path) -> PreTrainedModel:
-    """Build the model's modules from its configuration, without memory for weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -210,8 +206,7 @@ UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, V
 
 
 def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
-    """Build a small random model of the same code, to test the code while the real weights are
-    sharded.
+    """Build a small random model of the same code, for tests while the real weights are sharded.
 
     It has `times` as many heads and columns as needed. None if the configuration does not allow it.
     """
@@ -235,7 +230,6 @@ def small_model(path: Path, *, times: int = 1) -> PreTrainedModel | None:
 
 
 def _make_small(config: PreTrainedConfig, *, times: int) -> None:
-    """One group of query heads per key head, and enough layers to include each kind."""
     layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
     shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
     kinds = list(getattr(config, "layer_types", None) or [])
@@ -296,8 +290,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.Module]]:
     """Group consecutive blocks so that each group has at least `minimum` parameters.
 
-    The rest, or all of a smaller model, stays in the root group, because one large collective is
-    faster than many small ones.
+    The rest stays in the root group, because one large collective is faster than many small ones.
     """
     groups: list[list[nn.Module]] = []
     current: list[nn.Module] = []
@@ -312,7 +305,6 @@ def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.M
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of the state dict, by name."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

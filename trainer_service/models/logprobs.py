@@ -1,8 +1,8 @@
 """Log probabilities of targets from hidden states, without the logits of a whole micro-batch.
 
-A model is divided into a body, which makes hidden states, and a tail, which makes logits of a chunk
-of rows at a time. For gradients, the backward pass makes a chunk's logits again, or, for a loss by
-entry (`Loss.by_entry`), the gradients are made with the log probabilities.
+A body makes hidden states, and a tail makes logits of a chunk of rows at a time. For gradients, the
+backward pass makes a chunk's logits again, or, for a loss by entry (`Loss.by_entry`), the gradients
+are made with the log probabilities.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ GradientOf = Callable[["Tensor"], "Tensor"]
 
 
 class _HiddenStates:
-    """A model body's output, reduced to the last hidden state."""
-
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
@@ -178,10 +176,7 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 
 
 class _Sums:
-    """Gradients of hidden states and parameters, collected chunk by chunk.
-
-    Parameters' gradients are summed in float32, because bfloat16 would lose small contributions.
-    """
+    """Gradients of hidden states and parameters, chunk by chunk. Parameters' sums are float32."""
 
     def __init__(
         self, head: ChunkedLogprobs, hidden: Tensor, parameters: Sequence[nn.Parameter]

@@ -1,9 +1,9 @@
 """Packed rows: sequences one after the other in a single row, without padding.
 
-Token-wise computation does not depend on where a sequence begins. Only positions and attention do.
-The attention is a transformers implementation and an operator of its own. On a CPU every run of
-equally long sequences is one causal call of torch's kernel, on a view of the row. On a GPU the row
-is one call of torch's FlashAttention.
+Only positions and attention depend on where a sequence begins. The attention is a transformers
+implementation and an operator of its own. On a CPU every run of equally long sequences is one
+causal call of torch's kernel, on a view of the row. On a GPU the row is one call of torch's
+FlashAttention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def runs_of(bounds: Sequence[int]) -> list[Run]:
 def row_inputs(
     positions: NDArray[np.int64], bounds: NDArray[np.int32], device: str
 ) -> dict[str, Tensor | int]:
-    """The model's further inputs for the tokens of a packed row."""
     return {
         "position_ids": torch.from_numpy(positions).to(device, non_blocking=True),
         "bounds": torch.from_numpy(bounds).to(device, non_blocking=True),
@@ -60,9 +59,9 @@ def row_inputs(
 def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
     """Make the model accept packed rows if it computes equal logits on them, and return "".
 
-    Otherwise return the reason and leave the model unchanged. Models differ in their computation
-    between tokens (recurrent layers, position biases, sinks), so this compares two sequences in a
-    row with each alone, on `device`.
+    Otherwise return the reason. Models differ in their computation between tokens (recurrent
+    layers, position biases, sinks), so this compares two sequences in a row with each alone, on
+    `device`.
     """
     from transformers import PreTrainedModel
 
@@ -110,8 +109,7 @@ def pack(model: PreTrainedModel) -> None:
 def _windows_are_told(model: PreTrainedModel) -> bool:
     """True if each layer's attention is told its window or chunk.
 
-    A packed row has no mask, and some models pass windows only in masks. The numbers of a short
-    test do not show this.
+    A packed row has no mask, and some models pass windows only in masks.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

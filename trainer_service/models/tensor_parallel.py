@@ -2,10 +2,9 @@
 that compute the same tokens together.
 
 Transformers' plan of a model (`tp_plan`) says which matrices are divided, and how. Each parameter
-becomes a DTensor over the mesh of those ranks, divided or whole, so FSDP, checkpoints and exporting
-know a rank's part. The forward of a block, or of a module outside blocks, gives its modules their
-parts as plain tensors. Blocks can be compiled: equal modules compute alike in all blocks, and
-collectives are operators.
+becomes a DTensor over those ranks, so FSDP, checkpoints and exporting know a rank's part. Modules
+compute with their parts as plain tensors. Blocks can be compiled, because equal modules compute
+alike and collectives are operators.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
 )
 """Transformers' names of the styles. In a linear layer, a rank has some outputs, some inputs, some
 outputs that are then gathered, or some inputs of a whole input. In an embedding it has some tokens.
-The last style is whole and computes with one rank's heads, such as norms of queries.
+The last style is whole and computes with one rank's heads.
 """
 EXPERTS = "experts"
-"""Unlike transformers' plan, which divides each expert, a rank has some of a layer's experts,
-whole.
-"""
+"""Unlike in transformers' plan, a rank has some of a layer's experts, whole."""
 _OF_EXPERTS = "_is_expert_parallel"
 """An attribute of transformers' layers of experts: tokens of experts on other ranks are skipped."""
 _TOLERANCE = 1e-4
@@ -111,9 +108,8 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
 
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divide a model without memory among the ranks of a one-dimensional mesh.
-
-    Call it after the blocks are compiled, and before they are checkpointed.
+    """Divide a model without memory, after its blocks are compiled and before they are
+    checkpointed.
     """
     group = mesh.get_group()
     ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=group.group_name)
@@ -138,10 +134,7 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def compare_divided(whole: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Raise `WorkerStartFailed` unless a small model, divided, gives equal logits and gradients.
-
-    A plan may omit a module that computes with some heads.
-    """
+    """Raise `WorkerStartFailed` unless a small model, divided, gives equal logits and gradients."""
     whole = whole.to(mesh.device_type)
     divided = copy.deepcopy(whole)
     divide_matrices(divided, mesh)
@@ -232,7 +225,7 @@ def _placement(style: str, key: str) -> Placement:
 
 
 def _give_plain_parameters(model: nn.Module) -> None:
-    """Let blocks, and modules with parameters outside blocks, compute with plain tensors."""
+    """Let blocks, and modules outside blocks, compute with plain tensors."""
     units = {block: list(block.modules()) for block in find_blocks(model)}
     inside = {module for modules in units.values() for module in modules}
     units |= {module: [module] for module in model.modules() if module not in inside}
@@ -264,7 +257,6 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """
 
     def make_plain(self) -> None:
-        """Replace parameters by this rank's parts."""
         for key, each in self._parameters.items():
             if isinstance(each, DTensor):
                 (placement,) = each.placements

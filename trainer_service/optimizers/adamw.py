@@ -1,5 +1,3 @@
-"""AdamW with settings of each step and clipping by the global norm."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -78,8 +76,6 @@ def moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]
 
 
 class Moments:
-    """torch's AdamW with named state. `parameters` may be empty."""
-
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self._adamw = (

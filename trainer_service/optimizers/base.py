@@ -25,8 +25,8 @@ class Optimizer(Protocol):
         """Apply the gradients and drop them. Return `grad_norm`, before clipping, and
         `learning_rate`.
 
-        Raises `GradientsNotFinite` on all ranks alike. Then the gradients are dropped and the
-        weights unchanged.
+        Raises `GradientsNotFinite` on all ranks alike, with the gradients dropped and the weights
+        unchanged.
         """
         ...
 
@@ -70,7 +70,7 @@ class AdamWSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.AdamWParams) -> AdamWSettings:
-        """Raise `OptimizerSetting` for a setting out of range."""
+        """Raises `OptimizerSetting`."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -103,7 +103,7 @@ class DiMuonSettings:
 
     @classmethod
     def from_message(cls, message: trainer_pb2.DiMuonParams) -> DiMuonSettings:
-        """Raise `OptimizerSetting` for a setting out of range."""
+        """Raises `OptimizerSetting`."""
         settings = cls(
             learning_rate=message.learning_rate,
             beta1=message.beta1,
@@ -123,10 +123,7 @@ _PARAMS = {"adamw": "AdamParams", "dimuon": "DimuonParams"}
 
 
 def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> StepSettings:
-    """Return the settings of a step, for a run created with `optimizer`.
-
-    Raises `OptimizerSetting` for settings of another optimizer or out of range.
-    """
+    """Raises `OptimizerSetting` for settings of another optimizer, or out of range."""
     given = request.WhichOneof("optimizer") or "adamw"
     if given != optimizer:
         raise OptimizerSetting(

@@ -1,5 +1,3 @@
-"""The SDK's "dimuon": Muon for the hidden matrices, AdamW for everything else."""
-
 from __future__ import annotations
 
 import math
@@ -164,7 +162,6 @@ class ShardedMuon:
             self._round(names[start : start + replica.size], replica, settings)
 
     def _round(self, names: Sequence[str], replica: _Replica, settings: DiMuonSettings) -> None:
-        """Update one matrix per rank of a replica, in order (fewer in the last round)."""
         whole: Tensor | None = None
         for owner, name in enumerate(names):
             gathered = self._nesterov(name, settings.beta1).full_tensor()
@@ -204,10 +201,7 @@ class ShardedMuon:
 
 
 class _Replica:
-    """The ranks of a mesh that hold one replica: all dimensions but `replicas`.
-
-    `size` is their number, and `index` this rank's place among them, in the mesh's order.
-    """
+    """The ranks of a mesh that hold one replica: all dimensions but `replicas`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ("",) * mesh.ndim

@@ -1,13 +1,12 @@
 """AdamW over states in bfloat16 or on the host, one piece at a time.
 
 torch's fused AdamW needs weights, gradients and moments in float32 on one device. Other states are
-copied there, stepped and copied back, a piece at a time.
+copied there, stepped and copied back.
 
 Rounding to bfloat16 is stochastic, with the probabilities that keep the mean. Rounding to nearest
 would lose every update of a weight below 2^-9 of it, and every decay of the second moment. An
-element's random bits are a hash of the optimizer's step, the tensor's kind and the element's
-position among all parameters. So there is no generator state to save, and a restored run draws
-equal bits, on any number of ranks.
+element's random bits are a hash of the step, the tensor's kind and the element's position, so a
+restored run draws equal bits, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -156,7 +155,6 @@ class StagedMoments:
 
 
 def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
-    """Cut all elements of this rank into pieces of at most `most`."""
     piece: list[_Slice] = []
     free = most
     for each in kept:
@@ -280,7 +278,6 @@ def _positions(parameter: nn.Parameter, first: int) -> Positions:
 
 
 def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """Wrap this rank's part as a tensor sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor(part, parameter._spec, requires_grad=False)

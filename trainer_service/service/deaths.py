@@ -1,7 +1,4 @@
-"""Finds the rank or node that broke a process group.
-
-A dying rank breaks its peers' collectives, so they die within moments. A killed rank is the cause.
-"""
+"""Finds the rank or node that broke a process group, whose death kills its peers within moments."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ _DEFECTS = (
 """Errors of a program. Others may come from a device, a disk or a network."""
 _MOST_CAUSES = 3
 _MOST_FRAMES = 12
-"""The innermost frames of each traceback."""
 _MOST_CHARACTERS = 800
 
 
@@ -94,7 +90,6 @@ class Death(BaseModel):
 
     @property
     def likeliness(self) -> int:
-        """The likelihood that this death made the other ranks fail."""
         if self.node:
             return 3
         if self.returncode < 0:
@@ -106,7 +101,7 @@ class Deaths:
     """The deaths of one trainer's ranks.
 
     `on_first` is called once, from a thread, with the error of the causing rank. `where` returns a
-    rank's node as text, "" with one node.
+    rank's node as text.
     """
 
     def __init__(

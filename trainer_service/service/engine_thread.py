@@ -1,7 +1,6 @@
 """The engine thread: the only thread of rank 0 that touches torch.
 
-It applies operations one after the other, so the asyncio side stays free to answer. A second thread
-reads the next requests.
+It applies operations one after the other. A second thread reads the next requests.
 """
 
 from __future__ import annotations

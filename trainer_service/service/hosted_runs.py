@@ -1,7 +1,6 @@
 """The runs that a trainer hosts: one, or several LoRA runs of one base model.
 
-Each run has its own `Operations` and a number, which rank 0 announces with each operation. The
-engine thread activates the run's adapters before each of its operations.
+Each run has its own `Operations` and a number, which rank 0 announces with each operation.
 """
 
 from __future__ import annotations
@@ -138,7 +137,6 @@ class FollowedRuns:
 
 
 def _backends(runs: Iterable[Operations | Follower]) -> list[TrainerBackend]:
-    """The backends of all runs. Their state sleeps and wakes together."""
     return [run.trainer.backend for run in runs]
 
 

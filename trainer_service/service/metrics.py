@@ -9,7 +9,7 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class TrainerMetrics:
-    """The metrics `tandem_trainer_*`. Outcomes are "ok" and "failure"."""
+    """Outcomes are "ok" and "failure"."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.operations = Counter(
@@ -47,7 +47,6 @@ class TrainerMetrics:
         )
 
     def record(self, kind: str, reply: Reply, seconds: float) -> None:
-        """Count an applied operation."""
         outcome = "failure" if reply.HasField("failure") else "ok"
         self.operations.labels(kind, outcome).inc()
         self.seconds.labels(kind).observe(seconds)

@@ -42,11 +42,9 @@ class Hello(BaseModel):
 
 
 class Message(BaseModel):
-    """A message between nodes.
-
-    `alive` has no content. A node sends `hello` first. Node 0 sends `assign`, the assignment of a
-    `rank`. Another node sends `death`, the death of one of its ranks. Either side sends `end` with
-    the reason, "" for an orderly end.
+    """`alive` has no content. A node sends `hello` first. Node 0 sends `assign`, the assignment of
+    a `rank`. Another node sends `death`, the death of one of its ranks. Either side sends `end`
+    with the reason, "" for an orderly end.
     """
 
     kind: Literal["alive", "hello", "assign", "end", "death"]
@@ -63,7 +61,6 @@ class Peer:
     """
 
     def __init__(self, connection: socket.socket, *, name: str, patience: float) -> None:
-        """`name` is the other side's name in errors."""
         connection.settimeout(patience)
         self.name = name
         self._connection = connection

@@ -1,9 +1,8 @@
 """The nodes of a trainer: node 0's view of the others, and the work of each other node.
 
-Each other node has one connection to node 0 (`node_connection.py`), gets its ranks' assignments
-over it and reports their deaths. The connection is a lifeline both ways, because a process group
-without one node is unusable. A node that is silent for half of the collective timeout counts as
-gone, so it is named before a collective times out.
+Each other node has one connection to node 0 (`node_connection.py`), which carries assignments and
+deaths, and is a lifeline both ways. A node that is silent for half of the collective timeout counts
+as gone, so it is named before a collective times out.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ class _OtherNodes:
             self._on_death(Death(node=sentence))
 
     def _add(self, peer: Peer, connection: socket.socket, hello: Hello) -> str:
-        """Accept a node, or return the reason for refusing it."""
         ours, theirs = self._topology, (hello.nodes, hello.ranks)
         if hello.worker_id != self._worker_id:
             return f"node {hello.node} belongs to the worker {hello.worker_id}"
@@ -236,7 +234,7 @@ class Member:
         self._ranks.kill()
 
     def _tell(self, death: Death) -> None:
-        """Early deaths wait until node 0 is connected."""
+        """Queue a death until node 0 is connected."""
         self._outbox.put(Message(kind="death", death=death))
 
     def _post(self, peer: Peer) -> None:

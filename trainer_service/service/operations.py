@@ -1,6 +1,6 @@
 """The operations of a run: on rank 0 (`Operations`) and on the other ranks (`Follower`).
 
-Rank 0 checks an operation before it announces it. So a refused operation changes nothing.
+Rank 0 checks an operation before it announces it, so a refused one changes nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HeldBatches:
 
 
 class Operations:
-    """A run's operations on rank 0. The engine thread calls them one after the other.
+    """A run's operations on rank 0, in the engine thread.
 
     `_held` describes the batches with held gradients, if any. `_refused` is the reason if these are
     incomplete: a step then drops them, and a load clears both. `_published` is the newest weight
@@ -87,7 +87,6 @@ class Operations:
         thread: ThreadPoolExecutor | None = None,
         switching: Switching | None = None,
     ) -> None:
-        """`thread` writes the snapshots of several runs, and `switching` moves their state."""
         self.trainer = trainer
         self.snapshots = Snapshots(trainer, thread=thread or snapshot_thread())
         self.switching = switching or Switching(trainer.control, lambda: [trainer.backend])
@@ -170,10 +169,7 @@ class Operations:
         )
 
     def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
-        """Return the tokens of a micro-batch.
-
-        Raises `OutOfMemory` if even the smallest possible micro-batch is known to be too large.
-        """
+        """Raises `OutOfMemory` if even the smallest micro-batch is known to be too large."""
         plan = request.micro_batch_tokens or self.trainer.micro_batch_tokens
         if not request.out_of_memory_at:
             return plan
@@ -255,7 +251,6 @@ class Operations:
         )
 
     def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
-        """Return the location of a version's copy, if the copy is complete."""
         self._copies[copy.name] = copy
         offered = copy.offer(on_deadline=lambda: self.release(copy.name))
         if offered is None:

@@ -1,12 +1,10 @@
 """The processes of ranks other than 0: starting and watching them, and their own program.
 
-They are forked after torch and transformers are imported. A rank with a device confines itself to
-it. It reads its assignment, one line of JSON, from its standard input. This pipe then stays open as
-its lifeline.
+They are forked after torch and transformers are imported. A rank reads its assignment, one line of
+JSON, from its standard input, which then stays open as its lifeline.
 
-A process group without one of its ranks is unusable. So a failed rank writes a `RankReport` to
-another pipe, and waits to be killed. If it ended at once, its peers would fail too, and rank 0
-might end before it has read the report.
+A failed rank writes a `RankReport` to another pipe, and waits to be killed. If it ended at once,
+its peers would fail too, and rank 0 might end before it has read the report.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ _REPORTED_SECONDS = 60.0
 
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
-    """Return the device of each rank, or none if the ranks use the whole machine.
-
-    Raises `WorkerStartFailed`.
+    """Return the device of each rank, or none if the ranks use the whole machine. Raises
+    `WorkerStartFailed`.
     """
     try:
         devices = [parse_device(name) for name in names]
@@ -65,8 +62,8 @@ class _Rank:
 class RankProcesses:
     """The `ranks` of this node, without rank 0.
 
-    Create it in the main thread, with which they die, and before other threads hold locks, because
-    it forks. `on_death` is called from a thread for each rank that ends by itself.
+    Create it in the main thread, with which they die, before other threads hold locks, because it
+    forks. `on_death` is called from a thread for each rank that ends by itself.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class RankProcesses:
             watcher.start()
 
     def assign(self, rank: int, line: str) -> None:
-        """Send a rank its assignment."""
         try:
             with os.fdopen(self._ranks[rank].assignment, "wb", closefd=False) as pipe:
                 pipe.write(line.encode() + b"\n")
@@ -108,7 +104,6 @@ class RankProcesses:
             return  # it has died, and its watcher reports how
 
     def kill(self) -> None:
-        """Kill the ranks. They need no orderly end."""
         self._stopping = True
         for rank in self._ranks.values():
             rank.process.kill()

@@ -48,11 +48,10 @@ R = TypeVar(
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """The trainer's gRPC service.
+    """Once `broken` is set, every call ends with ABORTED and its sentence, or with
+    RESOURCE_EXHAUSTED if the call's run ran out of memory.
 
-    Once `broken` is set, the process group is unusable, and every call ends with ABORTED and its
-    sentence, or with RESOURCE_EXHAUSTED if the call's run ran out of memory. Callers are already
-    authenticated (`tandem/protocol/worker_server.py`).
+    Callers are already authenticated (`tandem/protocol/worker_server.py`).
     """
 
     def __init__(
@@ -228,10 +227,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Wake(
         self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        """Answer at once while awake, even during an operation of an earlier gateway.
-
-        The new gateway's next operation takes the lease over.
-        """
+        """Answer at once while awake, even during an operation of an earlier gateway."""
         if self._fence.leased and not self._fence.asleep:
             await self._fence.admit(context)
             return common_pb2.SwitchReply()
@@ -318,10 +314,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return sequence
 
     async def _or_broken(self, task: asyncio.Future[T], context: Context, *, run_id: str = "") -> T:
-        """Return the task's result.
+        """Return the task's result, or abort the call at its deadline or when the process group
+        breaks.
 
-        Aborts the call at its deadline or when the process group breaks. The caller decides the
-        deadline, because it knows the operations sent before.
+        The caller decides the deadline, because it knows the operations sent before.
         """
         await first_of(task, self._broken, timeout=context.time_remaining())
         if task.done() and task.exception() is None:

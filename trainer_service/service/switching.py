@@ -14,10 +14,7 @@ from trainer_service.compute.offload import Offload
 
 
 class Switching:
-    """The sleep and wake of this rank, together with all others.
-
-    Rank 0 calls `sleep` and `wake`, the others `follow`.
-    """
+    """Rank 0 calls `sleep` and `wake`, the others `follow`."""
 
     def __init__(
         self,
@@ -88,9 +85,8 @@ class Switching:
         return total
 
     def _move(self, op: Op) -> common_pb2.SwitchReply:
-        """Do this rank's part, unless it is done already.
-
-        With a spill folder, ranks wait for each other as long as there is progress.
+        """Do this rank's part. With a spill folder, ranks wait for each other as long as there is
+        progress.
         """
         if not self._slept.spill_folder:
             return self._do(op)
