@@ -140,7 +140,7 @@ class Housekeeping:
                     *(worker.worker_id for worker in self._gateway.fleet.all()),
                 },
             )
-        except OSError as error:  # such as a full disk; the other work continues
+        except OSError as error:  # such as a full disk: the other work continues
             self._log.error("logs_not_tidied", reason=describe(error))
 
     async def _collect(self, run_ids: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Processes of the command line that need the gateway's code, but no running gateway.
+"""Programs of the command line that need the gateway's code, but no running gateway.
 
-`backup` saves and restores the database of a data directory, `offline_keys` manages its keys, and
+`backup` saves and restores a data directory's database, `offline_keys` manages its keys, and
 `doctor` checks this machine, a cluster or a volume. The command line starts each as `python -m`,
 because it does not import the gateway.
 """

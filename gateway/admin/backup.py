@@ -3,13 +3,12 @@
 `tandem backup` and `tandem restore` start it. It reads a JSON request from standard input and
 writes a JSON answer, or `{"error"}` with exit status 1.
 
-A backup is a folder with a consistent copy of the database, made while the gateway serves. It also
-has the file lists of all checkpoints and weight versions. `backup.json` is written last. It
-contains no weights.
+A backup is a folder with a consistent copy of the database, made while the gateway serves, and the
+file lists of all checkpoints and weight versions, but no weights. `backup.json` is written last.
 
 A restored database does not know later checkpoints and versions. They stay, and the answer names
-their folders. It also forgets unnamed versions, so that these stay too, since one may have a name
-by now. Active runs and sessions end. Replaced data moves to `DATA/replaced`.
+their folders. It forgets versions that had no name, because a later checkpoint may name them.
+Active runs and sessions end. Replaced data moves to `DATA/replaced`.
 """
 
 from __future__ import annotations

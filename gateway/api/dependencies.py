@@ -1,8 +1,8 @@
 """Dependencies of path operations: the gateway, the caller, the audit note, and the caller's
 things.
 
-`Access` resolves ids from the caller. An id of another owner raises the same error as a missing
-one. Roles are checked earlier (`routing.py`).
+An id of another owner raises the same error as a missing one. Roles are checked earlier
+(`routing.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class AuditNote:
-    """The audit log's name for the changed thing, if the path does not name it. Names only, no
-    content.
-    """
+    """The audit log's name for the changed thing, if the path does not name it, without content."""
 
     target: str = ""
     detail: dict[str, str] = field(default_factory=dict)
@@ -104,7 +102,7 @@ class Access:
         self._keep_alive(session_id)
 
     def readers(self, *, token: str | None = None) -> Readers:
-        """Return the readers of a checkpoint. `token` is a key or token of the owner that lends it.
+        """Return the readers of a checkpoint. `token` is a key or token that its owner lends.
         Raises `PermissionDenied` if it is invalid.
         """
         if not token:

@@ -1,6 +1,6 @@
 """Turns exceptions into HTTP responses.
 
-A dialect is the form of errors under a path prefix. The SDK's is the default, and the application
+A dialect is the form of errors under a path prefix. The SDK's is the default. The application
 registers others (`/v1/` for OpenAI's clients).
 """
 
@@ -126,8 +126,8 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 
 def _advice(request: Request, *, known: str) -> str:
-    """Return a likely path for a client with a wrong base address. Under the prefix `known`, list
-    all routes.
+    """Suggest a path to a client with a wrong base address. Under the prefix `known`, list all
+    routes.
     """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     path = request.url.path

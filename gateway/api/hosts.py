@@ -1,7 +1,7 @@
-"""Refuses requests with a foreign Host name.
+"""Refuses requests with a foreign Host name (`tandem.protocol.http_host`).
 
-`tandem.protocol.http_host` reads the name. A name that no web site can have is allowed, and so is
-the public URL's. Others are refused on loopback, and elsewhere if there is a public URL.
+The public URL's name, and names that no web site can have, are allowed. Others are refused on
+loopback, and elsewhere if there is a public URL.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""HTTP/1.1 connections with bounded waiting and size.
+"""HTTP/1.1 connections with bounded waiting and size, which uvicorn and httptools lack.
 
-uvicorn only ends idle connections, and httptools bounds nothing. This protocol adds a deadline and
-a size limit for headers and a limit of open connections. It ends clients that do not read their
-answer, and bodies that continue after a refusal. The reader of a body sets the body's deadline.
+Headers have a deadline and a size limit, and connections a limit. Clients that do not read their
+answer, and bodies that continue after a refusal, are ended. The reader of a body sets its deadline.
 
 At the limit, a new connection replaces one without a request, first one that never had a valid key.
-If all connections have requests, a reserve still answers `VITAL` requests.
+If all have requests, a reserve still answers `VITAL` requests.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ HEADER_TIMEOUT = 20.0
 WRITE_TIMEOUT = 60.0
 """Seconds before a client that reads nothing is disconnected."""
 LINGER = 10.0
-"""Seconds for which the rest of a refused body is discarded, so that the client can read the
-answer.
-"""
+"""Seconds for which a refused body is discarded, so that the client can read the answer."""
 KEEP_ALIVE = 75
 """Seconds before an idle connection is closed."""
 _RESERVE = 1024
@@ -56,8 +53,8 @@ Deadline = Literal["header", "write", "linger", "stop"]
 class Connections:
     """A server's open connections, and the choice of one to close.
 
-    `most` may be open, at most three quarters of the process's file limit, because workers,
-    database and logs need files. One address may have half as many without a valid key.
+    `most` may be open, at most three quarters of the process's file limit, because other parts need
+    files. One address may have half as many without a valid key.
     """
 
     def __init__(self, most: int, *, metrics: Metrics) -> None:
@@ -105,9 +102,7 @@ class Connections:
         self._forget_waiting(connection)
 
     def _longest_waiting(self, now: float) -> BoundedProtocol | None:
-        """Return a connection to close. A very new one comes last, since its request may be on its
-        way.
-        """
+        """Return a connection to close, a very new one last, as its request may be on its way."""
         stranger = next(iter(self._strangers), None)
         if stranger is not None and now - self._strangers[stranger] > _FIRST_REQUEST:
             return stranger

@@ -25,8 +25,8 @@ _PIECE = 256 * 2**10
 
 
 class RequestBoundary:
-    """Counts and times requests, writes the audit log, splits large answers into pieces, and
-    answers unexpected errors.
+    """Counts and times requests, writes the audit log, splits large answers, and answers unexpected
+    errors.
     """
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:

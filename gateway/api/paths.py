@@ -1,7 +1,7 @@
-"""Normalizes slashes in request paths.
+"""Normalizes slashes in request paths, since clients often write `//v1/models` or `/v1/models/`.
 
-Clients often write `//v1/models` or `/v1/models/`. Repeated slashes count as one, and a final slash
-does not count. This precedes all checks, and needs no redirect, which a proxy may not reach.
+Repeated slashes count as one, and a final slash does not count. This precedes all checks, without a
+redirect, which a proxy may not reach.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reads request bodies within limits of bytes, time and memory, decompresses them, and parses JSON.
+"""Reads, decompresses and parses request bodies within limits of bytes, time and memory.
 
 Every path operation gets a `BoundedRequest` (see `routing.py`), so FastAPI only parses bounded
-bodies. Work of more than a millisecond runs in a thread, in turns of the owners, to keep the event
-loop free.
+bodies. Work of more than a millisecond runs in a thread, in turns of the owners.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BODY_GAP_TIMEOUT = 30.0
 BODY_TIMEOUT = 300.0
 """Seconds for a whole body."""
 SMALL_BODY = 2**20
-"""Bytes of a stored request, and of a compressed JSON body, which is cheap for its sender."""
+"""Bytes of a stored request, and of a compressed JSON body."""
 FIELDS_BODY = 4 * SMALL_BODY
 """Bytes of an ordinary request. An operation above `SMALL_BODY` is read, and fails at its turn in
 the journal.
@@ -50,12 +49,12 @@ _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
 _QUICKLY_PARSED = 256 * 2**10
-"""Bytes of JSON parsed within two milliseconds. For a compressed body it is a quarter, because its
-sender may choose slow values.
+"""Bytes of JSON parsed within two milliseconds. A compressed body has a quarter, because its sender
+may choose slow values.
 """
 _PARSING_SHARE = 4
-"""Large bodies are parsed for at most one in this many seconds, because Python holds the
-interpreter lock.
+"""At most one in this many seconds parses large bodies, because Python holds the interpreter
+lock.
 """
 _ZSTD_WINDOW = 8 * 2**20
 """The largest memory of a frame: RFC 8878's recommendation, which only `ultra` levels exceed."""
@@ -75,9 +74,7 @@ class BodyTooLarge(PayloadTooLarge):
 
 
 class FirstFault(FailFast):
-    """Report only a list's first wrong item, because a report is a hundred times larger than an
-    item.
-    """
+    """Report only a list's first wrong item, as a report is a hundred times larger than an item."""
 
     __hash__ = object.__hash__  # needed in a union
 
@@ -85,8 +82,8 @@ class FirstFault(FailFast):
 class BoundedRequest(Request):
     """A request with a body that is read, decompressed and parsed once, within limits.
 
-    `body_limit` is in bytes, `decompressed_limit` applies to a compressed body. Neither exceeds
-    `max_payload_bytes`. `most_values` bounds its JSON values.
+    `body_limit` and `decompressed_limit` are in bytes, at most `max_payload_bytes`. `most_values`
+    bounds its JSON values.
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class BoundedRequest(Request):
         return self._parsed
 
     async def read(self, parse: Callable[[bytes], Value]) -> Value:
-        """Parse the body: a small one at once, a large one in a thread, one at a time. Raises as
+        """Parse the body: a small one at once, large ones in a thread, one at a time. Raises as
         `body` and `parse`.
         """
         body = await self.body()
@@ -155,8 +152,8 @@ class BoundedRequest(Request):
         return await self._decompressed(raw)
 
     async def _decompressed(self, raw: bytes) -> bytes:
-        """Decompress up to the limit. A frame with a larger stated size is refused at once. The
-        memory is reserved first.
+        """Decompress up to the limit, in reserved memory. A frame with a larger stated size is
+        refused at once.
         """
         limit, stated = self._decompressed_limit, _stated_size(raw)
         if stated is not None and stated > limit:
@@ -254,8 +251,8 @@ def check_content_type(sent: str | None) -> None:
 def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """Raise `PayloadTooLarge` for too many JSON values.
 
-    `{},` is three bytes, and half a kilobyte once parsed, so bytes are counted first. Commas and
-    brackets in texts count too.
+    `{},` is three bytes, and half a kilobyte once parsed, so bytes are counted first, even in
+    texts.
     """
     values = body.count(b",")
     if values > most_values:
@@ -326,9 +323,7 @@ def _stated_size(raw: bytes) -> int | None:
 
 
 def _decompress(raw: bytes, most: int) -> bytes:
-    """Return at most `most` bytes. Only written memory is used, and zstandard releases the
-    interpreter's lock.
-    """
+    """Return at most `most` bytes. zstandard releases the interpreter's lock."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
         with decompressor.stream_reader(raw) as reader:

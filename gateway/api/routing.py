@@ -1,11 +1,11 @@
 """Routers with roles, audit actions and errors.
 
 `Router.operation` registers a path operation with its role, its action in the audit log and its
-errors. A missing role is an error. The OpenAPI operation holds them (`x-tandem-…`) for the
-middleware, the documentation and the tests.
+errors. The OpenAPI operation holds them (`x-tandem-…`) for the middleware, the documentation and
+the tests.
 
 FastAPI reads bodies before it resolves dependencies. So the role check and the bounded read come
-first, and a refused request never costs the memory of a body.
+first.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PathOperation(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request without a key of the required role. Bound each owner's open requests,
-        except vital ones, and release the memory reserved for the body.
+        except vital ones, and release the body's memory.
         """
         gateway = cast(Gateway, scope["app"].state.gateway)
         state = scope.setdefault("state", {})
@@ -146,8 +146,8 @@ class PathOperation(APIRoute):
 
 
 class Refuses:
-    """The errors and rules of a dependency. It stands in an `Annotated` and applies to all
-    operations with that dependency.
+    """The errors and rules of a dependency. It stands in an `Annotated` and applies to its
+    operations.
     """
 
     def __init__(self, *errors: type[TandemError], rules: Sequence[str] = ()) -> None:
@@ -280,8 +280,8 @@ class Router(APIRouter):
 
 
 def is_from_this_machine(scope: Scope) -> bool:
-    """Return whether a program on this machine asks for itself. A proxy may not forward the
-    request, and its Host may not be a web site's, because a page may run in a local browser.
+    """Return whether a program on this machine asks for itself, without a proxy. Its Host may not
+    be a web site's, because a page may run in a local browser.
     """
     client = scope.get("client")
     passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
@@ -290,8 +290,8 @@ def is_from_this_machine(scope: Scope) -> bool:
 
 
 def identify(scope: Scope) -> Caller:
-    """Return the caller of a request by its key (X-API-Key, or Authorization: Bearer) and store it
-    in the request's state. Raises `Unauthenticated`.
+    """Return the caller by the request's key (X-API-Key, or Authorization: Bearer) and store it in
+    the request's state. Raises `Unauthenticated`.
     """
     gateway = cast(Gateway, scope["app"].state.gateway)
     state = scope.setdefault("state", {})

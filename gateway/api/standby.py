@@ -16,9 +16,8 @@ _REASON = "this gateway is a standby, and another one serves; ask again soon"
 
 
 class StandbyBoundary:
-    """Health is the process's. Readiness fails, so that a load balancer sends nothing. A
-    `retrieve_future` is held until the gateway opens, because after a 5xx the SDK would ask again
-    at once.
+    """Health is the process's. Readiness fails. A `retrieve_future` is held until the gateway
+    opens, because after a 5xx the SDK would ask again at once.
     """
 
     def __init__(

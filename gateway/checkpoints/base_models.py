@@ -38,10 +38,10 @@ class BaseModelEntry:
 
     @property
     def note(self) -> str:
-        """Explain why `SamplingClient.get_tokenizer` cannot use this name; empty if it can.
+        """Explain why `SamplingClient.get_tokenizer` cannot use this name, or return "".
 
-        The SDK rewrites some names (`_load_tokenizer_from_model_info`). It cuts
-        ORGANISATION/MODEL/VARIANT to two parts, so a path of two parts needs a slash at its end.
+        The SDK cuts ORGANISATION/MODEL/VARIANT to two parts (`_load_tokenizer_from_model_info`), so
+        a path of two parts needs a slash at its end.
         """
         if self.name.count("/") == 2:
             place = repr(self.name.rpartition("/")[0])
@@ -59,8 +59,8 @@ class BaseModelEntry:
 
 
 class BaseModels:
-    """The known base models. A registered model has a row with its path. A model in the models
-    directory has a record file instead (`tandem/weights/model_store.py`).
+    """The known base models. A registered model has a row. A model in the models directory has a
+    record file (`tandem/weights/model_store.py`).
     """
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
@@ -79,8 +79,8 @@ class BaseModels:
         await self.find()
 
     async def find(self) -> None:
-        """Add new models of the models directory. A missing folder removes none, because a shared
-        filesystem may be away for a while.
+        """Add new models of the models directory. A missing folder removes none, as a shared
+        filesystem may be away.
         """
         for name, folder in (await asyncio.to_thread(models_in, self._models_dir)).items():
             if name in self._entries:
@@ -98,9 +98,9 @@ class BaseModels:
         return list(self._entries.values())
 
     def get(self, name: str) -> BaseModelEntry:
-        """Return a model by name or by registered path. A client that uses the path can load the
-        tokenizer from it. The path may end with a slash (see `note`) and may have lost its first
-        slash in a URL. Raises `UnknownModel`.
+        """Return a model by name or by registered path, from which a client can load the tokenizer.
+        The path may end with a slash (see `note`) and may have lost its first slash in a URL.
+        Raises `UnknownModel`.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -116,8 +116,8 @@ class BaseModels:
         self._longest[name] = length
 
     def context_length(self, entry: BaseModelEntry) -> int | None:
-        """Return the longest known sequence: the model's limit or the KV cache of the last engine,
-        if that is smaller.
+        """Return the longest known sequence: the smaller of the model's limit and the last engine's
+        KV cache.
         """
         known = (entry.max_length, self._longest.get(entry.name))
         return min((length for length in known if length), default=None)

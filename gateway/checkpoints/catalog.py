@@ -2,8 +2,8 @@
 
 The kinds are `weights` (a trainer's state in its own folder), `sampler_weights` and
 `external_weights` (weight versions, the latter for download). A deleted or expired checkpoint is
-hidden at once, and the garbage collector removes its files later. An expired one waits for a grace
-period and comes back if the clock was ahead.
+hidden at once, and its files are removed later. An expired one comes back within a grace period if
+the clock was ahead.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class CheckpointCatalog:
 
     @contextmanager
     def writing(self, folder: str, *, run_id: str) -> Iterator[None]:
-        """Pin a folder that a trainer writes, for the block. A failed block may leave a complete
-        folder, which the garbage collector then removes.
+        """Pin a folder that a trainer writes, for the block. The collector removes the folder of a
+        failed block.
         """
         with self.pins.pinned(folder):
             try:

@@ -94,8 +94,8 @@ class GarbageCollector:
         task.add_done_callback(self._tasks.discard)
 
     async def collect(self, run_id: str | None, *, ended: bool = False) -> bool:
-        """Remove the unused, unnamed folders of a run (None: of all), and its partial folders if
-        its trainer `ended`. Return False if some are in use and a later call may remove them.
+        """Remove the unused, unnamed folders of a run (None: of all), with partial ones if its
+        trainer `ended`. Return False if some are in use and worth another call.
         """
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
@@ -191,9 +191,7 @@ class GarbageCollector:
         return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
 
     async def _bases(self, run_id: str | None, kept: set[str]) -> set[str]:
-        """Return the base folders of kept deltas. During a delta's write its run pins a version
-        with that base.
-        """
+        """Return the base folders of kept deltas. During a delta's write its run pins its base."""
         deltas = select(weight_versions.c.name, weight_versions.c.delta_of).where(
             weight_versions.c.delta_of != "", weight_versions.c.collected_at.is_(None)
         )

@@ -41,7 +41,7 @@ def check_compatible(
 def training_from(
     *, path: str, saved: TrainingSpec, full: bool, optimizer: bool, asked: Optimizer | None
 ) -> TrainingSpec:
-    """Return the training of a new run that starts from a checkpoint of a run that trained `saved`.
+    """Return the training of a new run from a checkpoint of a run that trained `saved`.
 
     `full` requests full-parameter training, `optimizer` the optimizer state. `asked` is the
     client's optimizer; the default is AdamW. Raises `CheckpointMismatch`.

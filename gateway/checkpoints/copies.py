@@ -1,8 +1,8 @@
 """Copies checkpoints, each under an untrainable run of its own.
 
-Files are hard links if the filesystem supports them, so a copy takes no space. Source and copy can
-be deleted in any order. The copy's run id derives from the idempotency key, so a repeated request
-returns the first copy, even after a restart.
+Files are hard links if the filesystem supports them. Source and copy can be deleted in any order.
+The copy's run id derives from the idempotency key, so a repeated request returns the first copy,
+even after a restart.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _REASON = "it holds a copy of weights and cannot be trained"
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """`readers` must be able to read the source. `owner` will own the copy. `run_id` is the
-    client's choice in its own session; None creates a session in the project `project_id`.
+    """`owner` will own the copy. `run_id` is the client's choice in its own session; None creates a
+    session in the project `project_id`.
     """
 
     source: str
@@ -177,7 +177,7 @@ class CheckpointCopier:
 
 
 def _session_id(request: CopyRequest) -> str:
-    """Derive the session id from the request, so that an idempotency key always gives one id."""
+    """Derive the session id from the request, so that one idempotency key gives one id."""
     key = request.idempotency_key
     if not key:
         return new_session_id()

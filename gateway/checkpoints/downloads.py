@@ -1,7 +1,7 @@
 """Signed download addresses, which work without a key until they expire.
 
-The signature covers the method, run, kind, name, file, expiry and the folder. So an address never
-leads to a newer checkpoint with this name. Invalid signatures are refused before any lookup.
+The signature covers the method, run, kind, name, file, expiry and folder, so an address never leads
+to a newer checkpoint with this name. It is checked before any lookup.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Encrypts weight versions to age recipients (age-encryption.org/v1).
 
-The library holds Python's interpreter lock, so encryption is a program of its own: `python -m
+The library holds the interpreter's lock, so encryption is a program of its own: `python -m
 gateway.checkpoints.encryption PARENT_PID PLAIN SEALED NAME`. It reads recipients from standard
-input, one a line, writes the version NAME to the folder SEALED, and prints its size in bytes.
+input, one a line, writes the version NAME to the folder SEALED, and prints its bytes.
 """
 
 from __future__ import annotations

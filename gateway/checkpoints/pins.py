@@ -1,9 +1,9 @@
-"""Marks folders in use, so that the garbage collector leaves them alone.
+"""Marks folders in use, so that the garbage collector spares them.
 
 A folder is named by its path in the data directory, for example
-`weights/s-ab12_train_0/v000001-9f2c41d0`. Readers and writers pin their folder. A lookup of a
-checkpoint's name marks the run as resolving until the folder is pinned, because the name may be
-deleted in between.
+`weights/s-ab12_train_0/v000001-9f2c41d0`. Readers and writers pin it. A lookup of a checkpoint's
+name marks the run as resolving until the folder is pinned, because the name may be deleted in
+between.
 """
 
 from __future__ import annotations

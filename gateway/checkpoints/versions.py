@@ -31,8 +31,8 @@ FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
 @dataclass(frozen=True)
 class WeightVersion:
     """A published weight version, or a base model's (`base/NAME`). `path` is its folder. `adapter`
-    means a LoRA adapter in PEFT's layout. `parent` is the version before it. `delta_of` is the
-    version needed to read it, "" if it is whole. `created_at` is in seconds since 1970.
+    means a LoRA adapter in PEFT's layout. `parent` is the version before it. `delta_of` is the base
+    of a delta, or "". `created_at` is in seconds since 1970.
     """
 
     name: str

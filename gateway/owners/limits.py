@@ -1,13 +1,12 @@
 """The limits of an owner and their errors.
 
-There are two kinds. Waiting does not help against a limit of things such as runs and checkpoints:
-it raises `LimitExceeded` (403) from `Quotas.check`, and the caller counts the things. Queues and
-arriving bodies shrink by themselves: a `Ledger` counts them and raises `Overloaded` (429) with a
-time to retry.
+A limit of things such as runs and checkpoints raises `LimitExceeded` (403) from `Quotas.check`,
+because waiting does not help. The caller counts the things. Queues and arriving bodies shrink by
+themselves: a `Ledger` counts them and raises `Overloaded` (429) with a time to retry.
 
 To add a limit, add a field of `LimitSettings` or a line in `BOUNDS`. For things, add a call of
-`Quotas.check` where they are created and a line in `_FREE`. For amounts, add a ledger in `Quotas`
-and a reservation.
+`Quotas.check` at their creation and a line in `_FREE`. For amounts, add a ledger in `Quotas` and a
+reservation.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class Quotas:
 
     def check(self, what: str, *, used: int, adding: int = 1) -> None:
         """Raise `LimitExceeded` if an owner with `used` things may not add more. `what` names the
-        limit. Slow concurrent additions, such as saves, are not counted, so each may exceed the
-        limit once.
+        limit. Concurrent slow additions, such as saves, may each exceed it once.
         """
         limit = self._limits[what]
         if used + adding <= limit:
@@ -166,7 +164,7 @@ class Ledger:
     """Counts an amount per owner and for all owners. `what` describes it in messages. `limit` is
     its name.
 
-    An owner with nothing reserved always passes its own limit, so that one oversized item can pass.
+    An owner with nothing reserved passes its own limit, so that one oversized item can pass.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class Ledger:
         self._per_owner = per_owner
         self._in_all = in_all
         self._refused = refused
-        # By owner; None holds the sum of all owners.
+        # By owner. None holds the sum of all owners.
         self._held: Counter[str | None] = Counter()
         self._rates: defaultdict[str | None, Rate] = defaultdict(Rate)
 

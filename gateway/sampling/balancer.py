@@ -1,16 +1,14 @@
 """The balancer chooses a request's engine, among a sampler's engines with room:
 
-1. Engines with the request's version, or about to load it, come first. Another engine is chosen if
-   no engine has the version, or if it is idle and the others are much busier.
-2. Among these, the engine with the longest cached prefix of the prompt comes first, unless it is
-   much busier than the least busy one. So one prompt's samples and one conversation's turns share
-   keys and values.
+1. Engines with the request's version, or about to load it, come first. Another engine is chosen
+   if no engine has the version, or if it is idle and the others are much busier.
+2. Among these, the engine with the longest cached prefix of the prompt comes first, unless it
+   is much busier than the least busy one.
 3. Otherwise, the engine with the fewest tokens to compute.
 
 "Much busier" means more than twice as busy plus `_GROUP` such requests. An engine has room for
-`most_samples`. Other requests wait here in order of arrival, so that a later or faster engine gets
-its share. The choice changes the time of an answer, never its content: a sample is a function of
-its request and weights.
+`most_samples`. Other requests wait here in order of arrival, so that a faster engine gets more.
+The choice never changes an answer: a sample is a function of its request and weights.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tandem.errors import TandemError
 from tandem.v1 import sampler_pb2
 
 _BLOCK = 32
-"""Tokens per block of a prompt: one block of a CPU engine's prefix cache, two of a GPU engine's."""
+"""Tokens per block of a prompt: a block of a CPU engine's prefix cache, two of a GPU engine's."""
 _MOST_BLOCKS = 32_768
 """Remembered blocks: a million tokens."""
 _UNBOUNDED = 512
@@ -75,8 +73,8 @@ class Work:
 
 
 def _beginnings(version: str, prompt: bytes) -> Iterator[int]:
-    """Yield a hash of each prefix of the prompt, block by block. It includes the version, because
-    keys and values depend on it.
+    """Yield a hash of each prefix of the prompt, block by block. It includes the version, as keys
+    and values depend on it.
     """
     number, size = hash(version), _BLOCK * _TOKEN_BYTES
     for end in range(size, len(prompt) + 1, size):

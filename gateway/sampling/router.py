@@ -58,9 +58,9 @@ class SamplerRouter:
         self._numbers = count()
 
     async def open(self) -> None:
-        """Adopt an earlier gateway's engines for their sessions' samplers and stop unneeded ones.
-        It returns once their loaded versions are known, so that the garbage collector spares them.
-        It does not wait long for a busy engine.
+        """Adopt an earlier gateway's engines and stop unneeded ones. Return once their loaded
+        versions are known, so that the garbage collector spares them, without waiting long for a
+        busy engine.
         """
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
@@ -117,8 +117,8 @@ class SamplerRouter:
         kept: str = "",
     ) -> Sampler | None:
         """Return the session's sampler for adapters of `rank` (0: none): the sampler `kept`, else
-        the one with the smallest rank. With `all_weights`, it must load other weights than the base
-        model's, so no other session may use it.
+        the one with the smallest rank. With `all_weights`, no other session may use it, because it
+        loads other weights.
         """
         found = [
             sampler
@@ -200,7 +200,7 @@ class SamplerRouter:
         """Set the number of a sampler's engines. New ones need devices within `wait` seconds, or
         nothing changes. Surplus engines end when idle. Raises `NoRoom`, `InvalidRequest` if no
         group has the devices, `LimitExceeded`, `StorageFailed`, and `UnknownSampler` if the sampler
-        ends meanwhile.
+        ends.
         """
         key, first = str(sampler.key), sampler.engine
         async with self._scaling[key]:
@@ -250,8 +250,7 @@ class SamplerRouter:
         tell: Tell | None = None,
     ) -> None:
         """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
-        bound of this sampler, the owner or all owners; the SDK then retries later with fewer at
-        once.
+        bound, after which the SDK retries later.
         """
         waiting = sampler.waiting
         if waiting >= MAX_WAITING_SAMPLES:

@@ -1,12 +1,11 @@
 """Samplers: samples and loads on their way to engines.
 
-A session has one sampler per base model and largest adapter rank. It is reused, because engines
-start slowly and take device memory. Sessions with a shared trainer also share a sampler.
+A session has one sampler per base model and largest adapter rank, because engines start slowly and
+take device memory. Sessions with a shared trainer also share a sampler.
 
-A sampler has `tandem.replicas` engines, each with its own devices. `Balancer` chooses between them.
-If an engine dies during a sample, the sample is sent once more, because the client chose the seed.
-A second death fails it with `worker_died`. A sample may also be taken back from a leaving or
-overfull engine.
+A sampler has `tandem.replicas` engines, each with its own devices. If an engine dies, its samples
+are sent once more, because the client chose the seed. A second death fails them with `worker_died`.
+A sample may also be taken back from a leaving or overfull engine.
 """
 
 from __future__ import annotations
@@ -106,10 +105,8 @@ class _Call:
 @dataclass(eq=False, kw_only=True)
 class Sampler:
     """Serves the base model, full weight versions one after the other, and adapters up to the key's
-    rank side by side.
-
-    The key names the session that created it. `users` are the sessions that use it now. `engine` is
-    the first of its `engines`.
+    rank side by side. The key names its creating session. `users` are its present sessions.
+    `engine` is the first of its `engines`.
     """
 
     key: SamplerKey
@@ -249,11 +246,11 @@ class Sampler:
         handoff: common_pb2.Handoff | None = None,
     ) -> None:
         """Return when the serving engines have the version. Later engines load it for a sample.
-        Raises `LoadFailed` and similar errors if no engine could load it; then they still serve the
-        old version.
+        Raises `LoadFailed` and similar errors if no engine could; then they still serve the old
+        version.
 
-        With `in_flight`, running samples continue with the new version, and a newer version of the
-        run also suffices. `handoff` offers the weights in memory to a single engine.
+        With `in_flight`, running samples continue with the new version, and a newer one also
+        suffices. `handoff` offers the weights in memory to a single engine.
         """
         request = sampler_pb2.LoadRequest(
             version=version.to_proto(), in_flight=in_flight, handoff=handoff
@@ -390,8 +387,8 @@ class Sampler:
         self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]
     ) -> _Reply:
         """Send an assigned call and return the answer. If the engine dies and the call
-        `may_repeat`, or the call is taken back, send it to another engine. Raises `WorkerDied`, and
-        as `_assigned` and the call.
+        `may_repeat`, or it is taken back, send it to another engine. Raises `WorkerDied`, and as
+        `_assigned` and the call.
         """
         died = False
         while True:

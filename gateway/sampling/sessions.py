@@ -1,8 +1,8 @@
 """Sampling sessions: the weights behind a SamplingClient.
 
 The kinds are `base` (a base model), `named` (a checkpoint), and two ephemeral ones that a run's
-save creates: `snapshot` (fixed weights) and `inflight` (follows the run's newest inflight save,
-including samples in progress). Requests that name a model instead use `ImplicitSessions`.
+save creates: `snapshot` (fixed weights) and `inflight` (the run's newest inflight save, also for
+samples in progress). Requests that name a model instead use `ImplicitSessions`.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SamplingSessionRegistry:
         kind: Literal["snapshot", "inflight"],
         version: WeightVersion,
     ) -> SamplingSession:
-        """Create a sampling session for a run's new version. An inflight save also moves the run's
+        """Create a sampling session for a run's new version. An inflight save moves the run's
         earlier inflight sampling sessions to it. A repeated call returns the original.
         """
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
@@ -236,10 +236,10 @@ class SamplingSessionRegistry:
     def expire_idle(self) -> list[str]:
         """End unneeded ephemeral sampling sessions. Return the runs of their versions.
 
-        Each run's newest one stays, and so do pinned versions. Sessions of a run's `NEWEST_KEPT`
-        newest versions end after `idle_ttl` of disuse, older ones after `SUPERSEDED_TTL`. If an
-        owner's ephemeral versions exceed `unnamed_bytes`, older ones end at once, least recently
-        used first.
+        Each run's newest one and pinned versions stay. Sessions of a run's `NEWEST_KEPT` newest
+        versions end after `idle_ttl` of disuse, older ones after `SUPERSEDED_TTL`. If an owner's
+        ephemeral versions exceed `unnamed_bytes`, older ones end at once, least recently used
+        first.
         """
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
         newer: defaultdict[str, dict[str, int]] = defaultdict(dict)  # by run, newest first
@@ -361,8 +361,8 @@ class _ImplicitSession:
 class ImplicitSessions:
     """Sessions for requests that name none: one per owner, created on demand.
 
-    Samples that name a model and OpenAI's clients use them. They have no heartbeats: requests keep
-    them alive. Otherwise they expire like other sessions, or after `ttl` seconds.
+    Samples that name a model and OpenAI's clients use them. Requests keep them alive instead of
+    heartbeats. They expire like other sessions, or after `ttl` seconds.
     """
 
     sessions: SessionRegistry

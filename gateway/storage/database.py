@@ -126,8 +126,8 @@ class Database:
         """Execute the statement once per row and return after the commit.
 
         `before` is file work of `size` bytes that runs first, in a thread. Its error is raised
-        here. `undo` runs at once if the write fails. `owner` chooses an owner's queue. A `durable`
-        write survives a power failure; others reach the disk with the next durable one. Raises
+        here. `undo` runs if the write fails. `owner` chooses an owner's queue. A `durable` write
+        survives a power failure; others reach the disk with the next durable one. Raises
         `StorageFailed`, `StorageFull`, or the driver's error for an invalid row.
         """
         write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
@@ -182,9 +182,9 @@ class Database:
         return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept
 
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
-        """Execute the statement for each row of a query, whose columns are its parameters. Work in
-        batches, with pauses for other writers. Return the number of rows. The query must not return
-        a processed row again.
+        """Execute the statement for each row of a query, whose columns are its parameters. Pause
+        between batches for other writers. Return the number of rows. The query must not return a
+        processed row again.
         """
         count = 0
         while found := await self.read(rows.limit(_ROWS_AT_ONCE)):

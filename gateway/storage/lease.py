@@ -4,10 +4,8 @@ data directory has a lock.
 One row holds an epoch, which each holder raises, and a beat, which the holder counts up. The epoch
 is at least the time in milliseconds, so agents recognize the newest gateway even after a restored
 backup. A gateway takes the lease when it was given back, when the holder is an ended process of
-this machine, or when the beat stood still for `ttl` seconds of its own clock.
-
-A gateway that lost the lease cannot write, because each transaction checks the epoch. It ends
-itself at its next beat.
+this machine, or when the beat stood still for `ttl` seconds of its own clock. A gateway that lost
+it cannot write, because each transaction checks the epoch, and ends itself at its next beat.
 """
 
 from __future__ import annotations

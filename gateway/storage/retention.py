@@ -1,7 +1,7 @@
-"""Removes old rows of ended things.
+"""Removes old rows of ended things, after `history_ttl`, and audit entries after `audit_ttl`. Usage
+stays.
 
-Ended things lose their rows after `history_ttl`, audit entries after `audit_ttl`. Usage stays. A
-run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
+A run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
 session stays while it has a run. Rows are deleted in small batches, so that other writes wait only
 briefly.
 """

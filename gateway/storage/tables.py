@@ -96,7 +96,7 @@ runs = Table(
     Column("base_model", String(200), nullable=False),
     Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
     Column("asks", JSON),  # a gateway.placement.asks.Asks; None for a copy
-    # The run whose trainer it uses: itself, or another run that shares its trainer.
+    # The run that owns its trainer: itself, or another run that shares it.
     Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
@@ -233,7 +233,7 @@ checkpoints = Table(
     Index("checkpoints_by_expired", "expired_at"),
 )
 
-# Folders whose checkpoint was deleted, replaced or expired. The garbage collector removes them. It
+# Folders of deleted, replaced or expired checkpoints. The garbage collector removes them. It
 # leaves folders that no table mentions.
 released_folders = Table(
     "released_folders",
@@ -330,7 +330,7 @@ usage = Table(
     Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run or a sampling session
-    Column("run_id", String(100), nullable=False, default=""),  # whose weights were sampled
+    Column("run_id", String(100), nullable=False, default=""),  # the source of the sampled weights
     Column("session_id", String(64), nullable=False),
     Column(
         "project_id", String(200), nullable=False, default=""

@@ -1,12 +1,12 @@
 """A model's chat template, which turns messages into text as Hugging Face defines it.
 
-The template is Jinja, in a sandbox without modification or unsafe attributes, bounded in time and
-output. Variables: messages, tools, documents, add_generation_prompt, the special tokens by name
-(bos_token, eos_token, …), and the request's. Functions: raise_exception, strftime_now. The filter
-tojson escapes nothing. See https://huggingface.co/docs/transformers/chat_templating_writing.
+The template is Jinja, in a read-only sandbox with bounded time and output. Variables: messages,
+tools, documents, add_generation_prompt, the special tokens by name (bos_token, eos_token, …), and
+the request's. Functions: raise_exception, strftime_now. The filter tojson escapes nothing. See
+https://huggingface.co/docs/transformers/chat_templating_writing.
 
-`transformers` has the same sandbox without the bounds, but its import takes seconds and hundreds of
-megabytes. A test compares the two.
+`transformers` has no such bounds, and its import takes seconds and hundreds of megabytes. A test
+compares the two.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _SPACED_MARK = _MARK + " "
 
 class ChatTemplate:
     """`source` is one template, or several by name: `default`, and `tool_use` for requests with
-    tools. A rendering takes at most `max_seconds` and writes at most `max_characters`. Raises
-    `UnsupportedInput` for an invalid template.
+    tools. A rendering is bounded by `max_seconds` and `max_characters`. Raises `UnsupportedInput`
+    for an invalid template.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ChatTemplate:
             raise UnsupportedInput(f"the model's chat template is invalid: {error}") from error
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """Return the text for the model to continue. Raises `InvalidRequest` or a subclass for a
-        malformed message, or if the template fails or exceeds its bounds.
+        """Return the text for the model to continue. Raises `InvalidRequest` or a subclass if a
+        message or the template fails, or a bound is exceeded.
         """
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
@@ -131,8 +131,8 @@ class ChatTemplate:
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | dict[str, str]:
-    """Return the model's template, its templates by name, or "". The files are newer than the field
-    in the tokenizer's config and take precedence.
+    """Return the model's template, its templates by name, or "". Files take precedence over the
+    older field in the tokenizer's config.
     """
     file = folder / "chat_template.jinja"
     named = {
@@ -188,8 +188,8 @@ def _text(content: object, *, at: int) -> str:
 
 
 def _tool_call(call: object, *, at: int) -> Json:
-    """Parse a tool call's arguments: clients send JSON text, and templates need objects. Invalid
-    JSON stays text, as a model may have written it.
+    """Parse a tool call's arguments, because templates need objects. Invalid JSON stays text, as a
+    model may have written it.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
@@ -207,8 +207,8 @@ def _wrong_message(at: int, what: str) -> InvalidField:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut the text after the last message, as `transformers` does. If the template trimmed the
-    blank after the mark, trim the message's end too.
+    """Cut the text after the last message, as `transformers` does, trimmed if the template trims
+    the mark.
     """
     found = text.rfind(_MARK)
     if found < 0:

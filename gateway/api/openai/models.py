@@ -1,7 +1,5 @@
-"""Models by name, and their list.
-
-A name is a base model's, a `tinker://RUN/sampler_weights/NAME` path, or a training run's id for the
-run's newest weights for sampling.
+"""Models by name, and their list. A name is a base model's, a `tinker://RUN/sampler_weights/NAME`
+path, or a training run's id for its newest weights for sampling.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class ModelDirectory:
     @asynccontextmanager
     async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:
         """Yield the name's target and keep its files for the block. Raises `UnknownModel`,
-        `UnknownWeights` or `InvalidRequest`. Another owner's weights appear not to exist.
+        `UnknownWeights` or `InvalidRequest`.
         """
         if name.startswith(_SCHEME):
             async with self._checkpoints.reading(name, readers=Readers((caller,))) as checkpoint:

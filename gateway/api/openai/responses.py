@@ -69,9 +69,9 @@ class Position(NamedTuple):
 
 class Choice:
     """One choice of a completion. Tokens become text as they arrive. `new_text` is the newest text,
-    which may lag behind. Stop tokens and strings are in the tokens, and in the text only with
+    which may lag behind. Stop tokens and strings are in the text only with
     `include_stop_str_in_output`. `shown` are the newest shown tokens. With offsets, a token waits
-    for its certain place, because a stop string may end the text before it.
+    until no stop string can end the text before it.
     """
 
     has_offsets: ClassVar[bool] = True
@@ -176,8 +176,8 @@ class Choice:
         }
 
     def _top(self, position: Position) -> Json | None:
-        """Return the likeliest tokens and the sampled one. If several share a name, the sampled one
-        or the likeliest keeps it, and the others are named by id.
+        """Return the likeliest tokens and the sampled one. Of several with one name, the sampled or
+        likeliest keeps it, and the others are named by id.
         """
         if position.logprob is None:
             return None
@@ -271,9 +271,7 @@ class ResponseBuilder:
         ]
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
-        """Return the whole response. `samples` follow the prompts. vLLM's clients also expect the
-        token ids beside the prompt.
-        """
+        """Return the whole response. `samples` follow the prompts."""
         for sample in samples:
             self.count(sample)
         sequences = ((sequence, sample) for sample in samples for sequence in sample.sequences)
@@ -297,8 +295,8 @@ class ResponseBuilder:
         return [self._chunk(one.write(NewTokens(), "opening")) for one in self._choices]
 
     def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
-        """Return the parts for new tokens of a sample of this prompt, none if there is nothing to
-        show.
+        """Return the parts for new tokens of a sample of this prompt, if there is anything
+        to show.
         """
         choice = self._choices[prompt * self._n + delta.index]
         tokens = NewTokens.of(delta, delta.topk, finished=delta.finished)
@@ -329,9 +327,7 @@ class ResponseBuilder:
 
 
 def _alternatives(topk: tinker_pb2.TopkLogprobs, *, count: int) -> list[Alternatives]:
-    """Read a [length, k] matrix without its empty cells. Without a matrix, the `count` tokens have
-    no alternatives.
-    """
+    """Read a [length, k] matrix without its empty cells. An empty matrix means no alternatives."""
     if not topk.length:
         return [()] * count
     cells = list(zip(array("i", topk.token_ids), array("f", topk.logprobs), strict=True))

@@ -165,7 +165,7 @@ class EventStream(StreamingResponse):
     `data: JSON` for each part, and `data: [DONE]` at the end.
 
     The response starts with the first parts, so an earlier error is an ordinary response. A later
-    error ends the stream.
+    one ends the stream.
     """
 
     media_type = "text/event-stream"

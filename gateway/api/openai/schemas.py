@@ -1,7 +1,7 @@
 """Request and response models of the OpenAI-compatible routes.
 
-Unknown fields are refused, as OpenAI does, because a silently ignored request is worse. Known but
-unsupported fields may have the value "off", which clients send by default.
+Unknown fields are refused, as OpenAI does, because a silently ignored request is worse. Unsupported
+fields may have the value "off", which clients send by default.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 class SamplingFields(BaseModel):
     """The common request fields. `n` is the number of choices per prompt. After validation,
-    `max_tokens` is None only for a response of any length.
+    `max_tokens` is None only without a limit.
     """
 
     model_config = ConfigDict(extra="allow")

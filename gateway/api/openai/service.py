@@ -37,9 +37,7 @@ REQUEST_TIMEOUT = 1800.0
 """Seconds that a request may take."""
 MAX_CHOICES = 1024
 _MOST_PREPARING = 2
-"""Concurrent preparations of prompts, in turns of their owners. They share threads with all owners'
-file writes.
-"""
+"""Concurrent preparations of prompts. They share threads with all owners' file writes."""
 
 
 class EngineStarting(WorkerStartFailed):
@@ -118,9 +116,8 @@ class InferenceService:
     def _prepare(
         self, request: InferenceRequest, target: SamplingTarget, limits: SampleLimits
     ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
-        """Return one engine request per prompt and the response builder. It runs in a thread.
-        Raises `InvalidRequest` or a subclass, `SequenceTooLong`, `EmptyBatch` or
-        `TokenOutOfVocabulary`.
+        """Return one engine request per prompt and the response builder, in a thread. Raises
+        `InvalidRequest` or a subclass, `SequenceTooLong`, `EmptyBatch` or `TokenOutOfVocabulary`.
         """
         tokenizer = self._tokenizer(target.model)
         params = sampling_params(request, tokenizer)
@@ -145,8 +142,8 @@ Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
 class Generation:
     """One request's samples in progress, which are submitted, awaited and cancelled together.
 
-    `poll_interval` is in seconds: a waiting request then checks its timeouts and keeps its session
-    alive. `max_unread` bounds the events that wait for a slow reader; the engine holds the rest.
+    A waiting request checks its timeouts every `poll_interval` seconds. `max_unread` bounds the
+    events that wait for a slow reader; the engine holds the rest.
     """
 
     def __init__(

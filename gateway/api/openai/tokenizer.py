@@ -1,7 +1,7 @@
 """A model's tokenizer, and decoding of arriving tokens.
 
-`tokenizers` gives the results of `transformers` from one `tokenizer.json`. The files beside it name
-the special tokens and the end tokens.
+`tokenizers` gives the results of `transformers` from `tokenizer.json`. The files beside it name the
+special tokens and the end tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelTokenizer:
         self, text: str, *, add_special_tokens: bool, max_length: int | None = None
     ) -> list[int]:
         """Return a text's token ids. Raises `SequenceTooLong` for a text that cannot fit into
-        `max_length` tokens, and `InvalidRequest` for invalid Unicode.
+        `max_length`, and `InvalidRequest` for invalid Unicode.
         """
         if max_length is not None and len(text) > _MAX_CHARACTERS_PER_TOKEN * max_length:
             raise SequenceTooLong(
@@ -93,7 +93,7 @@ class ModelTokenizer:
 
     def offsets(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Return the character position of each token of `encode`. A part of a character begins
-        where the character does. A blank before a token belongs to the token.
+        where the character does. A blank before a token belongs to it.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         offsets, end = [], 0
@@ -115,8 +115,8 @@ class ModelTokenizer:
         return self.decode([*self._anchor, *tokens]).removeprefix(self._anchor_text)
 
     def decode_next(self, stream: DecodeStream, tokens: Sequence[int]) -> str | None:
-        """Return the text that the tokens add to a stream. Return None within a character, or
-        U+FFFD if the stream cannot continue.
+        """Return the text that the tokens add to a stream, None within a character, or U+FFFD if it
+        cannot continue.
         """
         try:
             return stream.step(self._tokenizer, list(tokens))
@@ -152,8 +152,7 @@ class ModelTokenizer:
 class Detokenizer:
     """Decodes with the `DecodeStream` of `tokenizers`, which holds tokens back until a character is
     complete. This class adds an end, a bound on held tokens, and prompts that end within a
-    character. `context` are the prompt's last tokens. The text does not depend on the division of
-    the tokens.
+    character. `context` are the prompt's last tokens.
 
     `silent` tokens have no text. `places` has the character position of each token that is not held
     back.
@@ -212,7 +211,7 @@ class Detokenizer:
 
     def _placed(self, whole: str) -> str:
         """Place the tokens of this text and return its part after the prompt. A token begins after
-        the text it shares with the held text. A token without new characters belongs to the last
+        the text shared with the held text. One without new characters belongs to the last
         character.
         """
         text = self._without_prompt(whole)
@@ -242,7 +241,7 @@ def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> l
 
 class StopCutter:
     """Ends a text before its first stop string (with `keep`: after it), and holds back a possible
-    beginning of one.
+    beginning.
     """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
@@ -287,8 +286,8 @@ def _named_tokens(config: Json) -> dict[str, str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map the characters of a byte-level vocabulary (GPT-2's) to bytes. Printable bytes map to
-    themselves, the others to characters from U+0100 on.
+    """Map the characters of a byte-level vocabulary (GPT-2's) to bytes: printable bytes to
+    themselves, others from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

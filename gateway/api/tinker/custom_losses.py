@@ -1,8 +1,7 @@
 """Custom losses: clients register traced graphs, and trainers receive them with the request.
 
 `router` serves `create_custom_loss`. `provide` adds the definitions of the loss "custom" to a
-gateway (`Gateway.loss_definitions`). The gateway only stores graphs, and a trainer computes them
-(`tandem.custom_losses.interpreter`).
+gateway. The gateway only stores graphs (`tandem.custom_losses.interpreter`).
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ class CreateCustomLoss(BaseModel):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CustomLossStore:
-    """The definitions in the database, by loss id: `SESSION:loss:NUMBER`.
-
-    A loss id is also its creating request's id. A loss is usable in its own session only, and ends
-    with it.
+    """The definitions in the database, by loss id: `SESSION:loss:NUMBER`, which is also the
+    creating request's id. A loss is usable in its own session only, and ends with it.
     """
 
     database: Database

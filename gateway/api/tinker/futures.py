@@ -23,8 +23,8 @@ LONG_POLL = 30.0
 """Most seconds that a request waits for its result."""
 
 INLINE_BYTES = 2**20
-"""The largest result sent at once to a client that prefers the size first. The SDK's limit of 50
-MiB for concurrent results has room for these, and each question would cost a round trip.
+"""The largest result sent at once to a client that prefers the size first. Its limit of 50 MiB has
+room for these, and each question costs a round trip.
 """
 
 router = Router("/api/v1", tag="SDK")

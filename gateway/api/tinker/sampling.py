@@ -1,7 +1,7 @@
 """Sampling sessions and samples.
 
 The gateway refuses an impossible request at once, as far as it knows the model
-(`tandem/protocol/sample_limits.py`). The sampler checks it completely.
+(`tandem/protocol/sample_limits.py`). The sampler checks the rest.
 """
 
 from __future__ import annotations

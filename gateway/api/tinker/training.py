@@ -1,7 +1,7 @@
 """The operations of a run's journal.
 
-A wrong body with a valid run and sequence number is accepted, uses that number, and fails at its
-turn. Otherwise later operations would wait for it.
+A wrong body with a valid run and sequence number is accepted and fails at its turn. Otherwise later
+operations would wait for it.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ async def _submit(
     *,
     raw: bytes | None = None,
 ) -> OperationAccepted:
-    """Put an operation, or its failure if `read` refuses its fields, into the run's journal. `raw`
-    is the part of the body for the journal, if not all.
+    """Put an operation into the run's journal, or its failure if `read` refuses its fields. `raw`
+    is the body for the journal, if not all of it.
     """
     access, audit = access_of(request), audit_note_of(request)
     raw = await request.body() if raw is None else raw
@@ -157,7 +157,7 @@ async def _submit(
 
 def _unchanging(raw: bytes, body: Body | None) -> bytes:
     """Return the part of the body that is equal in repetitions. The SDK repeats an ephemeral save
-    with a new sampling session number, even after the first was accepted.
+    with a new sampling session number.
     """
     if not isinstance(body, SaveWeightsForSampler) or body.sampling_session_seq_id is None:
         return raw
@@ -341,9 +341,8 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
 
 
 def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting:
-    """Read the run id and the seq_id from the first bytes of a broken message. Both are missing if
-    it does not begin with them. Protobuf writers order fields by number, and these are the first
-    two.
+    """Read the run id and the seq_id from the first bytes of a broken message, if it begins with
+    them. Protobuf writers order fields by number, and these are the first two.
     """
     for end in range(4, min(len(prefix), _ROUTING_BYTES) + 1):
         with suppress(DecodeError):  # cut within a field

@@ -39,8 +39,8 @@ from tandem.errors import (
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 TRAINING_KEY = "tandem_training"
-"""The key of `user_metadata` that requests full training with the value `full`. An unmodified
-client has no other field for it.
+"""The key of `user_metadata` that requests full training with the value `full`, for unmodified
+clients.
 """
 
 router = Router("/api/v1", tag="SDK")

@@ -1,9 +1,8 @@
 """The audit log of changing requests, and the log of refused keys.
 
-Each changing request leaves a row after its answer, even if it was refused. Rows contain names,
-never bodies, keys or prompts. An attempt without a valid key has the actor `unknown`. Only
-`UNKNOWN_ROWS` of these leave rows each minute, so that strangers cannot fill the disk. Samples and
-training steps are not audited.
+Each changing request leaves a row after its answer, even if refused. Rows contain names, never
+bodies or keys. An attempt without a valid key has the actor `unknown` and at most `UNKNOWN_ROWS`
+rows a minute, so that strangers cannot fill the disk. Samples and training steps are not audited.
 """
 
 from __future__ import annotations

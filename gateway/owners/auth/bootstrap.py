@@ -1,8 +1,8 @@
 """The bootstrap key: a gateway's first admin key, from a file.
 
-A gateway in a container cannot run `tandem keys create` before it listens. It reads the key from
-`TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and stores its hash. A start with another key
-revokes the old one. With PostgreSQL, only the lease holder does this, so two gateways make one row.
+A gateway in a container cannot run `tandem keys create` before it listens. It reads
+`TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and stores the key's hash. A new key revokes
+the old one. With PostgreSQL, only the lease holder does this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Identifies callers by a key or by a token exchanged for a key.
 
-A token is a JWT (RFC 7519, HS256) signed with the data directory's key. It names its key and
-becomes invalid with it. Owner and role come from the key, not from the token.
+A token is a JWT (RFC 7519, HS256) signed with the data directory's key. It becomes invalid with its
+key, which also decides owner and role.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Scope = Literal["owned", "accessible"]
 
 @dataclass(frozen=True)
 class Caller:
-    """A request's sender. `key_id` (`k-…`) names the key without revealing it. `expires_at`
-    (seconds since 1970) is the token's expiry, None for a key.
+    """A request's sender. `key_id` (`k-…`) does not reveal the key. `expires_at` (seconds since
+    1970) is the token's expiry, None for a key.
     """
 
     owner: str
@@ -57,7 +57,7 @@ class Caller:
 @dataclass(frozen=True)
 class Readers:
     """The callers with a right to read a checkpoint: the sender, and the owner of a second key or
-    token in the request.
+    token.
     """
 
     callers: tuple[Caller, ...]
@@ -84,8 +84,8 @@ class Identity:
         self._read = lru_cache(maxsize=_REMEMBERED)(self._verify)
 
     def identify(self, credential: bytes) -> Caller:
-        """Return the caller. Raise `TokenRefused` for an invalid token, else `Unauthenticated` for
-        an invalid key. Only the holder of a key learns of its revocation.
+        """Return the caller. Raises `TokenRefused` for an invalid token, else `Unauthenticated`.
+        Only the holder of a key learns of its revocation.
         """
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
@@ -104,8 +104,8 @@ class Identity:
         return Caller(owner=key.owner, key_id=key.id, role=key.role)
 
     def issue(self, caller: Caller) -> str:
-        """Return a token for the caller. It expires with the key, and no later than the caller's
-        own token, so that a token cannot renew itself.
+        """Return a token for the caller. It expires with the key and with the caller's own token,
+        so that a token cannot renew itself.
         """
         now = self._clock()
         key = self._keys.get(caller.key_id)

@@ -1,9 +1,8 @@
 """Creates, finds and revokes API keys.
 
-A key is `tml-` and 256 random bits. It is shown once, and the database stores its SHA-256, which is
-safe for an unguessable secret. All keys are also in memory, so that requests never wait for the
-database and a revocation works at once. The local key, from the data directory or `TANDEM_API_KEY`,
-has no row. The bootstrap key (`bootstrap.py`) has one with a reserved name.
+A key is `tml-` and 256 random bits. It is shown once, and the database stores its SHA-256. All keys
+are also in memory, so a revocation works at once. The local key, from the data directory or
+`TANDEM_API_KEY`, has no row. The bootstrap key (`bootstrap.py`) has one with a reserved name.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class KeyStore:
         return key
 
     def find(self, secret: bytes) -> Key | None:
-        """Return the key, even if it has ended. The comparison's time depends only on the hash, so
-        it reveals nothing.
-        """
+        """Return the key, even if it has ended. The comparison's time reveals nothing."""
         digest = digest_of(secret)
         key = self._keys.get(id_of(digest))
         same = key is not None and hmac.compare_digest(digest, key.digest)
@@ -120,9 +117,7 @@ class KeyStore:
         return key, secret
 
     async def replace_bootstrap(self, secret: str) -> tuple[Key, list[Key]]:
-        """Add a bootstrap key and revoke the old ones in one transaction. Return the new key and
-        the old ones.
-        """
+        """Add a bootstrap key and revoke the old ones in one transaction. Return it and them."""
         new = NewKey(owner=LOCAL_OWNER, role="admin")
         key = replace(self._key(secret, new), name=BOOTSTRAP_NAME)
         former = [

@@ -15,7 +15,7 @@ def sign(key: bytes, *parts: object) -> str:
     """Return an HMAC-SHA256 of the parts, 43 characters that are safe in an address.
 
     The parts are signed as a JSON list, so no two lists give equal bytes. The first part is the
-    purpose (`"trace"`, `"download"`), so that a signature is valid for one purpose only.
+    purpose (`"trace"`, `"download"`), for which alone the signature is valid.
     """
     digest = hmac.digest(key, orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), "sha256")
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode("ascii")

@@ -1,5 +1,4 @@
 """Sessions: client connections, which own their runs and samplers.
 
-`registry` holds active sessions, which live by heartbeats, and bounds the metadata from clients.
-`queries` searches all sessions in pages with signed cursors.
+`registry` holds active sessions, which live by heartbeats. `queries` searches all sessions.
 """

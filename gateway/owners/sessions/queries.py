@@ -1,9 +1,9 @@
 """Queries of active and ended sessions, in pages.
 
 The scope `owned` means the caller's sessions, `accessible` all that the caller may see. Others
-appear not to exist. The database filters by owner, project and position. Names, metadata and states
-are compared here, in chunks, because databases treat case and JSON differently. A cursor marks the
-next page. It is signed together with its owner and search.
+appear not to exist. Names, metadata and states are compared here, in chunks, because databases
+treat case and JSON differently. A cursor marks the next page and is signed together with its owner
+and search.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _matches(session: SessionRecord, filters: SessionFilters) -> bool:
 
 def _has(session: SessionRecord, status: StatusFilter) -> bool:
     """Match a session's state. No session is "failed" or "cancelled", because runs and requests
-    fail alone. The SDK has no status for an expired one.
+    fail alone.
     """
     if status.type == "client_finished":
         return session.state == "finished" and (

@@ -1,6 +1,6 @@
 """Active sessions: client connections that live by heartbeats.
 
-Metadata from clients is bounded, because lists show it in hundreds of rows at once.
+Metadata from clients is bounded, because lists show it in hundreds of rows.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class NewSession:
 @dataclass
 class Session:
     """A session with a `ttl` has no heartbeats and ends this many seconds after its last request.
-    `heard` is set by the client's first request to this gateway. `sdk_version` is empty for a
-    session that the gateway created itself.
+    `heard` is set by the client's first request to this gateway. `sdk_version` is empty for the
+    gateway's own sessions.
     """
 
     id: str
@@ -80,8 +80,8 @@ class Session:
 
 
 class SessionRegistry:
-    """`ttl` is in seconds. Closed connections do not end sessions, because a proxy may restart. A
-    restart of the gateway keeps sessions and restarts their clocks.
+    """`ttl` is in seconds. A closed connection does not end a session, because a proxy may restart.
+    A restart of the gateway keeps sessions and restarts their clocks.
     """
 
     def __init__(self, *, database: Database, limits: Quotas, ttl: float) -> None:
@@ -146,8 +146,8 @@ class SessionRegistry:
         return session
 
     def note_running(self) -> None:
-        """Note that the gateway runs; call it several times a second. Clients are not blamed for
-        silence while the gateway stood still.
+        """Note that the gateway runs; call it several times a second. Time without a call does not
+        count as clients' silence.
         """
         now = time.monotonic()
         gap, self._ran_at = now - self._ran_at, now

@@ -1,8 +1,8 @@
 """Sums usage by hour, subject and event, and measures samples.
 
-Sums are written every few seconds, so a killed gateway loses only the last interval. Accelerator
-seconds of a trainer are its seconds times its ranks. A sampler's busy time is divided between
-concurrent samples (`TimeShares`), so the sum never exceeds the machines' time.
+Sums are written every few seconds, so a killed gateway loses only the last interval. A trainer's
+accelerator seconds are its seconds times its ranks. A sampler's busy time is divided between
+concurrent samples (`TimeShares`).
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class SampleMeter:
         owner: str,
         base_model: str,
     ) -> sampler_pb2.SampleReply:
-        """Await the engine's answer, remember the request, and count it on success. `shares`
-        belongs to the engine, which has `ranks` devices.
+        """Await the engine's answer, remember the request, and count it on success. `shares` and
+        `ranks` are the engine's.
         """
         reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
@@ -207,9 +207,8 @@ class SampleMeter:
 class TimeShares:
     """Divides a worker's busy time between its concurrent tasks.
 
-    While n tasks run, each gets 1/n of the time, so that all shares sum to the busy time. The cost
-    does not depend on n. Literal example: two samples that start together and take 4 s get 2 s
-    each.
+    While n tasks run, each gets 1/n of the time. The cost does not depend on n. Literal example:
+    two samples that start together and take 4 s get 2 s each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

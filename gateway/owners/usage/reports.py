@@ -159,8 +159,8 @@ class BillingReports:
         self, caller: Caller, *, since: float, max_runs: int
     ) -> tuple[list[Used], list[Used]]:
         """Sum the caller's visible usage in the hours after `since` (seconds since 1970), by owner,
-        and by run and owner. Return the runs with the most accelerator seconds. A sample counts for
-        the run of its weights and for its sender.
+        and by run and owner for the runs with the most accelerator seconds. A sample counts for its
+        weights' run and its sender.
         """
         self._usage.write()
         await self._database.flush()

@@ -1,11 +1,11 @@
 """Exports a session as a Chrome trace for Perfetto and chrome://tracing.
 
-A signed address serves the trace. It is generated during the download from operations, workers and
-recent samples, in batches, and ends at the time of signing.
+A signed address serves the trace, generated in batches during the download. It ends at the time of
+signing.
 
 Format: the JSON object of the "Trace Event Format" with complete events (`ph: "X"`) and metadata
-events (`ph: "M"`), in microseconds since 1970. A process of the trace is a run, a sampling session
-or all workers. Overlapping operations get different threads.
+events (`ph: "M"`), in microseconds since 1970. A process is a run, a sampling session or all
+workers. Overlapping operations get different threads.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class EventEncoder:
 
     def encode(self, slices: Iterable[Slice]) -> bytes:
         """Return the slices as further elements of the JSON list. Each track gets a process, and
-        each slice a thread that is free at its start. Names precede their first use.
+        each slice a thread that is free at its start.
         """
         content = []
         for event in (event for one in slices for event in self._events(one)):
