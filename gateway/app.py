@@ -328,7 +328,6 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def gateway(self) -> Gateway:
-        """The started gateway."""
         return cast(Gateway, cast(FastAPI, self.config.app).state.gateway)
 
     @property
@@ -337,14 +336,12 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Its address for clients on this machine."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
-    """Return a server for an application of `create_app`, not yet running."""
     metrics = app.state.metrics
     malformed = CountedLines(first="malformed_request", more="malformed_requests")
     protocol = partial(

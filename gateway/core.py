@@ -301,7 +301,6 @@ class Gateway:
         self._register_gauges()
 
     async def _restore(self) -> None:
-        """Take over from an earlier gateway, with its workers."""
         await self.database.open()
         await self.keys.open()
         self.keys.set_local(self.api_key)
@@ -427,7 +426,6 @@ class Gateway:
                 await self.collect(run_id)
 
     def _register_gauges(self) -> None:
-        """Register gauges that are computed at each scrape."""
         watch, limits = self.metrics.watch, self.limits
         watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
         watch(

@@ -27,7 +27,6 @@ class FairQueue(Generic[Item]):
         self._queues.setdefault(owner, deque()).append(item)
 
     def take(self) -> Item:
-        """Remove and return the next item of a nonempty queue."""
         owner, queue = next(iter(self._queues.items()))
         item = queue.popleft()
         if queue:

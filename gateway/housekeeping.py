@@ -28,7 +28,7 @@ LOG_TTL = 30 * 86_400.0
 
 
 class Housekeeping:
-    """Level-triggered: each round looks at the present state. A failed round is logged, and the
+    """Level-triggered: each round looks at the current state. A failed round is logged, and the
     next one repeats its work. A storage outage is logged at its start and end only.
     """
 

@@ -168,7 +168,6 @@ def _sqlite_file(url: str, data_dir: Path) -> Path:
 
 
 def _copy_sqlite(source: Path, target: Path) -> str:
-    """Copy the database into one file and return its revision."""
     if not source.is_file():
         raise InvalidRequest(f"there is no database {source}")
     uri = f"{source.resolve().as_uri()}?mode=ro"
@@ -202,7 +201,6 @@ def _manifests(folder: Path) -> Iterator[Path]:
 
 
 def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
-    """Replace the database. Return the place of the old one, or ""."""
     data_dir = settings.data_dir
     try:
         About.model_validate_json((folder / _ABOUT).read_bytes())

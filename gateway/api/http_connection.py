@@ -327,7 +327,6 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: HTTPStatus, type_: str, sentence: str) -> None:
-        """Answer without the application and close."""
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # in the middle of another answer

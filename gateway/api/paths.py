@@ -16,8 +16,6 @@ _REPEATED = re.compile(r"(?<![:/])/{2,}")
 
 
 class PathBoundary:
-    """Passes every request on with a normalized path."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

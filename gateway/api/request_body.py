@@ -251,8 +251,8 @@ def check_content_type(sent: str | None) -> None:
 def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """Raise `PayloadTooLarge` for too many JSON values.
 
-    `{},` is three bytes, and half a kilobyte once parsed, so bytes are counted first, even in
-    texts.
+    `{},` is three bytes, and half a kilobyte once parsed. So commas and brackets are counted first,
+    including those in texts.
     """
     values = body.count(b",")
     if values > most_values:

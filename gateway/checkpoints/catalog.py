@@ -61,7 +61,6 @@ class Checkpoint:
 
     @property
     def relative_folder(self) -> str:
-        """Its folder, relative to the data directory."""
         return self.folder or relative_version_folder(self.version)
 
 
@@ -185,7 +184,6 @@ class CheckpointCatalog:
         return found
 
     async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
-        """Yield a run's checkpoints in batches, oldest first."""
         table = checkpoints.c
         query = select(checkpoints).where(table.run_id == run_id, not_expired())
         async for rows in self._database.read_in_batches(query, table.created_at, table.path):

@@ -112,7 +112,6 @@ class CheckpointCopier:
             del self._under_way[run_id]
 
     async def _make(self, request: CopyRequest, source: Checkpoint, path: CheckpointPath) -> None:
-        """Create the files, then write copy, run and session in one transaction."""
         now, run_id = time.time(), path.run_id
         copy = replace(
             source,

@@ -40,7 +40,6 @@ class DeltaBase:
     _pause: int = 0
 
     def next(self) -> str:
-        """Return the base of the next version, "" for a whole one."""
         if self._whole and self._pause:
             self._pause -= 1
             return ""

@@ -89,7 +89,6 @@ class Dispatcher:
         return seq_id == self._next and self._gap_since is not None
 
     def put(self, operation: Operation) -> None:
-        """Add an operation from the journal with a new `seq_id`."""
         seq_id = operation.seq_id
         if self._ended is not None:
             self._end(operation, self._ended)
@@ -143,7 +142,7 @@ class Dispatcher:
             raise broken.exceptions[0] from None
 
     async def drain(self) -> None:
-        """Start no further operation and wait for the trainer's present ones."""
+        """Start no further operation and wait for the trainer's current ones."""
         self._drained = asyncio.get_running_loop().create_future()
         self._note_drained()
         self._wake.set()  # no gap is given up any more

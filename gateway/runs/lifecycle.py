@@ -100,7 +100,6 @@ class RunLifecycle:
         self._stopped(run, error.message)
 
     async def end_all(self, ending: Sequence[TrainingRun], error: TandemError) -> None:
-        """End a session's runs and wait until their trainers stopped."""
         for run in ending:
             self._end(run, error)
         await asyncio.gather(*(self._stopped(run, error.message) for run in ending))

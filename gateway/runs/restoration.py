@@ -35,8 +35,6 @@ DefinitionOf = Callable[[Body | None], Awaitable[bytes]]
 
 
 class GiveUp(Exception):
-    """The trainer cannot be restored."""
-
     def __init__(self, error: TandemError) -> None:
         super().__init__(error.message)
         self.error = error

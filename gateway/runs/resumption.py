@@ -65,7 +65,6 @@ class RunResumption:
     data_dir: Path
 
     async def resume(self, run: TrainingRun, row: RowMapping) -> Unfinished:
-        """Resume a run, without starting its trainer."""
         assert run.trainer is not None
         run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.snapshots.resume(run)

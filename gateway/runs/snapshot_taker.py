@@ -82,7 +82,6 @@ class SnapshotTaker:
         await self._note(lambda: client.take_snapshot(request), self._asked)
 
     def not_begun(self) -> None:
-        """Note that the step of a requested snapshot was not applied."""
         self._asked = ""
 
     async def _note(self, written: Written, folder: str) -> None:

@@ -94,7 +94,6 @@ class SnapshotStore:
         self._database.write_soon(insert(snapshots), row)
 
     async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        """Remove a snapshot or its remains, the row first."""
         if not self._forget(run, snapshot.folder):
             await asyncio.to_thread(_remove, Path(snapshot.folder))
 

@@ -242,7 +242,6 @@ class RunTrainer:
             self._let_next_go(seq_id)
 
     def _let_next_go(self, seq_id: int) -> None:
-        """Note that an operation has its turn or gave it up."""
         if (waited_for := self._without_turn.pop(seq_id, None)) is not None:
             waited_for.set()
 

@@ -61,7 +61,6 @@ class TrainingRun:
 
     @property
     def worker(self) -> Worker | None:
-        """The trainer's process, perhaps shared with other runs."""
         return self.trainer.host.worker if self.trainer is not None else None
 
     @property

@@ -36,7 +36,7 @@ _TOKEN_BYTES = 4
 
 
 class Candidate(Protocol):
-    """A serving engine. `process` names its present process."""
+    """A serving engine. `process` names its current process."""
 
     @property
     def process(self) -> str: ...

@@ -105,7 +105,7 @@ class _Call:
 @dataclass(eq=False, kw_only=True)
 class Sampler:
     """Serves the base model, full weight versions one after the other, and adapters up to the key's
-    rank side by side. The key names its creating session. `users` are its present sessions.
+    rank side by side. The key names its creating session. `users` are its current sessions.
     `engine` is the first of its `engines`.
     """
 
@@ -148,7 +148,6 @@ class Sampler:
 
     @property
     def serves(self) -> bool:
-        """Whether an engine is known to answer."""
         return any(engine.serves for engine in self.engines)
 
     def explain(self) -> str:

@@ -44,7 +44,7 @@ NEWEST_KEPT = 4
 
 @dataclass
 class SamplingSession:
-    """`version` is the present version, `model_path` the client's path, if any. `rank` is its
+    """`version` is the current version, `model_path` the client's path, if any. `rank` is its
     adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests.
     """
 

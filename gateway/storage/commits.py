@@ -19,7 +19,7 @@ _TRANSACTION_UNDER_LEASE = text(
 )
 _OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
 _COMMIT_UNKNOWN = 20.0
-"""Seconds to ask for the outcome of a commit whose connection broke."""
+"""Seconds to ask for a commit's outcome after its connection broke."""
 _RETRY_COMMIT_UNKNOWN = 0.2
 
 Row = Mapping[str, object]

@@ -182,7 +182,7 @@ class Database:
         return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept
 
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
-        """Execute the statement for each row of a query, whose columns are its parameters. Pause
+        """Execute the statement for each row of a query with its parameters as columns. Pause
         between batches for other writers. Return the number of rows. The query must not return a
         processed row again.
         """

@@ -33,7 +33,6 @@ from gateway.storage.tables import (
 from tandem.telemetry import get_log
 
 _AT_ONCE = 100
-"""Runs or sessions removed in one transaction."""
 
 
 @dataclass(eq=False, kw_only=True)

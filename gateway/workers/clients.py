@@ -81,7 +81,6 @@ class CallOrder:
         self._calls.pop((run_id, seq_id), None)
 
     def note_progress(self) -> None:
-        """Note that the process starts its next operation."""
         self.since = asyncio.get_running_loop().time()
 
     def forget(self, run_id: str) -> None:

@@ -43,7 +43,6 @@ class SamplerClient:
         self._heard_at = 0.0
         self._telling = 0
         self._awaited: dict[asyncio.Timeout, float] = {}
-        """Unanswered calls and their times, oldest first."""
         self._next_look: asyncio.TimerHandle | None = None
 
     async def describe(self) -> sampler_pb2.DescribeSamplerReply:

@@ -26,7 +26,6 @@ from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tandem.settings.variables import check_environment
 
 Object: TypeAlias = dict[str, Any]
-"""An object of Kubernetes, as JSON."""
 
 NEEDS_MINOR = 34
 """Of version 1: the first with resource.k8s.io/v1."""
@@ -262,7 +261,6 @@ class ClusterChecks:
     # --- Asking -------------------------------------------------------------------------------
 
     def _variables(self) -> dict[str, str]:
-        """Return the environment of the gateway's container."""
         container = self._pod["containers"][0]
         values: dict[str, str] = {}
         for source in container.get("envFrom", []):

@@ -75,7 +75,6 @@ def _wait_for(peers: int, place: Path, stages: tuple[str, ...], *, seconds: floa
 
 
 def _seen(place: Path, stages: tuple[str, ...]) -> set[str]:
-    """Return the peers with correct files in the listing."""
     seen = set()
     for entry in place.iterdir():
         name, _, stage = entry.name.rpartition(".")

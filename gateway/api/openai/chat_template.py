@@ -221,7 +221,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 _deadline: ContextVar[tuple[float, float]] = ContextVar("deadline")
-"""The present rendering's monotonic deadline, and its seconds."""
+"""The current rendering's monotonic deadline, and its seconds."""
 
 
 def _check_deadline() -> None:

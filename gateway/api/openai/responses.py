@@ -289,7 +289,6 @@ class ResponseBuilder:
         self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
 
     def opening(self) -> list[Json]:
-        """Return the first parts of a stream, before any token."""
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):
             return []
         return [self._chunk(one.write(NewTokens(), "opening")) for one in self._choices]
@@ -307,7 +306,6 @@ class ResponseBuilder:
         return []
 
     def closing(self) -> list[Json]:
-        """Return a stream's last part: the usage, if requested."""
         return [{**self._chunk(), "usage": self._usage()}] if self._shows_usage else []
 
     def _chunk(self, *choices: Json) -> Json:

@@ -105,7 +105,6 @@ class ModelTokenizer:
         return offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the tokens' text with special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def decode_within_text(self, tokens: Sequence[int]) -> str:
@@ -227,7 +226,6 @@ class Detokenizer:
         return text
 
     def _without_prompt(self, text: str) -> str:
-        """Drop the repetition of the prompt's last, incomplete token."""
         prompt_text, self._prompt_text = self._prompt_text, ""
         return text[_shared_length(prompt_text, text) :]
 

@@ -85,7 +85,7 @@ async def scale_sampler(
 ) -> ScaledSampler:
     """Set the number of engines of a run, a sampling session, or a session with one sampler. New
     engines get their places at once, or nothing changes. They start, load the last used version,
-    and then get requests. Surplus engines get no new requests, finish their present ones, and
+    and then get requests. Surplus engines get no new requests, finish their current ones, and
     release their places. The number holds until the sampler ends, and can be changed at any time.
     """
     audit.note(target, replicas=str(body.replicas))

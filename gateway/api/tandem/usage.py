@@ -15,7 +15,7 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 class OwnerUsage(Answer):
     """Trained tokens; the samples' prompt tokens (`cached_tokens` of them from the prefix cache)
-    and sampled tokens; accelerator seconds; present checkpoints.
+    and sampled tokens; accelerator seconds; current checkpoints.
     """
 
     owner: str

@@ -108,7 +108,7 @@ async def usage_events(
 async def checkpoint_storage(
     gateway: GatewayDep, caller: CallerDep, project_id: Annotated[ProjectFilter, Query()] = None
 ) -> CheckpointStorage:
-    """Return the present checkpoints and their bytes, by project and owner."""
+    """Return the current checkpoints and their bytes, by project and owner."""
     items = await gateway.checkpoints.storage_use(caller, project_id=project_id)
     return CheckpointStorage(
         effective_rate_usd_per_gigabyte_month=None,

@@ -84,7 +84,7 @@ class UsageReport:
 @dataclass(frozen=True)
 class Used:
     """Usage of an owner or a run (`run_id`). `prompt_tokens` include `cached_tokens`. `checkpoints`
-    and `checkpoint_bytes` are present checkpoints.
+    and `checkpoint_bytes` are current checkpoints.
     """
 
     owner: str
@@ -115,7 +115,7 @@ class BillingReports:
     ) -> UsageReport:
         """Return the caller's visible usage by hour, largest quantity first.
 
-        Times are in seconds since 1970, on the hour. A session counts for its present project.
+        Times are in seconds since 1970, on the hour. A session counts for its current project.
         """
         self._usage.write()
         await self._database.flush()

@@ -55,7 +55,6 @@ class RememberedVersions:
             self._forget(next(iter(self._requests)))
 
     def find(self, request_id: str) -> list[list[VersionRun]] | None:
-        """Return the runs of each sample, None if forgotten."""
         request = self._requests.get(request_id)
         if request is None:
             return None

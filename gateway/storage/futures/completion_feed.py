@@ -85,7 +85,6 @@ class CompletionFeed:
         return tuple(queue.waiting), queue.last
 
     def sweep(self) -> None:
-        """Forget idle targets."""
         now = time.monotonic()
         over = [
             target

@@ -185,7 +185,6 @@ class FutureTable:
             self._drop(future)
 
     def sweep(self) -> list[Future]:
-        """Drop and return fetched and expired futures."""
         over = [
             future
             for leaving in (self._fetched, *self._unfetched.values())

@@ -79,8 +79,6 @@ class Refused(ApiFault):
 
 @dataclass(frozen=True)
 class Listed:
-    """A list of objects, and its version for a watch."""
-
     items: list[Object]
     version: str
 

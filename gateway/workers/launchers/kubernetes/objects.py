@@ -317,8 +317,8 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
 
 
 def _user() -> int:
-    """Return the workers' user: the gateway's own, because only it can read the data directory,
-    unless root.
+    """Return the workers' user: the gateway's own, which alone can read the data directory. A
+    gateway that runs as root uses the images' user.
     """
     return os.getuid() or _USER_OF_IMAGES
 

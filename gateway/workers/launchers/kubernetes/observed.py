@@ -27,8 +27,6 @@ class Metadata(Seen):
 
 
 class Observed(Seen):
-    """Any object of a worker or a claim."""
-
     metadata: Metadata
 
     @property

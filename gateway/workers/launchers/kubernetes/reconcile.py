@@ -128,7 +128,6 @@ class Reconciler:
         return worker
 
     def adopt(self, spec: WorkerSpec) -> PodWorker:
-        """Want a worker whose pods run."""
         pods = sorted(self.pods.of(spec.worker_id), key=lambda each: each.name)
         claims = tuple(claim for pod in pods for claim in pod.claims)
         worker = self._new_worker(spec, None, pods=tuple(p.name for p in pods), claims=claims)
@@ -169,7 +168,6 @@ class Reconciler:
         return self._removal.begin(worker_id, grace=grace)
 
     def fail(self, worker: PodWorker, reason: str, *, crashed: bool = False) -> None:
-        """Give up a useless worker, with a sentence as the reason."""
         if worker.failure is not None:
             return
         worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)

@@ -134,8 +134,6 @@ def _cores(count: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPod:
-    """The memory of one pod of a trainer, with `ranks` of its ranks."""
-
     model: ModelSize
     trainer: TrainerSettings
     training: TrainingSpec

@@ -83,7 +83,6 @@ def _merged(own: Object, added: Object, *, path: str, template: Template) -> Obj
 def _merged_lists(
     own: list[Object], added: list[Object], *, path: str, template: Template
 ) -> list[Object]:
-    """Merge two lists. A container in both is merged."""
     key = "mountPath" if path.endswith("volumeMounts") else "name"
     ours, together = {each[key]: each for each in added}, []
     for each in own:

@@ -23,7 +23,6 @@ class Turns:
         self._pods: defaultdict[str, dict[str, float]] = defaultdict(dict)
         """By claim: unscheduled pods, and when they began to wait."""
         self._queued: defaultdict[str, set[str]] = defaultdict(set)
-        """By claim: workers waiting for their turn."""
         self._workers: defaultdict[str, dict[str, None]] = defaultdict(dict)
         """By pool: unscheduled workers with several pods. The first has its turn."""
 
