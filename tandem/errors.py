@@ -105,7 +105,7 @@ _ROOTS = (
 _FOLDERS = re.compile(
     rf"(?:{'|'.join(_ROOTS)})"
     # Names of up to three words, or of any number in quotes. Each matches in one way only (`?>`,
-    # `++`), because a text with many ways would block its reader for years.
+    # `++`): a text with many ways would block its reader for years.
     rf"(?>[^\s/'\"`<>]{{1,255}}?(?: [\w.()+-]{{1,64}}){{0,2}}{_SLASH}++"
     r"(?![\s'\"`)\],;:]|$))++"
 )
@@ -139,7 +139,6 @@ class TandemError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence, truncated because it may quote megabytes from a client."""
         text = (str(self.args[0]) if self.args else "") or self.type
         return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
@@ -165,7 +164,7 @@ def from_failure(failure: common_pb2.Failure) -> TandemError:
 
 
 def from_type(type_: str, message: str) -> TandemError:
-    """Return the error of a (type, message) pair. An unknown type becomes `InternalError`."""
+    """An unknown type becomes `InternalError`."""
     return _BY_TYPE.get(type_, InternalError)(message)
 
 
@@ -182,8 +181,8 @@ def unusable_directory(data_dir: Path, error: OSError) -> InvalidRequest:
 def without_paths(text: str) -> str:
     """Cut absolute paths in a message to their last part, for clients.
 
-    Paths in addresses are cut too, because libraries take a model's folder for its name on a hub.
-    Example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
+    Paths in addresses are cut too: libraries take a model's folder for its name on a hub. Example:
+    `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
     """
     return _FOLDERS.sub("", _QUOTED.sub("", text))
 
@@ -191,9 +190,9 @@ def without_paths(text: str) -> str:
 def describe(error: BaseException, *, typed: bool = False) -> str:
     """Return the sentence of any library's error, for people.
 
-    An error without a sentence is shown by its type and cause. `typed` always shows the type. A
-    cancellation is no cause, because a timeout cancels its task. Example: `AssertionError()` raised
-    from `KeyError("rank")` gives `AssertionError, caused by KeyError: 'rank'`.
+    Without a sentence, or if `typed`, its type is shown, with its cause. A cancellation is no
+    cause, because a timeout cancels its task. Example: `AssertionError()` raised from
+    `KeyError("rank")` gives `AssertionError, caused by KeyError: 'rank'`.
     """
     name = type(error).__name__
     text = error.message if isinstance(error, TandemError) else str(error).strip()

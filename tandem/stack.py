@@ -1,7 +1,5 @@
-"""A gateway and its agent as supervised child processes.
-
-`tandem up`, `tandem demo`, the tests and the benchmarks start Tandem with this module.
-"""
+"""A gateway and its agent as supervised child processes, for `tandem up`, `tandem demo`, tests and
+benchmarks."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ SENTENCE = "tandem gateway: "
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
-"""The time for the end of each process, in addition to TANDEM_STOP_TIMEOUT. Then it is killed."""
+"""Until a kill, in addition to TANDEM_STOP_TIMEOUT."""
 _MOST_ENDS = 5
 
 
 class Endpoint(BaseModel):
     """A gateway's address and key: the content of `DATA/gateway.json` (mode 0600).
 
-    `process_start` identifies the process, because a `pid` can be used again.
+    `process_start` identifies the process, because its `pid` can be used again.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,9 +56,9 @@ class Endpoint(BaseModel):
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """Return the endpoint of the running gateway of this data directory, or None.
+    """Return the endpoint of this data directory's running gateway, or None.
 
-    A gateway in another host or container does not count, because its loopback is unreachable.
+    A gateway in another host or container does not count: its loopback is unreachable.
     """
     private = Path(os.environ.get("TANDEM_PRIVATE_DIR") or data_dir)
     try:
@@ -150,7 +148,7 @@ class Stack:
         return self.endpoint.client(timeout=timeout)
 
     def add_model(self, *, name: str, path: Path) -> None:
-        """Register a base model with the gateway. Raises `ValueError`."""
+        """Raises `ValueError`."""
         with self.client() as client:
             answer = client.post("models", json={"name": name, "path": str(path.resolve())})
             if answer.is_error:
@@ -194,7 +192,7 @@ class Stack:
             raise self._fault
 
     def stop(self) -> None:
-        """Stop the gateway, which saves its runs and stops its workers, and then the agent.
+        """Stop the gateway, which saves its runs and stops its workers, then the agent.
 
         An interrupt kills them. Idempotent.
         """
@@ -266,7 +264,6 @@ class Stack:
         self._tell(f"the {ended.name} ended by itself and is started again: {why}")
 
     def _answers(self) -> bool:
-        """Return whether the current gateway process has answered."""
         process = self._gateway.process
         return (
             process is not None and self._endpoint is not None and self._endpoint.pid == process.pid
@@ -294,8 +291,7 @@ def _to_whoever_listens(tell: Callable[[str], None], sentence: str) -> None:
 
 
 def _seconds(setting: str, environment: Mapping[str, str]) -> float:
-    """Return a gateway setting in seconds, or its default if it is invalid. The gateway reports the
-    error."""
+    """An invalid setting gives the default. The gateway reports the error."""
     default: float = GatewaySettings.model_fields[setting].default
     try:
         value = float(environment.get(f"TANDEM_{setting.upper()}", default))
@@ -305,7 +301,6 @@ def _seconds(setting: str, environment: Mapping[str, str]) -> float:
 
 
 def answers(endpoint: Endpoint) -> bool:
-    """Return whether the gateway's health route answers with success."""
     try:
         with http_client(endpoint.url, timeout=5) as client:
             return client.get("api/v1/healthz").is_success

@@ -2,7 +2,7 @@
 
 A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …, "service":
 "trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics have the prefix `tandem_`,
-base units, and only labels with a bounded set of values.
+base units, and labels with few values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _dumps(value: object, **_: object) -> str:
 def append_line(fd: int, line: bytes) -> None:
     """Append a line, with its newline, to an open file with several writers.
 
-    It starts a new line, even after a line that a full disk or a killed writer cut. Raises
-    `OSError`, after which a part may be written.
+    It starts a new line, even after one that a full disk or a killed writer cut. Raises `OSError`,
+    after which a part may be written.
     """
     os.write(fd, b"\n" + line if _ends_within_a_line(fd) else line)
 
@@ -71,7 +71,7 @@ class _LossyStream:
     def write(self, text: str) -> int:
         with suppress(OSError):  # no place left to report it
             if self._fd is not None:
-                # Not through the stream, whose buffer would keep the rest of a line.
+                # Not through the stream: its buffer would keep the rest of a line.
                 append_line(self._fd, text.encode(errors="backslashreplace"))
             else:
                 self._stream.write(text)
@@ -85,8 +85,7 @@ class _LossyStream:
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
     """Send our logs, and libraries' warnings and errors, to `stream` as JSON lines.
 
-    In a container, lines name the image's version, because workers may run another image than the
-    gateway.
+    In a container, lines name the image's version: workers may run another image than the gateway.
     """
     stream = cast(TextIO, _LossyStream(stream if stream is not None else sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]

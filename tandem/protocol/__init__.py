@@ -4,10 +4,10 @@
 - `worker_server`: a worker's gRPC server. `metrics_server`: its metrics.
 - `channels`: connections to workers and agents, with a `certificate` of the installation's
   `authority`.
-- `epoch`: refuses calls of earlier gateways. `fencing`: refuses calls without the current lease.
+- `epoch` and `fencing`: refuse calls of earlier gateways, and calls without the current lease.
 - `heartbeat` and `exit_watchers`: report processes that hang or end.
 - `devices`: names of devices. `sample_limits`: checks sample requests.
-- `http_host` and `own_machine`: HTTP on this machine. `background`: work at a lower priority.
+- `http_host` and `own_machine`: HTTP on this machine. `background`: work at low priority.
 
 The folder imports only settings, errors, logs and the generated stubs. To add a call, extend
 `protos/` and the servicer. Raise `worker.PROTOCOL` if an older peer would misunderstand it.

@@ -1,8 +1,7 @@
 """The certificate authority of an installation: a folder with `tls.crt` and `tls.key`.
 
-The names are those of cert-manager and of a Secret of type kubernetes.io/tls. The gateway signs a
-certificate for each worker on another machine. `tandem tls` makes the folder, and certificates for
-agents.
+The names are those of a Secret of type kubernetes.io/tls. The gateway signs a certificate for each
+worker on another machine. `tandem tls` makes the folder, and certificates for agents.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> Authority:
-        """Raises `InvalidRequest` for a folder without an authority."""
+        """Raises `InvalidRequest`."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
             key = load_pem_private_key((folder / "tls.key").read_bytes(), password=None)
@@ -94,7 +93,7 @@ class Authority:
         return cls(certificate, key)
 
     def issue(self, name: str) -> Certificate:
-        """Return a new certificate: for a client if `name` is the gateway's, else for a server."""
+        """Return a new certificate: a client's if `name` is the gateway's, else a server's."""
         key = ec.generate_private_key(ec.SECP256R1())
         oids = ExtendedKeyUsageOID
         usage = oids.CLIENT_AUTH if name == GATEWAY_NAME else oids.SERVER_AUTH

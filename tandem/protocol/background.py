@@ -16,12 +16,11 @@ _MOST_TRIES = 200
 
 
 def in_background(work: Callable[[], None], *, nice: int) -> None:
-    """Run `work` with additional niceness, and return at its end. Niceness is changed only on
-    Linux.
+    """Run `work` with additional niceness, and return at its end.
 
-    A niceness of 15 leaves the work a thirtieth of a contested core. A thread cannot lower its
-    niceness without privileges, so the work gets its own thread. Threads that the work starts stay
-    nice.
+    Niceness is changed only on Linux. With 15, the work gets a thirtieth of a contested core. The
+    work has its own thread, because a thread cannot lower its niceness without privileges. Threads
+    that it starts stay nice.
     """
     if sys.platform != "linux" or not nice:
         work()
@@ -35,8 +34,7 @@ def in_background(work: Callable[[], None], *, nice: int) -> None:
 
 
 def make_nicer(pid: int, *, by: int) -> None:
-    """Make a new session's leader and its future children nicer than this process. Raises
-    `OSError`."""
+    """Make a new session's leader and its future children nicer. Raises `OSError`."""
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
     os.setpriority(os.PRIO_PROCESS, pid, nice)
     if (autogroup := Path(f"/proc/{pid}/autogroup")).exists():
@@ -47,8 +45,7 @@ def make_nicer(pid: int, *, by: int) -> None:
 def _nice_session(nice: int) -> Iterator[None]:
     """Make this process's session nicer during the block, if the process leads it.
 
-    A kernel with autogroups (sched(7)) divides processors between sessions first. A thread's
-    niceness then counts only within its session.
+    A kernel with autogroups (sched(7)) divides processors between sessions first.
     """
     if not _AUTOGROUP.exists() or os.getsid(0) != os.getpid():
         yield
@@ -62,11 +59,8 @@ def _nice_session(nice: int) -> Iterator[None]:
 
 
 def _set_autogroup(nice: int) -> None:
-    """Set the niceness of the session. The kernel accepts ten changes a second from all users, so
-    retry.
-
-    Raises `OSError`.
-    """
+    """Set the session's niceness. The kernel accepts ten changes a second from all users, so retry.
+    Raises `OSError`."""
     for _ in range(_MOST_TRIES):
         try:
             _AUTOGROUP.write_text(str(nice))

@@ -1,8 +1,8 @@
 """Certificates for TLS between gateway, agents and workers (`channels`).
 
 A certificate names a worker by its id, or says `agent` or `gateway`. It holds no address, because a
-pod's address is unknown before its start. One authority signs all (`authority`). Certificates of
-workers and agents are valid only for servers, so none of them can pose as the gateway.
+pod's address is unknown before its start. One `authority` signs all. Workers' and agents'
+certificates are valid only for servers, so none of them can pose as the gateway.
 """
 
 from __future__ import annotations

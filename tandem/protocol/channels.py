@@ -24,7 +24,6 @@ def worker_channel(handle: WorkerHandle) -> grpc.aio.Channel:
 
 
 def plain_channel(address: str, *, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-    """Return a channel without TLS, for a server on this machine."""
     return grpc.aio.insecure_channel(address, options=[*options, _NO_PROXY])
 
 
@@ -50,7 +49,7 @@ def secure_channel(
 
 
 def server_credentials(own: Certificate, *, clients: bool) -> grpc.ServerCredentials:
-    """Return a server's credentials. With `clients`, callers need the gateway's certificate."""
+    """With `clients`, callers need the gateway's certificate."""
     return grpc.ssl_server_credentials(
         [(own.key.encode(), own.certificate.encode())],
         root_certificates=own.authority.encode() if clients else None,

@@ -43,7 +43,7 @@ class Device:
 
 
 def parse_device(text: str) -> Device:
-    """Return the device of this name. Raises `InvalidRequest`."""
+    """Raises `InvalidRequest`."""
     kind, _, rest = text.strip().partition(":")
     if kind == "cuda" and rest.startswith("MIG-"):
         raise InvalidRequest(f"{text.strip()} is a MIG instance: {NO_MIG}")
@@ -58,7 +58,7 @@ def parse_device(text: str) -> Device:
 
 
 def together(devices: Sequence[Device]) -> Device:
-    """Join devices of one kind into one, for a process that uses all of them."""
+    """Join devices of one kind, for a process that uses all of them."""
     return Device(
         devices[0].kind,
         cores=frozenset().union(*(device.cores for device in devices)),
@@ -92,7 +92,7 @@ def _ranges(cores: frozenset[int]) -> str:
 def confine(device: Device) -> None:
     """Hide all other devices from this process, its threads and its future children.
 
-    Call it before torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for
+    Call it before the import of torch, which counts cores and GPUs. Raises `WorkerStartFailed` for
     missing cores.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda

@@ -1,9 +1,9 @@
-"""The epoch of a gateway, by which workers and agents recognize earlier gateways.
+"""The epoch of a gateway, by which workers and agents refuse earlier gateways.
 
 Each gateway has a higher epoch than earlier ones, and sends it with every call. After the first
-call of a later gateway, a worker or agent refuses all earlier ones, even on streams that they
-opened before. So a frozen gateway that wakes after its replacement reaches nobody. A call without
-an epoch comes from the agent, which waits for a worker to serve.
+call of a later gateway, a worker or agent refuses all earlier ones, even on open streams. So a
+frozen gateway that wakes after its replacement reaches nobody. A call without an epoch comes from
+the agent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 EPOCH_METADATA_KEY = "x-tandem-epoch"
-"""The gRPC metadata key of the caller's epoch."""
+
 NEWEST_EPOCH_METADATA_KEY = "tandem-newest-epoch"
 """The trailing metadata key of FAILED_PRECONDITION: the newest gateway's epoch."""
 
@@ -24,13 +24,12 @@ Reply = TypeVar("Reply")
 Answer: TypeAlias = Callable[
     [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[None]
 ]
-"""Answers a stream by writing to its context."""
 
 
 class EpochInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls of earlier gateways with FAILED_PRECONDITION before it reads their requests.
 
-    Place it behind the check of the secret: a caller with a high epoch shuts others out.
+    It stands behind the check of the secret: a caller with a high epoch shuts others out.
     """
 
     def __init__(self) -> None:
@@ -63,8 +62,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _while_newest(self, answer: Answer[Request, Reply], epoch: int) -> Answer[Request, Reply]:
-        """Wrap a stream's handler, so that it ends at the first request after a later gateway's
-        call."""
+        """End a stream at the first request after a later gateway's call."""
 
         async def answer_while_newest(
             requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]

@@ -9,7 +9,7 @@ from tandem.protocol.worker import WorkerExit
 
 
 class ExitWatchers:
-    """Tells every watcher each exit after its `add`. Its length is the number of watchers."""
+    """Tells every watcher each exit after its `add`. Its length is their number."""
 
     def __init__(self) -> None:
         self._queues: list[asyncio.Queue[WorkerExit | None]] = []
@@ -31,7 +31,6 @@ class ExitWatchers:
             queue.put_nowait(exit_)
 
     def close(self) -> None:
-        """End all watchers."""
         self._closed = True
         for queue in self._queues:
             queue.put_nowait(None)

@@ -2,8 +2,8 @@
 
 A worker of a leased group starts awake, with a fencing token. Every call that needs the devices
 carries the current token as metadata. Sleep and Wake carry a newer one. The worker refuses older
-tokens, such as that of a Wake which outlived its sender. It also refuses to compute while asleep.
-See docs/sharing.md.
+tokens, such as that of a Wake which outlived its sender, and it does not compute while asleep. See
+docs/sharing.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 LEASE_METADATA_KEY = "x-tandem-lease"
-"""The gRPC metadata key of the fencing token."""
+
 FENCED_METADATA_KEY = "tandem-newest-lease"
 """The trailing metadata key of FAILED_PRECONDITION: the worker's newest token."""
 
@@ -25,7 +25,7 @@ _Reply = TypeVar("_Reply")
 class Fence:
     """Refuses calls to one worker without its newest lease. Use it only in the event loop.
 
-    `token` 0 means that the worker is not leased and always awake.
+    `token` 0: not leased, and always awake.
     """
 
     def __init__(self, token: int) -> None:
@@ -34,7 +34,7 @@ class Fence:
         self.asleep = False
 
     async def check(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        """Abort a call that needs the devices, unless it has the lease and the worker is awake."""
+        """Abort the call unless it has the lease and the worker is awake."""
         if not self.leased:
             return
         token = self._token_of(context)
@@ -43,8 +43,7 @@ class Fence:
             await self._refuse(context, token, f"it is {state}")
 
     async def admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        """Note the token of a Sleep or Wake, or abort the call if the token is older than the
-        newest."""
+        """Note the token of a Sleep or Wake. Abort the call if it is older than the newest."""
         token = self._token_of(context)
         if not self.leased or token < self._newest:
             await self._refuse(context, token, "a newer call came before")

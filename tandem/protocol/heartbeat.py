@@ -1,6 +1,6 @@
 """Heartbeats of gateway and agent: one byte a second on a pipe to their supervisor.
 
-They detect a process whose event loop hangs.
+They detect a process with a hanging event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _READ_BYTES = 4096
 
 
 async def send_heartbeats() -> None:
-    """Send heartbeats while the event loop runs."""
     if not (name := os.environ.pop(HEARTBEAT_FD, "")):  # children send none
         return
     os.set_blocking(int(name), False)
@@ -42,10 +41,9 @@ class ProcessHeartbeat:
         self._listened_at = clock()
 
     def silence(self) -> float:
-        """Return the seconds since the last heartbeat, or 0 before the first. Call it several times
-        a second.
+        """Return the seconds since the last heartbeat, or 0 before the first.
 
-        A pause of the caller is not counted as the sender's silence.
+        Call it several times a second. A pause of the caller does not count.
         """
         now = self._clock()
         passed, self._listened_at = now - self._listened_at, now

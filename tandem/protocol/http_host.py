@@ -1,8 +1,8 @@
 """The Host header of a request: the server's name as its client knows it.
 
 A web page can point its site's name to this machine after it was loaded (DNS rebinding). The
-browser then lets the page read answers from a local server, and sends the site's name as Host. So a
-server for this machine refuses requests with the Host of a possible site.
+browser then lets it read answers from a local server, with the site's name as Host. So a server for
+this machine refuses the Host of a possible site.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_SITES = (".localhost", ".svc", ".svc.cluster.local")
 def hosts_of(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """Return the hosts of the Host headers, in lower case, without ports and final dots.
 
-    An invalid header gives "". An HTTP/1.0 request may have no header.
+    An invalid header gives "".
     """
     found = (value.decode("latin-1").strip() for name, value in headers if name.lower() == b"host")
     return [_name(each) for each in found]

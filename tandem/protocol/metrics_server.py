@@ -1,7 +1,7 @@
 """The HTTP server of a worker's metrics: `GET /metrics`, in a thread with its own event loop.
 
 Anyone can connect to its port. So a connection has one request and a deadline, and the oldest of
-too many connections is closed. On loopback, the Host must not be a site's.
+too many is closed. On loopback, the Host must not be a site's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 _MOST_CONNECTIONS = 64
 _MOST_HEADER_BYTES = 16 * 2**10
 _SECONDS = 10.0
-"""The limit for a request with its answer."""
+
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -77,7 +77,6 @@ class MetricsServer:
             writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
-        """Return the response to a request's head."""
         first, *lines = head.decode("latin-1").split("\r\n")
         method, _, target = first.partition(" ")
         headers = [

@@ -1,8 +1,8 @@
 """HTTP clients that never use a proxy for this machine.
 
-A proxy of the environment (`http_proxy`, `all_proxy`, …) cannot reach this machine's loopback, and
-NO_PROXY is easily forgotten. Requests to other machines use the proxy. All HTTP clients of Tandem
-are made here, and all gRPC channels in `tandem.protocol.channels`.
+A proxy of the environment cannot reach this machine's loopback, and NO_PROXY is easily forgotten.
+Requests to other machines use the proxy. All HTTP clients of Tandem are made here, and all gRPC
+channels in `tandem.protocol.channels`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def http_client(
     if not is_own_machine(base_url):
         return httpx.Client(base_url=base_url, headers=headers, timeout=timeout)
     # With its own transport, a client asks the environment for certificates but not for a proxy.
-    # Plain HTTP skips the certificates, whose reading takes 25 ms.
+    # Plain HTTP needs no certificates, and reading them takes 25 ms.
     transport = httpx.HTTPTransport(verify=base_url.startswith("https:"))
     return httpx.Client(base_url=base_url, headers=headers, timeout=timeout, transport=transport)
 

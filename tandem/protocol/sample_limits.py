@@ -1,7 +1,6 @@
 """A model's limits for sample requests: token ids, sequence length, size of the answer.
 
-The sampler checks every request. The gateway checks it first, if it knows the model, to refuse it
-at once.
+The sampler checks every request. The gateway does so first if it knows the model.
 """
 
 from __future__ import annotations
@@ -92,10 +91,9 @@ class SampleLimits:
                 )
 
     def _max_tokens(self, message: sampler_pb2.SampleRequest, *, prompt: int) -> int | None:
-        """Return the maximum tokens per sample. See `check`.
+        """Return the maximum tokens per sample.
 
-        A prompt that fills the context can be scored. The SDK asks for one token then, as its
-        protocol requires, and drops it.
+        A prompt that fills the context can be scored. The SDK then asks for one token and drops it.
         """
         params = message.params
         asked = params.max_tokens if params.HasField("max_tokens") else None
@@ -133,7 +131,6 @@ def check_cells(name: str, cells: int) -> None:
 
 
 def scores_prompt(message: sampler_pb2.SampleRequest) -> bool:
-    """Return whether a request asks for logprobs of its prompt."""
     return bool(
         message.prompt_logprobs
         or message.topk_prompt_logprobs

@@ -1,12 +1,12 @@
 """The handshake of a launcher and a worker, before gRPC.
 
-1. Launcher to worker: one `WorkerSpec`, a JSON document. It holds everything, including the secret
-   of gRPC calls. So no argument or environment variable holds a secret.
+1. Launcher to worker: one `WorkerSpec` in JSON. It holds everything, including the secret of gRPC
+   calls, so no argument or environment variable holds a secret.
 2. Worker to launcher: `WorkerReport`s, one JSON object a line. The first gives the worker's
-   address, once its ports are bound. If the worker cannot start or continue, a report with the
-   error follows, and it exits with status 1.
-3. The gRPC health service reports readiness: NOT_SERVING from the first report on, SERVING when the
-   worker takes calls. Every call carries the secret in its metadata, also to the health service.
+   address. If the worker cannot start or continue, a report with the error follows, and it exits
+   with status 1.
+3. The gRPC health service says NOT_SERVING from the first report on, and SERVING when the worker
+   takes calls. Every call carries the secret in its metadata.
 4. The lifeline is a connection that the launcher holds open. When it closes, the worker kills its
    whole process group. A worker without it has a `lifeline` in seconds, the longest time without a
    gateway's call.
@@ -37,29 +37,30 @@ from tandem.settings.workers import SamplerSettings, TrainerSettings
 WorkerKind = Literal["trainer", "sampler"]
 
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
-"""The gRPC metadata key of the worker's secret."""
 
 PROTOCOL = 1
-"""The version of calls and specification. Raise it after a change that an older peer would
-misunderstand. Gateways and workers refuse another version."""
+"""The version of calls and specification. Gateways and workers refuse another one.
+
+Raise it after a change that an older peer would misunderstand.
+"""
 
 PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY = "tandem-protocol", "tandem-version"
-"""The trailing metadata keys of a worker's health: its protocol and its `own_version`."""
+"""Trailing metadata of a worker's health: its protocol and its `own_version`."""
 
 OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
-"""The trailing metadata key of RESOURCE_EXHAUSTED: the tokens of the micro-batch that exceeded a
-trainer's memory. The trainer ends."""
+"""Trailing metadata of RESOURCE_EXHAUSTED: the tokens of the micro-batch that exceeded a trainer's
+memory. The trainer ends."""
 
 DEFECT_METADATA_KEY = "tandem-defect"
-"""The trailing metadata key of ABORTED: a program error ended the trainer and would end the next
-one too."""
+"""Trailing metadata of ABORTED: a program error ended the trainer and would end the next one
+too."""
 
 MAX_SPEC_BYTES = 16 * select.PIPE_BUF
-"""The limit of a specification's line: the capacity of a pipe that has no reader yet."""
+"""The limit of a specification: the capacity of a pipe without a reader."""
 SUPERVISOR_PID = "SUPERVISOR_PID"
-"""The environment variable with the supervisor's pid. It is unset without a supervisor."""
+"""The environment variable with the supervisor's pid, if there is one."""
 COMPILED = "compiled"
-"""The data directory's folder for code that workers have compiled."""
+"""The data directory's folder for workers' compiled code."""
 LOOPBACK = "127.0.0.1"
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
@@ -73,8 +74,8 @@ MOST_REQUEST_BYTES: dict[WorkerKind, int] = {
 """The largest request by kind of worker: a payload with its loss, or a prompt with its targets."""
 SERVER_OPTIONS: list[tuple[str, int]] = [
     # Callers without the secret can connect too. These options limit their memory: a window that
-    # grows with the bandwidth would take megabytes per connection. A request gets a window of its
-    # size when a handler reads it.
+    # grows with the bandwidth takes megabytes per connection. A request gets a window of its size
+    # when a handler reads it.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_allowed_incoming_connections", 256),
     # By default gRPC lets other programs listen on its port too.
@@ -121,7 +122,7 @@ class Layout(BaseModel):
 
     There are `replicas` of the model, each on consecutive ranks. Within a replica, groups of
     `tensor_parallel` consecutive ranks divide the matrices and compute the same datums together.
-    FSDP shards over the other ranks of the replica. Example: of 8 ranks, `Layout(replicas=2,
+    FSDP shards over the replica's other ranks. Example: of 8 ranks, `Layout(replicas=2,
     tensor_parallel=2)` gives ranks 0 to 3 a quarter each, and ranks 4 to 7 those quarters again.
     Ranks 0 and 1 compute the same datums.
     """
@@ -132,7 +133,7 @@ class Layout(BaseModel):
     tensor_parallel: int = Field(1, ge=1)
 
     def shards(self, ranks: int) -> int:
-        """Return the number of FSDP shards of a replica on `ranks` ranks. Raises `ValueError`."""
+        """Return a replica's FSDP shards on `ranks` ranks. Raises `ValueError`."""
         if ranks % (self.replicas * self.tensor_parallel):
             raise ValueError(
                 f"{ranks} ranks cannot be divided into {self.replicas} replicas, and those among "
@@ -141,16 +142,16 @@ class Layout(BaseModel):
         return ranks // (self.replicas * self.tensor_parallel)
 
     def shares(self, ranks: int) -> int:
-        """Return the number of parts of a batch: one per group of ranks that compute together."""
+        """Return the parts of a batch: one per group of ranks that compute together."""
         return ranks // self.tensor_parallel
 
 
 class TrainingSpec(BaseModel):
-    """The trained parameters of a run, fixed at its creation. `lora` None means all parameters.
+    """The trained parameters of a run, fixed at its creation.
 
-    `states` is the dtype of weights, gradients and moments. Adapters and dimuon always use float32.
-    `offload` moves state to host memory while the run computes on a GPU: the moments, or the
-    weights with gradients and moments, of which a few blocks at a time are on the device. With
+    `lora` None means all parameters. `states` is the dtype of weights, gradients and moments.
+    Adapters and dimuon always use float32. `offload` moves state of a GPU to host memory: the
+    moments, or the weights with gradients and moments, which return a few blocks at a time. With
     adapters, it moves the frozen weights.
     """
 
@@ -164,7 +165,6 @@ class TrainingSpec(BaseModel):
 
     @property
     def rank(self) -> int:
-        """The rank of its adapters, or 0 without adapters."""
         return self.lora.rank if self.lora is not None else 0
 
     @property
@@ -182,7 +182,6 @@ class TrainingSpec(BaseModel):
 
 
 WORKER_STOP_TIMEOUT = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
 
 
 class WorkerSpec(BaseModel):
@@ -196,17 +195,14 @@ class WorkerSpec(BaseModel):
     - `training`: for trainers. None means all parameters by AdamW.
     - `devices`: one per rank, such as "cpu:0-3" (cores) or "cuda:0". The worker sees no others.
       Empty means the whole machine.
-    - `lease`: the fencing token at the start. 0 means that the worker is not leased and always
-      awake.
-    - `no_suspender`: the reason why the host cannot suspend a leased worker. A worker that cannot
-      sleep needs it.
-    - `nodes`: the number of hosts of a trainer. Each has equally many ranks, in the order of
-      `devices`, and gets this specification. `rendezvous` is node 0's HOST:PORT for the other
-      nodes.
+    - `lease`: the fencing token at the start. 0: not leased, and always awake.
+    - `no_suspender`: the reason why the host cannot suspend a leased worker.
+    - `nodes`: a trainer's hosts. Each has equally many ranks, in the order of `devices`, and gets
+      this specification. `rendezvous` is node 0's HOST:PORT.
     - `group`: the device group of its place. `host_memory`: its session's need on each host, in
       bytes, 0 if unknown.
-    - `host`, `port`, `metrics_port`: its address. Port 0 means any free one. `tls` is its
-      certificate. Without one it listens only on loopback.
+    - `host`, `port`, `metrics_port`: its address. Port 0 means any free one. Without its
+      certificate `tls`, it listens only on loopback.
     - `lifeline`: the longest time without a gateway's call, in seconds. 0 means that the launcher
       holds a connection.
     - `start_timeout`: seconds until it serves. `stop_timeout`: seconds from SIGTERM to SIGKILL.
@@ -268,11 +264,11 @@ class WorkerReport(BaseModel):
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """A worker that has bound its ports.
+    """A worker that has bound its ports. The secret is never printed.
 
     Example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer", session_id="s-ab12",
     run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny", max_lora_rank=0,
-    address="127.0.0.1:40123", metrics_port=40124, secret="s3")`. The secret is never printed.
+    address="127.0.0.1:40123", metrics_port=40124, secret="s3")`.
     """
 
     worker_id: str
@@ -291,7 +287,6 @@ class WorkerHandle:
 
     @classmethod
     def of(cls, spec: WorkerSpec, *, address: str, metrics_port: int = 0) -> WorkerHandle:
-        """Return the handle of a worker with this specification."""
         return cls(
             worker_id=spec.worker_id,
             kind=spec.kind,
@@ -310,8 +305,7 @@ class WorkerHandle:
 
 @dataclass(frozen=True)
 class WorkerDetails:
-    """Details of a running worker, for people, if its launcher has them: host pid (or 0) and log
-    file."""
+    """Details of a running worker, for people: host pid (or 0) and log file."""
 
     pid: int = 0
     log_path: Path | None = None
@@ -341,8 +335,7 @@ def set_process_limits() -> None:
     """Set the process limits that child processes inherit.
 
     New files are readable only by their owner. There are no core dumps, because they would contain
-    secrets. The limit of open files is raised from the usual 1024, because each connection is an
-    open file.
+    secrets. The limit of open files, usually 1024, is raised, because each connection is one.
     """
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -359,9 +352,9 @@ def compile_caches(data_dir: Path) -> dict[str, str]:
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Let the kernel kill this process when the thread that started it ends (Linux).
 
-    Child processes of a worker, such as ranks, call it first. `parent_pid` is the worker's: if the
-    worker has ended already, this process kills itself. A worker's own first process must not use
-    it, because it would die before its lifeline could end its children.
+    Child processes of a worker, such as ranks, call it first. If the worker, `parent_pid`, has
+    ended already, this process kills itself. A worker's own first process must not use it: it would
+    die before its lifeline could end its children.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -2,8 +2,7 @@
 
 - `PipeLink`: for a child process. The first line of standard input is the specification. Then
   standard input stays open as the lifeline. Reports go to the descriptor `--report-fd`.
-- `PooledLink`: for a child process that was started before its worker existed
-  (`tandem/agent/pool.py`).
+- `PooledLink`: for a process that was started before its worker existed (`tandem/agent/pool.py`).
 - `FileLink`: for a container. The specification is `--spec-file`, from a mounted Secret. The reason
   of its end goes to `--report-file`, Kubernetes' termination message.
 """
@@ -36,7 +35,7 @@ from tandem.protocol.worker import (
 from tandem.settings.variables import check_environment
 
 _LONGEST_REPORT = 3000
-"""The limit of an error in a file, in characters. Kubernetes keeps 4096 bytes."""
+"""In characters. Kubernetes keeps 4096 bytes."""
 
 
 class LauncherLink(Protocol):
@@ -65,7 +64,7 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
 
     `--report-fd N` gives a `PipeLink`, with `--spec-fd M` a `PooledLink`, which imports with
     niceness `--nice`. `--spec-file PATH` and `--report-file PATH` give a `FileLink`. An unknown
-    setting is reported and ends the process with status 2.
+    setting ends the process with status 2.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, help="where reports are written")
@@ -94,7 +93,7 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
 
 
 class PipeLink:
-    """Implements `LauncherLink` for a child process. `stdin` defaults to standard input."""
+    """For a child process. `stdin` defaults to standard input."""
 
     def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
         self._report_fd = report_fd
@@ -116,11 +115,11 @@ class PipeLink:
 
 
 class PooledLink(PipeLink):
-    """Implements `LauncherLink` for a process that waits for its worker.
+    """For a process that waits for its worker.
 
-    Standard input carries only the end of the lifeline. The specification arrives later over a
-    socket, with the file for the worker's output. The process sends one byte when it is idle, and
-    one when it has become the worker.
+    Standard input is only the lifeline. The specification arrives later over a socket, with the
+    file for the worker's output. The process sends one byte when it is idle, and one when it has
+    become the worker.
     """
 
     def __init__(self, *, report_fd: int, spec: socket.socket, nice: int = 0) -> None:
@@ -155,7 +154,7 @@ class PooledLink(PipeLink):
 
 
 class FileLink:
-    """Implements `LauncherLink` for a container. Without `report`, an error is only in the log."""
+    """For a container. Without `report`, an error is only in the log."""
 
     def __init__(self, *, spec: Path, report: Path | None = None) -> None:
         self._spec = spec
@@ -187,7 +186,7 @@ class _Protocol(BaseModel):
 
 
 def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
-    """Return the specification. Another protocol ends the process with a report."""
+    """Another protocol ends the process with a report."""
     protocol = _Protocol.model_validate_json(line).protocol
     if protocol == PROTOCOL:
         return WorkerSpec.model_validate_json(line)
@@ -202,8 +201,8 @@ def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
 def hold_lifeline(fd: int = 0) -> None:
     """Kill the process group when the other end of the pipe `fd` closes.
 
-    That includes children which libraries start, such as vLLM's. A process that does not lead its
-    group ends alone.
+    That includes libraries' children, such as vLLM's. A process that does not lead its group ends
+    alone.
     """
     leads = os.getpgrp() == os.getpid()
     if leads:
@@ -211,7 +210,7 @@ def hold_lifeline(fd: int = 0) -> None:
 
     def wait() -> None:
         try:
-            while os.read(fd, 4096):  # not sys.stdin, whose lock would block a normal exit
+            while os.read(fd, 4096):  # not sys.stdin: its lock would block a normal exit
                 pass
         except OSError:  # a reset socket or a closed terminal: the launcher is gone
             pass
@@ -226,8 +225,8 @@ def hold_lifeline(fd: int = 0) -> None:
 def _arm_kernel(fd: int) -> None:
     """Let the kernel kill the group when the pipe closes (Linux, fcntl(2)).
 
-    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for long
-    or for ever. The thread serves other systems, and a pipe that closed before this call.
+    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for ever.
+    It serves other systems, and a pipe that closed before this call.
     """
     if sys.platform != "linux":
         return

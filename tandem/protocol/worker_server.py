@@ -38,7 +38,6 @@ Reply = TypeVar("Reply")
 
 
 def server_options(kind: WorkerKind) -> list[tuple[str, int]]:
-    """Return the gRPC options for a kind of worker, with its limit of request bytes."""
     largest = ("grpc.max_receive_message_length", MOST_REQUEST_BYTES[kind])
     return [*(each for each in GRPC_OPTIONS if each[0] != largest[0]), largest, *SERVER_OPTIONS]
 
@@ -58,8 +57,7 @@ class WorkerServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def listen(self, registry: CollectorRegistry) -> WorkerReport:
-        """Serve, with the health NOT_SERVING, and serve metrics on another port. Returns the
-        report."""
+        """Serve, with the health NOT_SERVING, and serve metrics on another port."""
         spec = self._spec
         await self.set_serving(False)
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
@@ -78,7 +76,7 @@ class WorkerServer:
         )
 
     def _hold_lifeline(self) -> None:
-        """End the worker when no gateway has called it for too long. Each gateway calls every few
+        """End the worker when no gateway has called it for too long. Gateways call every few
         seconds."""
         while (left := self._secret.called_at + self._spec.lifeline - time.monotonic()) > 0:
             time.sleep(left)
@@ -117,8 +115,8 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call without the secret with UNAUTHENTICATED, before its request is read.
 
-    It guards the whole server, also gRPC's own health service. `called_at` is the time of the last
-    valid call, on the monotonic clock.
+    It guards the whole server, also gRPC's own health service. `called_at`: the last valid call, on
+    the monotonic clock.
     """
 
     def __init__(self, secret: str) -> None:

@@ -1,7 +1,6 @@
 """Patterns of the names that people choose. No other module has one.
 
-A name of letters, digits and some punctuation becomes part of a path, address, label or log line
-unchanged. A label is free text that is only shown.
+A name becomes part of a path, address, label or log line unchanged. A label is only shown.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Label = Annotated[
 
 
 def is_name(text: str) -> bool:
-    """Return whether the text can name a checkpoint or worker, and so a folder or file."""
+    """Return whether the text can name a checkpoint or worker, and so a file."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -50,7 +49,6 @@ def is_model_name(text: str) -> bool:
 
 
 def name_fault(name: str) -> str:
-    """Return the fault of a checkpoint's name, or ""."""
     if is_name(name):
         return ""
     return (
@@ -60,7 +58,6 @@ def name_fault(name: str) -> str:
 
 
 def model_name_fault(name: str) -> str:
-    """Return the fault of a base model's name, or ""."""
     if is_model_name(name):
         return ""
     return (

@@ -22,7 +22,7 @@ OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or Non
 
 
 def without_password(url: str) -> str:
-    """Return a database's URL without user and parameters, because both may hold the password."""
+    """Return a database's URL without user and parameters, which may hold the password."""
     address = url.partition("?")[0]
     scheme, _, place = address.partition("://")
     return f"{scheme}://…@{place.rpartition('@')[2]}" if "@" in place else address
@@ -242,7 +242,6 @@ def settings_fault(error: ValidationError | SettingsError) -> str:
     prefix = _prefix_of(error.title)
 
     def named(where: tuple[int | str, ...], given: object) -> str:
-        """Return the setting with its value, or "" for a fault of several settings."""
         return f"{prefix}{'_'.join(map(str, where)).upper()}{_shown(given)}: " if where else ""
 
     return "; ".join(
@@ -256,7 +255,6 @@ def _shown(value: object) -> str:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the prefix of a settings class's variables."""
     found = (kind for kind in BaseSettings.__subclasses__() if kind.__name__ == name)
     kind = next(found, GatewaySettings)
     return str(kind.model_config.get("env_prefix", ""))

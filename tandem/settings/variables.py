@@ -1,7 +1,7 @@
 """The names of Tandem's environment variables, and their check at the start of a process.
 
-`settings_by_name` has the settings, `OTHER_NAMES` the rest. A process calls `check_environment`
-before it reads a setting. An unknown name is a mistake that would otherwise have no effect.
+`settings_by_name` has the settings, `OTHER_NAMES` the rest. An unknown name is a mistake that would
+otherwise have no effect.
 """
 
 from __future__ import annotations

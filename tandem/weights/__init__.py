@@ -1,14 +1,14 @@
 """Weight versions: immutable, checksummed directories of safetensors that a run publishes.
 
 All ranks write into a partial directory. The manifest comes last, and one rename gives the version
-its name (`store`, `manifest`). A reader verifies a version before use (`open_version`). The gateway
-removes unreferenced versions. A version may be a delta: patches of the files of a whole version
-(`delta`). `sums` lets an engine prove its weights.
+its name (`store`, `manifest`). A reader verifies a version first (`open_version`). The gateway
+removes unreferenced versions. A `delta` version holds patches of a whole version's files. `sums`
+lets an engine prove its weights.
 
 For base models, `model_files` checks the files, `model_config` reads the configuration, `tensors`
 reads safetensors headers, and `model_store` is the folder of downloads.
 
-The folder imports no torch at import time. To add a field to a version, add it to `Manifest` with a
+Nothing here imports torch at import time. To add a field to a version, add it to `Manifest` with a
 default, so that older versions stay readable.
 """
 

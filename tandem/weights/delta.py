@@ -93,8 +93,8 @@ class Change:
     values: Bytes
 
     def apply(self, whole: Bytes, *, start: int) -> None:
-        """Apply it to the part of a file that begins at `start`. Raises `ValueError` if it exceeds
-        that part."""
+        """Apply it to the part of a file that begins at `start`. Raises `ValueError` beyond that
+        part."""
         target = whole[self.start - start :]
         if not self.gaps.size:
             if self.values.size > target.size:
@@ -127,8 +127,7 @@ class Patch:
         return cls(list(_changes(np.asarray(np.memmap(file, np.uint8, mode="r")))))
 
     def within(self, start: int, size: int) -> Sequence[Change]:
-        """Return the changes of a part of the file that consists of whole pieces, such as a
-        tensor."""
+        """Return the changes of a part of whole pieces, such as a tensor."""
         first = bisect_left(self._starts, start)
         return self._changes[first : bisect_left(self._starts, start + size, lo=first)]
 

@@ -27,8 +27,7 @@ class FileEntry(BaseModel):
 class Canary(BaseModel):
     """The trainer's logprobs with these weights, which an engine must reproduce.
 
-    `logprobs` [T-1] belong to `tokens[1:]` of `tokens` [T]. They are at temperature 1, in float32,
-    from the trainer's compute dtype.
+    `logprobs` [T-1] belong to `tokens[1:]` of `tokens` [T]. They are at temperature 1, in float32.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,10 +41,9 @@ class Manifest(BaseModel):
     "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
     "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
 
-    `parent` is the previous version. `operation` is the request_id of the publishing operation. A
+    `parent` is the previous version, `operation` the request_id of the publishing operation. A
     delta names its whole base version in `delta_of`, and its patches in `patches`, such as
-    "model.safetensors.patch". Its `files` and checksums are those of the patched result. A patched
-    file is not in the folder.
+    "model.safetensors.patch". Its `files` are the patched results, which are not in the folder.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,7 +65,7 @@ class Manifest(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """The size of all files after patching."""
+        """After patching."""
         return sum(entry.bytes for entry in self.files)
 
     @property
@@ -82,14 +80,12 @@ class Manifest(BaseModel):
 
 
 class Checksum:
-    """Computes a file's size and checksum from its pieces."""
-
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
         self._bytes = 0
 
     def update(self, content: bytes | memoryview) -> None:
-        """Take the next piece. A `memoryview` must be of bytes."""
+        """A `memoryview` must be of bytes."""
         self._digest.update(content)
         self._bytes += len(content)
 
@@ -98,7 +94,7 @@ class Checksum:
 
 
 def checksum_file(path: Path, go_on: Callable[[], None] = lambda: None) -> FileEntry:
-    """Read a file once. Returns its size and checksum. `go_on` is called before each block."""
+    """`go_on` is called before each block."""
     checksum = Checksum()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

@@ -1,7 +1,6 @@
 """Facts about a model from its configuration files, without loading it.
 
-They are its length, its end tokens, and whether it can be trained, divided and sharded. The sources
-are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
+The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
 """
 
@@ -39,11 +38,11 @@ _SINKS = {"gpt_oss", "granite_swa"}
 _DIVIDED = {"cohere", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral"}
 _DIVIDED |= {"qwen2", "qwen3"}
 """Model types by known division of their matrices: no plan in transformers, attention sinks, or a
-complete plan. The trainer tries other types."""
+complete plan. The trainer tries the others."""
 
 
 def read_json(path: Path) -> Json:
-    """Read a JSON object, empty if there is no file. Raises `ValueError`."""
+    """Return an empty object if there is no file. Raises `ValueError`."""
     try:
         return cast(Json, json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -55,8 +54,8 @@ def read_json(path: Path) -> Json:
 def model_files(directory: Path) -> list[Path]:
     """Return a model's safetensors files, chosen as transformers and vLLM do.
 
-    If there is an index, only its files count, because a second copy in another layout may lie
-    beside them. Raises `ValueError` if the index is not JSON.
+    If there is an index, only its files count: a second copy in another layout may lie beside them.
+    Raises `ValueError` for an unreadable index.
     """
     places = read_json(directory / INDEX_NAME).get("weight_map")
     if isinstance(places, dict):
@@ -97,8 +96,7 @@ def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of generation config, config and tokenizer, as vLLM does.
 
-    Each file may name a token that the others lack. Ids outside the vocabulary, which some defaults
-    are, are left out.
+    Each file may name a token that the others lack. Ids outside the vocabulary are left out.
     """
     config = text_config(directory)
     named: list[object] = []
@@ -114,7 +112,6 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
 
 
 def _tokenizer_end_token(directory: Path) -> int | None:
-    """Return the tokenizer's end token, read from its files."""
     config = read_json(directory / "tokenizer_config.json")
     name = config.get("eos_token") or read_json(directory / "special_tokens_map.json").get(
         "eos_token"
@@ -135,11 +132,11 @@ def _tokenizer_end_token(directory: Path) -> int | None:
 
 
 def why_untrained(config: Mapping[str, object]) -> str:
-    """Return why a model with this `config.json` cannot be trained, or "".
+    """Return why a model cannot be trained, or "". The text follows the model's name in a sentence.
 
-    The text continues a sentence that begins with the model's name. A sequence's logprobs must not
-    depend on other sequences of the batch. Example: `why_untrained({"is_encoder_decoder": True})`
-    is `"cannot be trained: it has an encoder, and only decoders of text are trained"`.
+    A sequence's logprobs must not depend on other sequences of the batch. Example:
+    `why_untrained({"is_encoder_decoder": True})` is `"cannot be trained: it has an encoder, and
+    only decoders of text are trained"`.
     """
     if config.get("is_encoder_decoder"):
         return "cannot be trained: it has an encoder, and only decoders of text are trained"
@@ -167,7 +164,7 @@ def why_untrained(config: Mapping[str, object]) -> str:
 def head_alone(config: Mapping[str, object]) -> bool:
     """Return whether engines serve adapters only on the model's output head.
 
-    In such models, vLLM reorders the other layers, or they are not linear layers.
+    In such models, vLLM reorders the other layers, or they are not linear.
     """
     return _text(config).get("model_type") in _HEAD_ALONE
 
@@ -193,8 +190,7 @@ def head_size(config: Mapping[str, object]) -> int | None:
 
 
 def why_unserved_by_cpu(size: int) -> str:
-    """Return why CPU engines cannot compute heads of this size, without a final full stop, or
-    ""."""
+    """Return why CPU engines cannot compute heads of this size, or ""."""
     if size in CPU_HEADS:
         return ""
     return (
@@ -207,8 +203,8 @@ def why_unserved_by_cpu(size: int) -> str:
 def why_undivided(config: Mapping[str, object], count: int) -> str:
     """Return why a model's matrices cannot be divided among `count` ranks, or "".
 
-    The text has no final full stop. Example: `why_undivided({"num_attention_heads": 9}, 2)` is
-    `"its 9 attention heads are not a multiple of it"`.
+    Example: `why_undivided({"num_attention_heads": 9}, 2)` is `"its 9 attention heads are not a
+    multiple of it"`.
     """
     text = _text(config)
     kind = text.get("model_type")
@@ -233,9 +229,9 @@ def why_undivided(config: Mapping[str, object], count: int) -> str:
 def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> str:
     """Return why a copy of the model cannot be sharded over `ranks` ranks, or "".
 
-    Each rank needs at least one expert of a layer. `divided` is the number of ranks that compute
-    together. The text has no final full stop. Example: `why_unsharded({"num_local_experts": 8},
-    ranks=16, divided=1)` is `"it has 8 experts, and a rank without any could not load it"`.
+    Each rank needs at least one expert of a layer. `divided` ranks compute together. Example:
+    `why_unsharded({"num_local_experts": 8}, ranks=16, divided=1)` is `"it has 8 experts, and a rank
+    without any could not load it"`.
     """
     text, shards = _text(config), ranks // divided
     for key in _EXPERT_KEYS:
@@ -249,8 +245,7 @@ def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> 
 
 
 def undivided_heads(config: Mapping[str, object], count: int) -> str:
-    """Return why the model's heads cannot be divided among `count` ranks, or "". A head stays
-    whole."""
+    """A head stays whole."""
     for key, what in _HEADS.items():
         size = config.get(key)
         if isinstance(size, int) and size % count:
@@ -259,7 +254,6 @@ def undivided_heads(config: Mapping[str, object], count: int) -> str:
 
 
 def _rope_types(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield the types of rotary positions, which may differ by type of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         whole = config.get(key)
         if isinstance(whole, dict):

@@ -41,10 +41,7 @@ def check_weights(directory: Path) -> None:
 
 
 def tensors_by_file(directory: Path) -> dict[str, set[str]]:
-    """Return a model's weights files, each with its tensors in the index, or none without an index.
-
-    Raises `InvalidRequest`.
-    """
+    """Return the index's tensors by file, none without an index. Raises `InvalidRequest`."""
     try:
         index = read_json(directory / INDEX_NAME)
     except (OSError, ValueError) as error:
@@ -79,7 +76,6 @@ def ties_head(directory: Path) -> bool:
 
 
 def _why_none(directory: Path) -> str:
-    """Return why a directory without an index and a single file has no weights."""
     names = sorted(path.name for path in directory.iterdir())
     start = f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
     if parts := [name for name in names if name.endswith(".safetensors")]:

@@ -1,7 +1,7 @@
 """The models directory: base models from `tandem models add`, for all gateways that see it.
 
 The model `ORG/NAME` is in the folder `ORG/NAME`, in the Hugging Face layout, with a record that is
-written last. A folder without a record is an unfinished download or a removed model. The files of a
+written last. A folder without a record is an unfinished download or a removed model. Files of a
 model with a record never change, because runs depend on them.
 """
 
@@ -20,8 +20,8 @@ RECORD_NAME = ".tandem-model.json"
 class ModelRecord(BaseModel):
     """The origin of a model.
 
-    `revision` is the requested branch, tag or commit. `bytes` is the size of all files. `added_at`
-    is in seconds since 1970.
+    `revision` is the requested branch, tag or commit. `bytes` counts all files. `added_at` is in
+    seconds since 1970.
     """
 
     repository: str
@@ -32,7 +32,7 @@ class ModelRecord(BaseModel):
 
 
 def read_record(folder: Path) -> ModelRecord | None:
-    """Return a model's record, or None. Raises `OSError` and `ValueError`."""
+    """Raises `OSError` and `ValueError`."""
     try:
         return ModelRecord.model_validate_json((folder / RECORD_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -40,7 +40,6 @@ def read_record(folder: Path) -> ModelRecord | None:
 
 
 def models_in(directory: Path) -> dict[str, Path]:
-    """Return the folders of a models directory's models, by name."""
     found = (
         record.parent
         for depth in ("*", "*/*", "*/*/*")

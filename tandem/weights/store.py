@@ -3,11 +3,11 @@
 A version is `weights/RUN/vNNNNNN-RANDOM/` in the data directory, where RUN is the run id with `_`
 for `:`. While it is written, it is `weights/RUN/.partial-vNNNNNN-RANDOM/`. Its name is
 `RUN_ID/vNNNNNN-RANDOM`. Names are never reused, because an NFS client may show a replaced file 30 s
-late. Nothing here polls or searches for the newest version.
+late. Nothing here searches for the newest version. Checkpoints and snapshots are written with these
+functions too.
 
-Checkpoints and snapshots are written with these functions too. After an `OSError` from a write,
-sync or close, the file is never written again, because the next sync may wrongly succeed. The
-folder is removed, and a retry writes another.
+After an `OSError` from a write, sync or close, the file is never written again, because the next
+sync may wrongly succeed. The folder is removed, and a retry writes another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum
 _PARTIAL_PREFIX = ".partial-"
 _SYNCS_AT_ONCE = 16
 MOST_RECORD_BYTES = 16 * 2**20
-"""The limit of a manifest or another record, enough for 100,000 tensors."""
+"""Of a manifest or another record: enough for 100,000 tensors."""
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 Item = TypeVar("Item")
@@ -48,7 +48,7 @@ def new_version_name(*, run_id: str, number: int, suffix: str = "") -> str:
 
 
 def version_number(name: str) -> int:
-    """Return the number of a version in its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
+    """Return 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
     return int(name.rpartition("/v")[2].partition("-")[0])
 
 
@@ -68,9 +68,9 @@ def fsync_path(path: Path) -> None:
 
 
 def sync_at_once(syncs: Iterable[Callable[[], None]]) -> None:
-    """Call all `syncs`, which sync one file or folder each, at once. Raises the first error.
+    """Call all `syncs` at once, because a disk handles simultaneous syncs together.
 
-    A disk handles simultaneous syncs together.
+    Raises the first error.
     """
     with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
         for _ in pool.map(lambda sync: sync(), syncs):
@@ -82,7 +82,7 @@ def fsync_paths(paths: Iterable[Path]) -> None:
 
 
 def write_synced(file: Path, content: bytes) -> None:
-    """Write a new file durably. Its name is durable once its folder is synced."""
+    """The file's name is durable once its folder is synced."""
     with file.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -90,7 +90,7 @@ def write_synced(file: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder and its parents durably. Raises `OSError`, and then has made none."""
+    """Make a folder and its parents durably. After an `OSError`, none was made."""
     missing = [path, *(parent for parent in path.parents if not parent.exists())]
     try:
         path.mkdir(mode=mode, parents=True)
@@ -106,9 +106,9 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
 
 def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> None:
-    """Rename a folder durably. Its files must be synced, except those in `unsynced`.
+    """Rename a folder durably. After an `OSError`, the final name does not exist.
 
-    Raises `OSError`, and then the final name does not exist.
+    The folder's files must be synced, except those in `unsynced`.
     """
     fsync_paths([*unsynced, folder])
     folder.rename(final)
@@ -123,7 +123,7 @@ def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> No
 def sync_name(path: Path) -> None:
     """Make the name of `DATA/KIND/RUN/NAME` durable, after another process may have failed to.
 
-    The parents' names are synced too, because that process may have made them.
+    The parents' names are synced too: that process may have made them.
     """
     fsync_paths(path.parents[:3])
 
@@ -131,8 +131,8 @@ def sync_name(path: Path) -> None:
 def read_again(read: Callable[[Path], Result], file: Path) -> Result:
     """Return `read(file)`. A missing or stale file is tried once more.
 
-    An NFS client caches for 30 s that a name does not exist. An open file is stale after a restart
-    of the server. Opening the parent folders makes the client ask the server again.
+    An NFS client caches for 30 s that a name does not exist, and after a restart of the server its
+    open files are stale. Opening the parent folders makes the client ask again.
     """
     try:
         return read(file)
@@ -157,7 +157,7 @@ class PartialVersion:
         self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
 
     def create(self) -> None:
-        """Make the partial directory. It need not survive a power failure."""
+        """It need not survive a power failure."""
         if not self.path.parent.is_dir():
             make_folder(self.path.parent)
         self.path.mkdir()
@@ -165,8 +165,8 @@ class PartialVersion:
     def commit(self, manifest: Manifest, *, unsynced: Sequence[Path] = ()) -> None:
         """Write the manifest, sync everything, and give the version its name.
 
-        Writers must have synced their files, except those in `unsynced`. Raises `OSError`, and then
-        the version does not have its name.
+        Writers have synced their files, except those in `unsynced`. After an `OSError`, the version
+        does not have its name.
         """
         file = self.path / MANIFEST_NAME
         with file.open("xb") as stream:
@@ -178,11 +178,10 @@ class PartialVersion:
 
 
 def read_record(file: Path) -> bytes:
-    """Return the content of a small file beside weights, such as a manifest. Retries like
-    `read_again`.
+    """Return the content of a small file beside weights. Retries like `read_again`.
 
-    Raises `OSError` if it exceeds `MOST_RECORD_BYTES`, or is a link or not a regular file, because
-    anybody may have written it.
+    Raises `OSError` if it exceeds `MOST_RECORD_BYTES`, or is no regular file: anybody may have
+    written it.
     """
     return read_again(_read_record, file)
 
@@ -202,8 +201,8 @@ def _read_record(file: Path) -> bytes:
 def check_own_file(folder: Path, name: str) -> Path:
     """Return the path of a file that we wrote into a folder.
 
-    Raises `OSError` if the name leads out of the folder, if folder or file is a link, or if it is
-    not a regular file. Only others write such files.
+    Raises `OSError` for a name outside of the folder, for a link, and for other than a regular
+    file: only others write these.
     """
     file = folder / name
     if not name or name != Path(name).name or name == ".." or "\0" in name:
@@ -225,7 +224,7 @@ def open_version(
 
     `go_on` is called before each block, in each of `threads` threads, and stops the reading by
     raising. Raises `LoadFailed` if the manifest is missing or names another version than `name`.
-    Raises it also if a file is missing, has another size, or (with `checksums`) is damaged.
+    Also if a file is missing, has another size, or (with `checksums`) is damaged.
     """
     try:
         content = read_record(path / MANIFEST_NAME)
@@ -255,7 +254,7 @@ def in_threads(
     """Return the function's result for each item, in order, from up to `threads` threads.
 
     One item is computed in this thread. After an error, no other item begins. The threads are
-    daemons, because a thread that hangs on a volume cannot be ended.
+    daemons: one that hangs on a volume cannot be ended.
     """
     threads = min(threads, len(items))
     if threads < 2:
@@ -283,9 +282,9 @@ def in_threads(
 def open_base(
     path: Path, delta_of: str, *, checksums: bool, go_on: Callable[[], None] = lambda: None
 ) -> Path:
-    """Verify the base version of the delta at `path`. Returns its folder.
+    """Verify the base version of the delta at `path`, like `open_version`. Returns its folder.
 
-    Both belong to one run. Raises `LoadFailed`. See `open_version`.
+    Both belong to one run.
     """
     base = path.parent / delta_of.rpartition("/")[2]
     manifest = open_version(base, name=delta_of, checksums=checksums, go_on=go_on)

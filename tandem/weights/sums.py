@@ -2,12 +2,12 @@
 
 An engine arranges the numbers of a file differently: q, k and v in one tensor, stacked experts,
 padded vocabularies, tied embeddings. So each number is hashed, and the hashes are added per block
-of the model. Such a sum does not depend on places, and padding with zeros adds nothing.
+of the model. Such a sum does not depend on places, and a zero adds nothing.
 
 A hash covers eight bytes of a row: 4 bfloat16 or 2 float32 numbers. In vectors, in rows of another
 multiple, and in experts (which CPU kernels reorder), each number is hashed alone. All numbers are
-first converted to the engine's dtype. Zeros have the hash 0. Two different sets of numbers have one
-sum with a probability of about 2^-32. This detects mistakes, not forgery.
+first converted to the engine's dtype. Different numbers have one sum with a probability of about
+2^-32. This detects mistakes, not forgery.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WeightSums = dict[str, int]
 
 _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio as a signed, odd 64-bit number (Knuth's multiplicative hashing)."""
+"""The golden ratio as an odd 64-bit number (Knuth's multiplicative hashing)."""
 _VALUES_ON_CPU = 2**15
-"""Numbers hashed at once on a CPU: as many as torch computes in one thread. Several threads would
+"""Numbers hashed at once on a CPU: as many as torch computes in one thread. More threads would
 mostly wait for each other."""
 _WORDS_ON_GPU = 2**21
 """Words hashed at once on a GPU: 48 MiB of its memory."""
@@ -34,8 +34,8 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 def block_of(name: str) -> str:
-    """Return a parameter's block: "3" for "model.layers.3.mlp.experts.0.up_proj.weight" and
-    "model.layers.3.mlp.experts.w13_weight", and "" for "lm_head.weight"."""
+    """Return a parameter's block: "3" for "model.layers.3.mlp.experts.0.up_proj.weight", and "" for
+    "lm_head.weight"."""
     match = _BLOCK.search(name)
     return match[1] if match else ""
 
@@ -71,7 +71,7 @@ def sum_of(
 
 
 def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
-    """Add up the results of `sum_of` by block. The names are those of parameters."""
+    """Add up the results of `sum_of` by block, from parameters' names."""
     sums: WeightSums = {}
     for name, value in tensors:
         block = block_of(name)
@@ -80,9 +80,9 @@ def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
 
 
 def sums_of_workers(workers: Sequence[Mapping[str, int]]) -> WeightSums:
-    """Add up the sums of all workers of an engine.
+    """Add up the sums of an engine's workers.
 
-    Workers use different names for different parts. A part that they share is counted once.
+    Workers use different names for different parts. A shared part is counted once.
     """
     names = sorted({name for worker in workers for name in worker})
     return sums_of(
@@ -96,8 +96,8 @@ def file_sums(
     dtype: str,
     go_on: Callable[[], None],
 ) -> WeightSums:
-    """Return the sums of the tensors in `names`, in a dtype such as "bfloat16". All tensors are
-    read."""
+    """Return the sums of the tensors in `names`, in a dtype such as "bfloat16". Reads all
+    tensors."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -109,7 +109,6 @@ def file_sums(
 
 
 def added_up(parts: Iterable[WeightSums]) -> WeightSums:
-    """Return a version's sums from those of its files."""
     sums: WeightSums = {}
     for block, value in ((block, value) for part in parts for block, value in part.items()):
         sums[block] = (sums.get(block, 0) + value) & _MASK

@@ -1,7 +1,7 @@
 """The tensors of a safetensors file, by its header.
 
 The format is an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
-Only the header is read, so the size of the file does not matter.
+Only the header is read.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return a file's tensors in file order. Retries a missing or stale file. Raises
     `InvalidRequest`.
 
-    The file may come from anybody. The header's tensors must fill the file without gaps and
-    overlaps, so a false header cannot make a reader allocate more than the file's size.
+    The file may come from anybody. The tensors must fill it without gaps and overlaps, so a false
+    header cannot make a reader allocate more than the file's size.
     """
     try:
         return read_again(_read_header, file)
@@ -123,7 +123,7 @@ def _without_repetitions(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _place(file: Path, name: str, entry: object, start: int) -> StoredTensor:
-    """Read one tensor's entry of a header. The file's tensors begin at byte `start`."""
+    """The file's tensors begin at byte `start`."""
     match entry:
         case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [begin, end]}:
             numbers = [begin, end, *shape]
