@@ -3,13 +3,13 @@
 - `service`: the gRPC service (`protos/tandem/v1/agent.proto`), on a Unix socket in the data
   directory (`address`) or for other hosts.
 - `launcher`: starts and stops workers, partly from a `pool` of processes started in advance.
-  `worker_process` supervises one worker.
+  `worker_process` supervises one.
 - `suspender`: moves workers that cannot sleep off their devices.
 - `process_groups`: lists the workers' process groups in a file, for the next agent.
-  `process_identity` identifies processes with equal numbers. `scratch` removes temporary files.
+  `process_identity` distinguishes processes of one number. `scratch` removes temporary files.
 - `host`: describes cores, memory and accelerators. `environment`: the variables that workers
   inherit.
-- `supervised_process`: the agent or gateway of a stack. `check`: the health check of a container.
+- `supervised_process`: the agent or gateway of a stack. `check`: a container's health check.
 
 A stack runs an agent beside its gateway. `tandem agent` starts one by hand. The agent imports no
 torch, vLLM or web framework. It holds every worker's lifeline, so its end ends its workers. To add

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-# grpc reads both at its import. Workers are forked and then executed, so gRPC's fork handlers,
-# which start threads, are not needed.
+# grpc reads both at its import. Its fork handlers start threads, and workers, which are forked and
+# then executed, do not need them.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 

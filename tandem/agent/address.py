@@ -10,10 +10,8 @@ _LONGEST_SOCKET_PATH = 100
 
 
 def agent_address(data_dir: Path) -> str:
-    """Return the gRPC address of the data directory's agent.
-
-    A socket's path must be short. A long directory is reached through a descriptor that stays open.
-    """
+    """A socket's path must be short. A long directory is reached through a descriptor that stays
+    open."""
     path = socket_path(data_dir.absolute())
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
         return f"unix:{path}"

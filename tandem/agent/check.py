@@ -18,7 +18,6 @@ _SECONDS = 4.0
 
 
 def answers(data_dir: Path) -> bool:
-    """Return whether the agent lists its workers in time."""
     with grpc.insecure_channel(agent_address(data_dir), options=_NO_PROXY) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:

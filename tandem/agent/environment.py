@@ -1,8 +1,8 @@
 """The environment variables that an agent and its workers inherit.
 
-The environment of `tandem up` may hold passwords and tokens of other programs. A list of excluded
-names would miss some, so this is a list of kept names. A kept variable is still dropped if its name
-is a secret's, such as HF_TOKEN, or if its value is an address with a password.
+The environment of `tandem up` may hold secrets of other programs. A list of excluded names would
+miss some, so this is a list of kept names. A kept variable is still dropped if its name is a
+secret's, such as HF_TOKEN, or if its value is an address with a password.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Accelerator:
 class Host:
     """A host and its limits.
 
-    `cores` are the numbers of this process's cores. `memory_bytes` respects the limit of a
-    container. `backends` are the `known_backends` of trainers, empty if unknown.
+    `cores` are the numbers of this process's cores. `memory_bytes` respects a container's limit.
+    `backends` are the `known_backends` of trainers.
     """
 
     name: str = ""
@@ -64,8 +64,8 @@ def this_host() -> Host:
 def accelerators() -> tuple[Accelerator, ...]:
     """Return the NVIDIA devices of this process, none without a driver.
 
-    A device that does not answer is left out. Raises `InvalidRequest` for a device divided into MIG
-    instances, and for an ambiguous name in CUDA_VISIBLE_DEVICES.
+    A device that does not answer is left out. Raises `InvalidRequest` for MIG instances, and for an
+    ambiguous name in CUDA_VISIBLE_DEVICES.
     """
     try:
         import pynvml
@@ -104,10 +104,8 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 
 def accelerator_named(name: str, found: Sequence[Accelerator]) -> Accelerator | None:
-    """Return the device with this index or UUID prefix, as CUDA reads it.
-
-    Raises `InvalidRequest` if several UUIDs match.
-    """
+    """Return the device with this index or UUID prefix, as CUDA reads it. Raises `InvalidRequest`
+    if several match."""
     if name.isdecimal():
         return next((each for each in found if each.index == int(name)), None)
     if whole := [each for each in found if each.uuid == name]:
@@ -139,7 +137,7 @@ def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerat
 
 
 def free_memory_bytes() -> int:
-    """Return the free memory of the host, within the limit of a container."""
+    """Within the limit of a container."""
     bounds = [int(psutil.virtual_memory().available)]
     with suppress(OSError, ValueError, KeyError):  # no such cgroup, or "max"
         limit = int((_CGROUP / "memory.max").read_text())
@@ -151,7 +149,7 @@ def free_memory_bytes() -> int:
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver, such as "570.86.10", or ""."""
+    """Return NVIDIA's version, such as "570.86.10", or ""."""
     try:
         import pynvml
     except ImportError:
@@ -177,11 +175,8 @@ def usual_ranks(settings: GatewaySettings, host: Host) -> int:
 
 
 def describe_found(settings: GatewaySettings, host: Host, *, ranks: int) -> str:
-    """Return the devices of trainers, in words.
-
-    Examples: "found one NVIDIA H200 (140 GiB): trainers run 1 rank", "no GPU: trainers run 2 ranks
-    on 2 cores".
-    """
+    """Examples: "found one NVIDIA H200 (140 GiB): trainers run 1 rank", "no GPU: trainers run 2
+    ranks on 2 cores"."""
     kinds = Counter((each.name, each.memory_bytes // _GIB) for each in host.accelerators)
     devices = " and ".join(
         f"one {name} ({gib} GiB)" if count == 1 else f"{count} {name} ({gib} GiB each)"

@@ -55,8 +55,8 @@ class ProcessLauncher:
     """Implements the gateway's `Launcher` for the agent. It tracks the leftovers of its workers.
 
     `command` returns the program for a kind of worker, without `--report-fd N`. Output goes to
-    `logs/WORKER.log`, by default in the data directory. `pool` is the number of processes to start
-    in advance. `suspender` suspends workers that cannot sleep. `advertised` is this host's name for
+    `logs/WORKER.log`, by default in the data directory. `pool` counts the processes to start in
+    advance. `suspender` is for workers that cannot sleep. `advertised` is this host's name for
     other hosts.
     """
 
@@ -135,7 +135,7 @@ class ProcessLauncher:
             worker.awaited = False
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Stop a worker. It is killed in time even if the caller goes away.
+        """Kill it in time even if the caller goes away.
 
         An unknown worker has ended, also one of an earlier agent.
         """
@@ -168,8 +168,7 @@ class ProcessLauncher:
     async def _switch(
         self, worker_id: str, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
     ) -> None:
-        """Suspend or resume a worker. This completes even if the caller goes away, and later
-        callers wait."""
+        """Completes even if the caller goes away, and later callers wait."""
         worker = self._workers.get(worker_id)
         if worker is None:
             raise SuspendFailed(f"worker {worker_id} does not run")
@@ -201,11 +200,11 @@ class ProcessLauncher:
         return True
 
     def ids(self) -> tuple[str, ...]:
-        """Return the ids of all workers, also of those without an address yet."""
+        """Includes workers without an address."""
         return tuple(self._workers)
 
     def told_ids(self) -> tuple[str, ...]:
-        """Return the ids of all workers for which a new watcher gets the end, now or later."""
+        """Return the workers with an end for a new watcher, now or later."""
         return (*self.ids(), *(worker.spec.worker_id for worker in self._ended))
 
     async def list(self) -> list[WorkerHandle]:
@@ -245,7 +244,7 @@ class ProcessLauncher:
         await asyncio.to_thread(self.scratches.remove_all)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
-        """Start a process. Raises `OSError` if the log or the program cannot be opened."""
+        """Raises `OSError` if the log or the program cannot be opened."""
         self.look_after_scratch()
         deadline = asyncio.get_running_loop().time() + spec.start_timeout
         assert is_name(spec.worker_id), spec.worker_id  # it names a file
@@ -289,7 +288,6 @@ class ProcessLauncher:
         )
 
     def look_after_scratch(self) -> None:
-        """Begin to record the children's names in /dev/shm."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name="shared-memory")
 
@@ -301,7 +299,6 @@ class ProcessLauncher:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _quiet(self) -> bool:
-        """Return whether no worker is starting."""
         return not self._spawning.locked() and not any(
             worker.starts for worker in self._workers.values()
         )

@@ -1,8 +1,8 @@
 """Processes that are started before the workers that they become.
 
-Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it
-already, and then gets a specification (`tandem.protocol.worker_link.PooledLink`). Before that, it
-has no name, secret, log or devices, and its output goes to the agent's.
+Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it,
+and then gets a specification (`tandem.protocol.worker_link.PooledLink`). Until then it has no name,
+secret, log or devices, and its output goes to the agent's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from tandem.settings.workers import PoolSettings
 from tandem.telemetry import get_log
 
 _IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
-"""A library that each kind of worker needs."""
 
 _STDERR = 2
 _NICENESS = 5
-"""Added to the agent's niceness, so that a gateway on these cores answers while workers compute."""
+"""Added to the agent's, so that a gateway on these cores answers while workers compute."""
 _IMPORTING_NICENESS = 15
-"""The niceness of an importing idle process. Other processes get 30 times its share of a core."""
+"""Of an importing idle process. Other processes get 30 times its share of a core."""
 _LEAST_FREE_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.5
 _PRELOAD_SECONDS = 900.0
@@ -46,7 +45,6 @@ _LONGEST_WAIT = 600.0
 
 
 def default_command(kind: WorkerKind) -> list[str]:
-    """Return the command of a kind's service, with this interpreter."""
     return [sys.executable, "-m", f"{kind}_service"]
 
 
@@ -60,8 +58,6 @@ def pool_sizes(settings: PoolSettings) -> dict[WorkerKind, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A started process, the leader of its own session and process group."""
-
     process: asyncio.subprocess.Process
     lifeline_fd: int
     report_fd: int
@@ -72,7 +68,6 @@ class Child:
         return self.process.pid
 
     def kill(self) -> None:
-        """Kill its group and close its pipes."""
         kill_group(self.pid)
         os.close(self.lifeline_fd)
         os.close(self.report_fd)
@@ -90,8 +85,8 @@ async def start_child(
 
     Raises `OSError` if it cannot be executed.
     """
-    # Python makes these descriptors uninheritable. The child gets only the ones named below, so no
-    # worker holds another's lifeline open.
+    # Python makes these descriptors uninheritable. The child gets only the ones below, so no worker
+    # holds another's lifeline.
     stdin_fd, lifeline_fd = os.pipe()
     report_fd, worker_report_fd = os.pipe()
     spec: list[str] = []
@@ -138,7 +133,7 @@ class _Idle:
     scratches: ScratchFolders
 
     async def hand_over(self, line: bytes, log_fd: int) -> bool:
-        """Give it a specification and a log. Returns False if it has ended or hangs."""
+        """Returns False if it has ended or hangs."""
         try:
             sent = socket.send_fds(self.socket, [line], [log_fd])
             return sent == len(line) and await self.answered(_HAND_OVER_SECONDS)
@@ -192,17 +187,15 @@ class Pool:
         self._filling = asyncio.create_task(self._fill()) if sizes else None
 
     def pids(self, kind: WorkerKind) -> list[int]:
-        """Return the idle processes of a kind."""
         return [idle.child.pid for idle in self._idle.get(kind, ())]
 
     def children(self) -> list[Child]:
-        """Return the idle processes of all kinds."""
         return [idle.child for waiting in self._idle.values() for idle in waiting]
 
     async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
         """Turn an idle process into the worker with this specification, with its output in the log.
 
-        Returns None if no process accepts it. Processes that did not accept it are gone then.
+        Returns None if no process accepts it. Processes that refused are gone.
         """
         waiting = self._idle.get(kind, [])
         while waiting:
@@ -222,7 +215,6 @@ class Pool:
         return None
 
     async def close(self) -> None:
-        """End the idle processes, and add no more."""
         if self._filling is None:
             return
         self._filling.cancel()
@@ -301,7 +293,6 @@ class Pool:
 
 
 def seconds_until_the_next(ends: int) -> float:
-    """Return the wait after `ends` consecutive processes that ended by themselves."""
     return min(_LONGEST_WAIT, 2.0 ** min(ends, 10))
 
 

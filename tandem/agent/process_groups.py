@@ -2,7 +2,7 @@
 
 When an agent is killed, the lifelines kill its workers. A killed process may need seconds to free a
 device's memory, or hang in the kernel. So the next agent serves only after all these groups are
-gone. Then an unknown worker is certainly gone.
+gone: then an unknown worker is certainly gone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ _GROUP = re.compile(r"(\d+) (\S.*?) *", re.ASCII)
 
 
 class ProcessGroups:
-    """The process groups of one agent, listed in the file `path`.
-
-    Each group has a line at a fixed place, which also identifies its first process.
-    """
+    """One agent's groups, listed in the file `path`: each has a line, which also identifies its
+    first process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +57,7 @@ class ProcessGroups:
         self._write(0, *[""] * len(self._lines))
 
     def add(self, pgid: int) -> None:
-        """Note a group. Raises `OSError` if that cannot be written."""
+        """Raises `OSError`."""
         if 0 not in self._lines:
             self._lines.append(0)
         number = self._lines.index(0)
@@ -67,13 +65,12 @@ class ProcessGroups:
         self._lines[number] = pgid
 
     def remove(self, pgid: int) -> None:
-        """Note the end of a group."""
         number = self._lines.index(pgid)
         self._lines[number] = 0
         self._write(number, "")
 
     def _read(self) -> tuple[dict[int, str], int]:
-        """Return the file's groups, with the birth of each first process, and the number of lines.
+        """Return the groups, with the birth of each first process, and the number of lines.
 
         A torn line comes from a crashed machine, where all processes have ended.
         """
@@ -99,8 +96,8 @@ def _line(text: str) -> bytes:
 def _is_left(pgid: int, since: str) -> bool:
     """Return whether processes of this very group run.
 
-    While a member runs, its number is not used again, even if the first process has ended. Then
-    only the session, which each worker leads, distinguishes it from a later program's group.
+    While a member runs, its number is not used again. If the first process has ended, only the
+    session, which each worker leads, distinguishes it from a later program's group.
     """
     first = process_start(pgid)
     same = first in ("", since) and since.startswith(namespace())

@@ -1,8 +1,8 @@
 """Temporary files of workers: a folder for each, and names in /dev/shm.
 
 OpenMP, torch and vLLM remove theirs only at a normal end. So each child of an agent has its own
-folder, which also lists the names in /dev/shm of its processes. The folder is removed after the
-child. The next agent of the data directory removes the remains of a killed agent.
+folder, which also lists its processes' names in /dev/shm. It is removed after the child, or by the
+next agent of the data directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.telemetry import get_log
 _SHARED_MEMORY = Path("/dev/shm")
 _NOTES, _PID = ".shared-memory", ".pid"
 _NAME_WITH_PID = re.compile(r"(?:__KMP_REGISTERED_LIB_|torch_)(\d+)_.*", re.ASCII)
-"""Names by OpenMP and torch, which contain the process's number."""
+"""Names by OpenMP and torch, with the process's number."""
 _LOOKS = 5
 """After that many looks without an owner among our processes, a name belongs to somebody else."""
 
@@ -39,7 +39,7 @@ class ScratchFolders:
         self._looks: dict[str, int] = {}
 
     def make(self) -> Path | None:
-        """Return a new folder, or None if the system's own must do for lack of room."""
+        """Return a new folder, or None if there is no room: then the system's own must do."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
@@ -50,7 +50,6 @@ class ScratchFolders:
             return None
 
     def note_pid(self, folder: Path, pid: int) -> None:
-        """Note the first process of a child."""
         with suppress(OSError):  # no room: names are noted later or never
             (folder / _PID).write_text(str(pid))
 
@@ -72,7 +71,7 @@ class ScratchFolders:
     def remove(self, folder: Path) -> None:
         """Remove an ended child's folder, and its processes' names in /dev/shm.
 
-        Names that its first process made after the last look are included.
+        Includes names that its first process made after the last look.
         """
         notes, first = folder / _NOTES, folder / _PID
         noted = {f.name: f.read_text() for f in notes.iterdir()} if notes.is_dir() else {}

@@ -53,8 +53,8 @@ _KINDS = ("trainer", "sampler")
 class Listening:
     """An agent's address for the gateway of another host.
 
-    It has the certificate in the folder `tls`. `advertised` is the host's name, by which the
-    workers are reached. `logs` is the folder for their logs, where the gateway finds them.
+    `tls` is the folder of its certificate, `advertised` the host's name, by which the workers are
+    reached. `logs` is the folder for their logs, where the gateway finds them.
     """
 
     address: str
@@ -180,7 +180,6 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
 
 
 def description() -> agent_pb2.DescribeAgentReply:
-    """Return the kinds of workers that can run here, and the host."""
     host = this_host()
     return agent_pb2.DescribeAgentReply(
         pid=os.getpid(),

@@ -25,8 +25,6 @@ _TAIL_BYTES = 16 * 1024
 
 
 class SupervisedProcess:
-    """The agent or gateway of a stack: a child process that is restarted when it ends."""
-
     def __init__(
         self,
         *,
@@ -74,8 +72,7 @@ class SupervisedProcess:
                 stderr=log,
                 pass_fds=[self._heartbeats.fd],
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
-                # No preexec_fn: it needs a real fork, in which gRPC's handlers can crash the child
-                # of a process that has made calls.
+                # No preexec_fn: it needs a real fork, in which gRPC's handlers can crash the child.
             )
 
     def kill_if_silent(self) -> None:
@@ -89,7 +86,7 @@ class SupervisedProcess:
             self.start()
 
     def note_end(self, *, served: bool = True) -> int:
-        """Note an end and schedule the restart. Returns the number of recent ends.
+        """Schedule the restart. Returns the number of recent ends.
 
         Ends before it `served` all count, even if its starts take long.
         """
@@ -102,7 +99,7 @@ class SupervisedProcess:
         return len(self._ends)
 
     def why_ended(self) -> str:
-        """Return the sentence that the ended process left, or its exit status in words."""
+        """Return the process's last sentence, or its exit status in words."""
         assert self.process is not None
         if self._was_silent:
             return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"

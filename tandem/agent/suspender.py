@@ -22,8 +22,8 @@ from tandem.errors import SuspendFailed
 
 PROGRAM = "cuda-checkpoint"
 _OLDEST_DRIVER = 570
-"""The first driver that reports states, locks with a timeout, and suspends processes that use NVML,
-as torch does."""
+"""The first driver that reports states, locks with a timeout, and suspends processes that use
+NVML."""
 _DEVICE = re.compile(r"/dev/nvidia(\d+|-uvm)")
 
 
@@ -51,8 +51,8 @@ class CudaCheckpoint:
     """Implements `ProcessSuspender` with NVIDIA's program `cuda-checkpoint` (see its `--help`).
 
     First it locks the CUDA calls of all processes, because ranks wait for each other on their GPUs.
-    Then it moves each process. The program cannot restore a process that it failed to move. It
-    refuses memory that CUDA shares between processes, such as NCCL's between GPUs.
+    Then it moves each. The program cannot restore a process that it failed to move. It refuses
+    memory that CUDA shares between processes, such as NCCL's.
     """
 
     find_program: Callable[[str], str | None] = shutil.which
@@ -95,7 +95,7 @@ class CudaCheckpoint:
         return "all processes go on"
 
     async def _all(self, pids: Sequence[int], *moves: _Move) -> None:
-        """Carry out the moves of all processes at once. Raises the first error."""
+        """Do it for all processes at once. Raises the first error."""
         done = await asyncio.gather(
             *(self._carry_out(pid, moves) for pid in pids), return_exceptions=True
         )
@@ -117,7 +117,6 @@ class CudaCheckpoint:
         return (await self._run(pid, "--get-state")).strip()
 
     async def _run(self, pid: int, *arguments: str) -> str:
-        """Return the program's output about a process."""
         program = self.find_program(PROGRAM)
         if program is None:
             raise SuspendFailed(self.why_not())
@@ -146,8 +145,7 @@ class CudaCheckpoint:
 
 @dataclass(frozen=True)
 class _Move:
-    """An action of the program, from the state `start` to one of `ends`. Other states are left
-    alone."""
+    """An action of the program, from the state `start` to one of `ends`. Others are left alone."""
 
     action: str
     start: str
@@ -156,8 +154,7 @@ class _Move:
 
 
 def uses_gpu(pid: int, *, proc: Path = Path("/proc")) -> bool:
-    """Return whether a process has a GPU open. `/dev/nvidiactl` alone means that it only uses
-    NVML."""
+    """`/dev/nvidiactl` alone means that it only uses NVML."""
     with suppress(OSError):  # it has ended
         for link in (proc / str(pid) / "fd").iterdir():
             with suppress(OSError):  # it was closed meanwhile

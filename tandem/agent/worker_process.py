@@ -31,7 +31,7 @@ from tandem.telemetry import get_log
 _MAX_REPORT_BYTES = 2**20
 _LAST_REPORT_SECONDS = 1.0
 _GROUP_GONE_SECONDS = 10.0
-"""Seconds for killed processes to disappear before a report. GPU memory is freed meanwhile."""
+"""For killed processes to disappear before a report. GPU memory is freed meanwhile."""
 _POLL_SECONDS = 0.01
 _LONG_POLL_SECONDS = 1.0
 _TAIL_BYTES = 4096
@@ -42,8 +42,7 @@ _NATIVE_CRASHES = frozenset(
 
 _RETRY_SECONDS = 0.1
 _WATCH_SECONDS = 60.0
-"""Seconds of one health call. A long load needs several, because the calls may be the worker's
-lifeline."""
+"""Of one health call. A long load needs several, because the calls may be the worker's lifeline."""
 _FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -60,11 +59,11 @@ class WorkerProcess:
 
     - `failed`: completes when the worker will never serve (again).
     - `ended`: completes, with the reason, when nothing of the worker runs.
-    - `ready`: it has reported that it serves. `expected`: its end was requested. `awaited`: a
-      caller waits for its readiness, and so learns of its end.
+    - `ready`: it serves. `expected`: its end was requested. `awaited`: a caller waits for its
+      readiness, and so learns of its end.
     - `lease`: the newest fencing token of a suspend or resume. `suspended`: the suspended
       processes.
-    - `deadline`: the time of the event loop at which it must be ready.
+    - `deadline`: when it must be ready, in the event loop's time.
     - `scratch`: its temporary folder. `advertised`: this host's name for other hosts, if they can
       reach the worker.
     """
@@ -103,10 +102,8 @@ class WorkerProcess:
         return not self.ready and not self.failed.done() and self._seconds_left() > 0
 
     async def reported(self) -> WorkerHandle:
-        """Wait for the worker's address.
-
-        Raises `WorkerStartFailed` if it reports an error, ends, or is silent for too long.
-        """
+        """Wait for its address. Raises `WorkerStartFailed` if it reports an error, ends, or is
+        silent for too long."""
         await self._wait_for(self._address, timeout=self._seconds_left())
         if not self._address.done():
             raise WorkerStartFailed(
@@ -135,11 +132,7 @@ class WorkerProcess:
             check.cancel()
 
     async def stop(self) -> None:
-        """Ask it to end, and kill its group after the stop timeout. Returns when nothing of it is
-        left.
-
-        Raises `WorkerMayRun`. See `kill`.
-        """
+        """Ask it to end, and kill its group after the stop timeout. See `kill`."""
         self.expected = True
         with suppress(ProcessLookupError):  # it has ended
             self.process.terminate()
@@ -169,10 +162,8 @@ class WorkerProcess:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
     async def _wait_for(self, step: asyncio.Future[Any], *, timeout: float | None = None) -> None:
-        """Wait for a step, at most `timeout` seconds.
-
-        Raises `WorkerStartFailed` if the worker has failed, even if the step was done just before.
-        """
+        """Raises `WorkerStartFailed` if the worker has failed, even if the step was done just
+        before."""
         await _first_of(step, self.failed, timeout=timeout)
         if not self.failed.done():
             return
@@ -183,9 +174,9 @@ class WorkerProcess:
         raise kind(f"the {self.spec.kind} did not start: {self._error or self.ended.result()}")
 
     async def _read_reports(self) -> None:
-        """Read the worker's reports until it closes its end of the pipe.
+        """Read the worker's reports until the pipe closes.
 
-        Other lines are logged and skipped, because libraries may write to the wrong descriptor.
+        Other lines are logged and skipped: libraries may write to the wrong descriptor.
         """
         reader = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -219,7 +210,6 @@ class WorkerProcess:
             self._address.set_result(report)
 
     async def _supervise(self) -> None:
-        """Follow the process, and then its group, to their end."""
         exited = asyncio.create_task(self.process.wait())
         await _first_of(exited, self.failed)
         await asyncio.wait({exited}, timeout=self.spec.stop_timeout)  # it has reported an error
@@ -261,18 +251,16 @@ class WorkerProcess:
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait for the first of them, at most `timeout` seconds. None is cancelled."""
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def kill_group(pgid: int) -> None:
-    """Kill all processes of the group, if there are any."""
     with suppress(ProcessLookupError, PermissionError):  # macOS raises PermissionError for zombies
         os.killpg(pgid, signal.SIGKILL)
 
 
 def group_members(pgid: int) -> list[int]:
-    """Return the pids of the group's running processes, without zombies."""
+    """Without zombies."""
     try:
         os.killpg(pgid, 0)  # much cheaper than a look at every process
     except (ProcessLookupError, PermissionError):
@@ -289,8 +277,7 @@ async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
     """Return "" once the worker's health is SERVING, else its last answer in words.
 
     It gives up after `timeout` seconds, or at once if waiting cannot help, as with a wrong secret.
-    It uses the streaming Watch, because polling would disturb a worker that loads a model on all
-    cores.
+    It uses the streaming Watch: polling would disturb a worker that loads a model on all cores.
     """
     last = "it was not reached"
     metadata = ((SECRET_METADATA_KEY, handle.secret),)

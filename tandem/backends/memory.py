@@ -1,10 +1,10 @@
 """A trainer's memory: a formula over a model's shapes, a run's training and the settings.
 
 A trainer chooses its micro-batch with it before it loads anything
-(`trainer_service/backends/planning.py`). The gateway computes pods' requests with it
+(`trainer_service/backends/planning.py`), and the gateway the requests of pods
 (`gateway/workers/launchers/kubernetes/resources.py`). Weights, gradients and moments are exact.
-Activations and logits are estimates, because a micro-batch that runs out of memory is halved and
-computed again.
+Activations and logits are estimates: a micro-batch that runs out of memory is halved and computed
+again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from tandem.settings.workers import TrainerSettings
 from tandem.weights.model_config import Json, experts_of
 
 SPARE = 0.1
-"""The part of the free memory reserved for needs outside of the formula."""
+"""The part of the free memory for needs outside of the formula."""
 PLAIN_TOKENS = 4096
-"""A micro-batch is halved down to this before blocks are checkpointed, which costs a third more
-computation."""
+"""A micro-batch is halved down to this before blocks are checkpointed, which costs a third more."""
 LEAST_TOKENS = 256
 """The smallest planned micro-batch, unless the settings ask for less."""
 LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 SAFETY = 1.4
 """The factor on kept activations: norms and softmaxes keep more than the formula counts."""
 _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""The default micro-batch. On a CPU the activations of a larger one exceed the cache."""
+"""On a CPU the activations of a larger one exceed the cache."""
 _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 _LOGITS_AT_ONCE = 3
 """A chunk's logits, their log-softmax, and one of their gradients."""
@@ -47,7 +46,7 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The counts of a model's numbers.
+    """A model's size, in numbers.
 
     They are all `parameters`, those of each of the `blocks`, and those of a rank-1 adapter on all
     matrices (`adapter_width`). `width` adds the inputs and outputs of the matrices that a token
@@ -64,7 +63,7 @@ class ModelSize:
     hidden: int = 0
 
     def divided(self, ranks: int) -> ModelSize:
-        """Return the part of one of the ranks that divide the matrices. Small undivided parts are
+        """Return one rank's part if ranks divide the matrices. Small undivided parts are
         ignored."""
         if ranks == 1:
             return self
@@ -78,7 +77,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
-        """Return a model's size from the shapes of its named tensors and its `config.json`."""
+        """Return a model's size from its tensors' shapes and its `config.json`."""
         blocks: Counter[str] = Counter()
         adapter_width, width = 0, 0.0
         experts, chosen = experts_of(config)
@@ -112,9 +111,8 @@ def _number(config: Json, *names: str) -> int:
 class TrainerMemory:
     """The memory of one rank of a trainer.
 
-    `model` is the rank's part if ranks divide matrices. `trained` and `moments` count the run's
-    trained numbers and their moments. A CPU rank may compute several micro-batches `at_once`.
-    `device` is "cpu" or "cuda".
+    `model` is the rank's part. `trained` and `moments` count the run's numbers. A CPU rank may
+    compute several micro-batches `at_once`. `device` is "cpu" or "cuda".
     """
 
     model: ModelSize
@@ -128,12 +126,11 @@ class TrainerMemory:
 
     @property
     def wanted_tokens(self) -> int:
-        """The tokens of a micro-batch if memory allows."""
         return wanted_tokens(self.settings.micro_batch_tokens, device=self.device)
 
     @property
     def width(self) -> int:
-        """The bytes of a number in the compute dtype."""
+        """In the compute dtype."""
         return compute_width(self.settings.dtype, device=self.device)
 
     @property
@@ -150,8 +147,7 @@ class TrainerMemory:
     def sharded(self, *, copied: bool) -> bool:
         """Return whether FSDP holds the weights and gathers them in the compute dtype.
 
-        It does so for several ranks, for weights on the host, and without copies if the dtypes
-        differ.
+        So with several ranks, with weights on the host, and without copies if the dtypes differ.
         """
         return (
             self.ranks > 1
@@ -173,7 +169,7 @@ class TrainerMemory:
         return size if several and size <= limit else 0
 
     def lasting(self, *, copied: bool) -> dict[str, int]:
-        """Return the bytes of the parts that every operation needs, by name."""
+        """Return the bytes of the parts that every operation needs."""
         training, states = self.training, self.training.state_bytes
         shards = self._shards(copied=copied)
         frozen, unreduced = 0, self.unreduced
@@ -200,7 +196,7 @@ class TrainerMemory:
         return {name: size for name, size in parts.items() if size}
 
     def parts(self, tokens: int, *, checkpointed: bool, copied: bool) -> dict[str, int]:
-        """Return the bytes of all parts during micro-batches of `tokens` tokens, by name."""
+        """Return the bytes of all parts during micro-batches of `tokens` tokens."""
         activations = self.at_once * self._activations(tokens, checkpointed=checkpointed)
         logits = self.at_once * self._logits(tokens)
         passing = {
@@ -211,7 +207,7 @@ class TrainerMemory:
         return self.lasting(copied=copied) | {name: size for name, size in passing.items() if size}
 
     def on_host(self) -> set[str]:
-        """Return the names of the parts that a GPU rank keeps in host memory."""
+        """Return the parts that a GPU rank keeps in host memory."""
         if self.device == "cpu":
             return set()
         parts = {"snapshot"}
@@ -227,14 +223,13 @@ class TrainerMemory:
 
     @property
     def _kept_width(self) -> int:
-        """The bytes of a number of the sharded weights."""
+        """Of the sharded weights."""
         return self.width if self.training.lora is not None else self.training.state_bytes.weight
 
     def _activations(self, tokens: int, *, checkpointed: bool) -> int:
-        """Return the bytes of activations.
+        """A layer keeps its inputs and outputs for the backward pass.
 
-        A layer keeps its inputs and outputs for the backward pass. Checkpointed blocks keep only
-        their inputs, and one block at a time is computed again.
+        Checkpointed blocks keep only their inputs, and one block at a time is computed again.
         """
         model, layers = self.model, len(self.model.blocks)
         kept = SAFETY * tokens * model.width
@@ -243,8 +238,7 @@ class TrainerMemory:
         return round(self.width * kept)
 
     def _logits(self, tokens: int) -> int:
-        """Return the bytes of a logits chunk and the head's gradient, in float32 and the compute
-        dtype."""
+        """Of a logits chunk and the head's gradient, in float32 and the compute dtype."""
         model = self.model
         limit = self.settings.logits_bytes or LOGITS_BYTES[self.device]
         chunk = min(limit, _FLOAT32 * tokens * model.vocabulary)
@@ -254,9 +248,9 @@ class TrainerMemory:
     def _gathered(self, passing: int, *, copied: bool) -> int:
         """Return the bytes of weights and gradients that FSDP has gathered.
 
-        It gathers the root (embeddings and head) and two other groups, one of them in advance. It
-        reduces gradients by group, in float32. The root's gradients come last and replace the
-        `passing` activations.
+        It gathers the root (embeddings and head) and two other groups, one of them in advance, and
+        reduces gradients by group, in float32. The root's come last and replace the `passing`
+        activations.
         """
         if not self.sharded(copied=copied):
             return 0
@@ -273,7 +267,7 @@ class TrainerMemory:
         return gathered
 
     def _groups(self) -> list[int]:
-        """Return the sizes of the groups of blocks that FSDP gathers together."""
+        """Of the blocks that FSDP gathers together."""
         groups, size = [], 0
         for block in self.model.blocks:
             size += block
@@ -284,12 +278,10 @@ class TrainerMemory:
 
 
 def wanted_tokens(setting: int, *, device: str) -> int:
-    """Return the tokens of a micro-batch if memory allows."""
     return setting or _MICRO_BATCH_TOKENS[device]
 
 
 def compute_width(dtype: str, *, device: str) -> int:
-    """Return the bytes of a number in the compute dtype of a setting."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else 4
 
 
@@ -327,10 +319,7 @@ class MemoryPlan:
         return "copies" in self.device
 
     def checkpoints(self, tokens: int) -> bool:
-        """Return whether blocks are checkpointed in a micro-batch of `tokens` tokens.
-
-        One sequence may exceed a planned micro-batch, and its activations grow with it.
-        """
+        """One sequence may exceed a planned micro-batch, and its activations grow with it."""
         if self.checkpointing or tokens <= self.micro_batch_tokens:
             return self.checkpointing
         activations = self.device.get("activations", 0)
@@ -375,7 +364,7 @@ def _plan(
 
 
 def _missing(plan: MemoryPlan) -> str:
-    """Return the memory that is too small for a plan: "host", "device" or ""."""
+    """Return "host", "device" or ""."""
     if sum(plan.host.values()) > plan.available.host:
         return "host"
     return "device" if sum(plan.device.values()) > plan.available.device else ""

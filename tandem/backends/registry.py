@@ -1,7 +1,7 @@
 """The names of trainer backends, found without importing them.
 
 A built-in backend is a file with `BACKEND` in the trainer's folder of backends. A package registers
-its backend's name in the entry-point group `tandem.trainer_backends`.
+its name in the entry-point group `tandem.trainer_backends`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def known_backends() -> dict[str, str]:
 
 
 def registered(name: str) -> list[EntryPoint]:
-    """Return the packages' registrations of a name, usually one or none."""
+    """Usually one or none."""
     return list(entry_points(group=ENTRY_POINT_GROUP, name=name))
 
 

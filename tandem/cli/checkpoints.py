@@ -157,7 +157,6 @@ def export(
 
 
 def _newest(data_dir: Path | None, limit: int) -> list[Row]:
-    """Return the newest checkpoints of all runs, page by page."""
     rows: list[Row] = []
     while True:
         where = f"checkpoints?limit={limit - len(rows)}&offset={len(rows)}"
@@ -170,7 +169,6 @@ def _newest(data_dir: Path | None, limit: int) -> list[Row]:
 
 
 def _of_run(data_dir: Path | None, run: str) -> list[Row]:
-    """Return all checkpoints of a run, oldest first."""
     where = f"training_runs/{quote(run, safe=':')}/checkpoints"
     return _checkpoints(call(data_dir, "GET", where, api=TINKER_API))
 
@@ -188,7 +186,7 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 def _download(url: str, target: Path) -> int:
-    """Download one file. Returns its bytes. Raises `UserError` or `ServerError`."""
+    """Returns the bytes. Raises `UserError` or `ServerError`."""
     size = 0
     try:
         with (
@@ -220,7 +218,7 @@ def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path 
 
 
 def _name_base(config: Path, base: Path) -> str:
-    """Write the local folder of the base model into an exported adapter, so that PEFT finds it.
+    """Write the base model's local folder into an exported adapter, for PEFT.
 
     Returns a note about merging, or "".
     """
@@ -237,7 +235,7 @@ def _name_base(config: Path, base: Path) -> str:
 
 
 def _merge(*, adapter: Path, base: Path, target: Path) -> None:
-    """Merge in another process, because merging needs torch. Raises `ServerError`."""
+    """Merge in another process, because that needs torch. Raises `ServerError`."""
     command = [sys.executable, "-m", "trainer_service.lora.merge", adapter, base, target]
     try:
         done = subprocess.run(

@@ -23,13 +23,13 @@ from tandem.stack import Endpoint, read_endpoint
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that prints text unchanged. By default `:train:` in a run's id becomes an
+    """Return a console that prints text unchanged. By default, `:train:` in a run's id becomes an
     emoji."""
     return Console(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
 def new_commands(about: str) -> typer.Typer:
-    """Return a group of commands. Its help texts are printed without rich's markup."""
+    """Help texts are printed without rich's markup."""
     return typer.Typer(
         help=about,
         no_args_is_help=True,
@@ -52,22 +52,18 @@ DataDir = Annotated[
 
 
 def fail(sentence: str, what: str = "error") -> None:
-    """Print an error or a warning on standard error."""
     err.print(f"[red]{what}:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def say(sentence: str) -> None:
-    """Print a sentence unchanged on standard output."""
     out.print(sentence, soft_wrap=True, markup=False)
 
 
 def say_aside(sentence: str) -> None:
-    """Print a sentence unchanged on standard error."""
     err.print(sentence, soft_wrap=True, markup=False)
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON on standard output."""
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
 
@@ -84,7 +80,7 @@ def resolve_data_dir(data_dir: Path | None) -> Path:
 
 
 def running_gateway(data_dir: Path | None) -> Endpoint:
-    """Return the endpoint of the running gateway. Raises `ServerError` if none runs."""
+    """Raises `ServerError` if none runs."""
     directory = resolve_data_dir(data_dir)
     endpoint = read_endpoint(directory)
     if endpoint is None:
@@ -104,9 +100,9 @@ def call(
     api: str = OWN_API,
     timeout: float = 30,
 ) -> object:
-    """Call the gateway and return its JSON answer. `timeout` is in seconds.
+    """Call the gateway and return its JSON answer. Raises `ServerError` for an error.
 
-    `api` is Tandem's own API or the SDK's. Raises `ServerError` for an error answer.
+    `timeout` is in seconds. `api` is Tandem's own API or the SDK's.
     """
     endpoint = running_gateway(data_dir)
     try:
@@ -133,8 +129,8 @@ def run_offline(
 ) -> dict[str, object]:
     """Send a JSON request to a module of the gateway and return its answer.
 
-    The module runs in another process, because the command line must not import the gateway. Raises
-    the module's error. `asked` names the subject in the error for a missing answer.
+    The module runs in another process: the command line must not import the gateway. Raises the
+    module's error. `asked` names the subject in the error for a missing answer.
     """
     try:
         done = subprocess.run(

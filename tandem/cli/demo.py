@@ -16,7 +16,7 @@ from tandem.demo.configuration import DemoConfiguration, Reinforcement
 from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
-"""Negative advantages need the clipped ratio. Without it, the 48 updates of a step reduce the
+"""Negative advantages need the clipped ratio. Without it, a step's 48 updates reduce the
 probabilities of bad answers without bound."""
 
 

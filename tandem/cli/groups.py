@@ -109,7 +109,6 @@ def top(
 
 
 def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
-    """Redraw the screen until an interrupt."""
     with Live(console=out, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             with out.capture() as shown:
@@ -119,7 +118,6 @@ def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
 
 
 def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
-    """Print the groups, their workers and the owners once."""
     answer = cast(dict[str, list[Row]], call(data_dir, "GET", "groups"))
     if as_json:
         print_json(answer)
@@ -183,7 +181,7 @@ def _group_row(group: Row) -> list[object]:
 
 
 def show_workers(answer: dict[str, list[Row]]) -> None:
-    """Print the workers of all groups: lease holders first, then waiting workers in turn."""
+    """Print lease holders first, then waiting workers in turn."""
     rows = [
         [
             group["name"],

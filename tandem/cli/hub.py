@@ -1,10 +1,10 @@
 """Downloads a base model from a Hugging Face hub into the models directory.
 
 `huggingface_hub` transfers the files. It uses the token of HF_TOKEN, resumes broken transfers, and
-keeps complete files. This module chooses the files: top-level files of the model, the tokenizer and
+keeps complete files. This module chooses top-level files of the model, the tokenizer and
 safetensors, no pickles and no code. Before the large files, it checks that they are a model and fit
-on the disk. Afterwards it compares their checksums with the hub's, and then writes the record by
-which gateways find the model.
+on the disk. Afterwards it compares checksums, and then writes the record by which gateways find the
+model.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _is_text(name: str) -> bool:
 
 
 def _check_texts(wanted: Wanted, texts: list[str]) -> tuple[str, ...]:
-    """Check config and tokenizer. Returns notes about them. Raises `UserError`."""
+    """Check config and tokenizer. Returns notes. Raises `UserError`."""
     config = _read_json(wanted, "config.json")
     if not isinstance(config.get("architectures"), list):
         raise UserError(f"the config.json of {wanted.repository} names no architecture")
@@ -214,7 +214,7 @@ def _read_json(wanted: Wanted, name: str) -> dict[str, object]:
 
 
 def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -> int:
-    """Download missing files. Returns the downloaded bytes."""
+    """Return the downloaded bytes."""
     from glob import escape
 
     from huggingface_hub import snapshot_download
@@ -237,13 +237,13 @@ def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -
 
 
 def _bytes_there(folder: Path, files: list[str]) -> int:
-    """Return the bytes of the files on disk, including unfinished ones."""
+    """Including unfinished files."""
     paths = [folder / name for name in files]
     return sum(map(_written, [*paths, *(folder / _PARTS).glob("*.incomplete")]))
 
 
 def _written(path: Path) -> int:
-    """Return the written bytes of a file, without reserved ones."""
+    """Without reserved bytes."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -270,7 +270,6 @@ def _verify(wanted: Wanted, listing: _Listing, files: list[str]) -> None:
 
 
 def _write_record(folder: Path, record: ModelRecord, files: list[str]) -> None:
-    """Sync the downloaded files, then write the record durably."""
     for name in files:
         fsync_path(folder / name)
     partial = folder / f"{RECORD_NAME}.partial"
@@ -282,10 +281,7 @@ def _write_record(folder: Path, record: ModelRecord, files: list[str]) -> None:
 
 @contextmanager
 def _locked(wanted: Wanted) -> Iterator[None]:
-    """Lock the model's name in the directory, which is made if needed.
-
-    Raises `UserError` if another process has the lock.
-    """
+    """Make the directory if needed. Raises `UserError` if another process has the lock."""
     lock = wanted.directory / ".locks" / wanted.name.replace("/", "--")
     lock.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -314,7 +310,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _remove_rests(folder: Path) -> None:
-    """Remove unfinished parts that a killed process left. The library does not resume them."""
+    """The library does not resume parts that a killed process left."""
     for part in (folder / _PARTS).glob("*.incomplete"):
         part.unlink()
 
@@ -386,7 +382,6 @@ def _refusal(wanted: Wanted, status: int) -> UserError | ServerError:
 
 
 def _has_token() -> bool:
-    """Return whether the library has a token, from HF_TOKEN or the file HF_TOKEN_PATH."""
     from huggingface_hub import get_token
 
     return get_token() is not None

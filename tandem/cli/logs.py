@@ -108,7 +108,6 @@ def _states(data: Path) -> dict[str, str]:
 
 
 def _first_line(path: Path) -> dict[str, str]:
-    """Return the description in a worker log's first line."""
     with path.open("rb") as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -119,7 +118,7 @@ def _first_line(path: Path) -> dict[str, str]:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """Yield the files of a log, oldest first: its rotated copies, then the log."""
+    """Yield the files of a log, oldest first."""
     copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
     yield from sorted(copies, key=lambda copy: -int(copy.suffix[1:]))
     yield path

@@ -161,8 +161,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Show]:
-    """Show a download's progress on standard error: a bar on a terminal, else a line now and
-    then."""
+    """Show a download on standard error: a bar on a terminal, else a line now and then."""
     if not err.is_terminal:
         yield _Lines()
         return

@@ -162,7 +162,7 @@ def _weights(weights: Row) -> str:
 
 
 def _memory(plan: Row) -> str:
-    """Return the needed and available memory of a run's trainer, largest parts first."""
+    """Largest parts first."""
     blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
     lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
     for place in ("device", "host"):
@@ -181,10 +181,8 @@ def _mib(size: int) -> int:
 
 
 def chart(values: Sequence[float]) -> str:
-    """Return a bar chart between labels of the largest and smallest value.
-
-    If there are too many values, each bar is a mean of neighbours.
-    """
+    """Return a bar chart between labels of the largest and smallest value. A bar may be a mean of
+    neighbours."""
     count = min(_WIDTH, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]

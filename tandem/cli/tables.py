@@ -1,7 +1,7 @@
-"""Tables without cut cells. In a pipe each row is one line.
+"""Tables without cut cells.
 
-On a terminal, cells are wrapped if their column allows it. If that is not enough, the last columns
-are left out and named below the table.
+In a pipe each row is one line. On a terminal, cells are wrapped if their column allows it. If that
+is not enough, the last columns are left out and named below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """`wrap` is the smallest line length, in characters, at which a terminal may break the cell.
+    """`wrap`: the smallest line length, in characters, at which a terminal may break the cell.
 
     0 forbids breaks, as for an id that people copy.
     """
@@ -35,7 +35,6 @@ class Column:
 def show_table(
     columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = ""
 ) -> None:
-    """Print a table. If it is too wide, the last columns are left out first."""
     cells = [[_one_line(cell) for cell in row] for row in rows]
     widths = [
         max(cell_len(text) for text in (column.heading, *(row[index] for row in cells)))
@@ -72,7 +71,7 @@ def show_table(
 
 
 def moment(value: object) -> str:
-    """Return a time to the minute, in UTC, such as `2026-07-13 09:30`."""
+    """In UTC, such as `2026-07-13 09:30`."""
     if not value:
         return ""
     at = (
@@ -84,7 +83,7 @@ def moment(value: object) -> str:
 
 
 def byte_size(value: object) -> str:
-    """Return a number of bytes for people, such as `1.5 MiB`."""
+    """Example: `1.5 MiB`."""
     assert isinstance(value, int | float)
     size, unit = float(value), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -95,7 +94,7 @@ def byte_size(value: object) -> str:
 
 
 def count(value: object) -> str:
-    """Return a large number for people, such as `98,765` or `1.23 G`."""
+    """Examples: `98,765`, `1.23 G`."""
     assert isinstance(value, int)
     if value < 100_000:
         return f"{value:,}"
@@ -108,6 +107,6 @@ def count(value: object) -> str:
 
 
 def _one_line(value: object) -> str:
-    """Return a cell's text without characters that break a row or move the cursor."""
+    """Remove characters that break a row or move the cursor."""
     text = "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
     return "".join(c if c.isprintable() else " " for c in text)

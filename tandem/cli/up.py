@@ -115,7 +115,6 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_json: bool) -> None:
-    """Print the stack's address, a key, and warnings about the host."""
     endpoint = stack.endpoint
     status = cast(dict[str, list[str]], call(directory, "GET", "status"))
     for sentence in status["warnings"]:
@@ -143,7 +142,6 @@ def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_
 
 
 def parse_model(text: str) -> tuple[str, Path]:
-    """Split `NAME=PATH` into a name and an existing directory."""
     name, equals, path = text.partition("=")
     if not equals or not name or not path:
         raise typer.BadParameter(f"{text!r} is not NAME=PATH")

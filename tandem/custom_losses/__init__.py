@@ -6,8 +6,8 @@
 - `process`: runs the interpreter with bounded memory and time.
 
 To allow an operation, add its name to `operations`, and an implementation if calling torch is not
-enough. The first two need no torch, so the gateway can refuse a loss at its creation. The trainer
-reads the graph again, because it trusts no outside bytes.
+enough. The first two need no torch, so the gateway can refuse a loss at once. The trainer reads the
+graph again, because it trusts no outside bytes.
 """
 
 from tandem.custom_losses.graph import MAX_BYTES, Graph, read_custom_loss

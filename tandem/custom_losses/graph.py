@@ -59,8 +59,7 @@ Argument = (
     | list["Argument"]
     | tuple["Argument", ...]
 )
-"""Devices, layouts and memory formats become None, because the trainer's device computes the
-loss."""
+"""Devices, layouts and memory formats become None: the trainer's device computes the loss."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class LossInput(BaseModel):
 class Graph:
     """Nodes in the order of computation: one for each of `inputs`, then the calls.
 
-    The first input is `logprobs`. `loss` and `metrics` refer to the nodes that compute them.
+    The first input is `logprobs`. `loss` and `metrics` refer to nodes.
     """
 
     name: str
@@ -129,8 +128,8 @@ class _Definition(BaseModel):
 def read_custom_loss(body: bytes) -> Graph:
     """Return the graph of a JSON body of create_custom_loss.
 
-    Raises `MalformedPayload` for a body of another form. Raises `CustomLossInvalid`, which names
-    the node and the operation, for a forbidden graph.
+    Raises `MalformedPayload`. Raises `CustomLossInvalid`, which names the node and the operation,
+    for a forbidden graph.
     """
     if len(body) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(body)} bytes, {MAX_BYTES} at most")
@@ -144,7 +143,7 @@ def read_custom_loss(body: bytes) -> Graph:
 
 
 class _Reader:
-    """Reads the nodes once, in order. A node can refer only to earlier ones, so a graph has no
+    """Reads the nodes once, in order. A node refers only to earlier ones, so a graph has no
     cycle."""
 
     def __init__(self, name: str, inputs: tuple[LossInput, ...]) -> None:

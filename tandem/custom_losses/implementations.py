@@ -1,7 +1,7 @@
 """The function behind each operation of a custom loss.
 
-A node finds its function only in `FUNCTIONS` or `METHODS`. No string of a client is looked up in a
-module or on an object.
+A node finds it only in `FUNCTIONS` or `METHODS`. No string of a client is looked up in a module or
+on an object.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def item(owner: object, index: object) -> object:
 
 
 def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
-    """Return a tensor in another dtype, or in another tensor's dtype. Its device stays."""
+    """To another dtype, or another tensor's. The device stays."""
     for value in (*wanted, keywords.get("dtype"), keywords.get("other")):
         if isinstance(value, torch.dtype):
             return tensor.to(value)
@@ -84,7 +84,7 @@ def arithmetic(function: Implementation, *values: object) -> object:
 
 
 def number(function: Implementation, *values: object) -> object:
-    """Compute a function of `math` on numbers. On a tensor it would silently drop the gradient."""
+    """Compute a function of `math` on numbers. A tensor would silently lose its gradient."""
     if any(isinstance(value, Tensor) for value in values):
         name = getattr(function, "__name__", "")
         raise TypeError(f"math.{name} takes numbers; for tensors there is torch.{name}")

@@ -1,7 +1,7 @@
 """Computes a checked graph on the tensors of one datum. Needs torch.
 
-The interpreter of torch.fx calls methods by name on any returned object, so it would save nothing
-here. This one checks its `deadline` between operations. `process` bounds memory and time.
+torch.fx's interpreter calls methods by name on any returned object, so it would save nothing here.
+This one checks its `deadline` between operations. `process` bounds memory and time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "bad al
 
 @dataclass(frozen=True)
 class LossValue:
-    """`loss` is finite. `gradient`, if requested, is its derivative by the logprobs, in their
-    shape."""
+    """`loss` is finite. `gradient`, if requested, is its derivative by the logprobs."""
 
     loss: float
     gradient: Tensor | None
@@ -32,7 +31,7 @@ class LossValue:
 
 
 class Interpreter:
-    """Computes one graph. `deadline` is a limit of this process's processor time, in seconds."""
+    """Computes one graph. `deadline` limits this process's processor time, in seconds."""
 
     def __init__(self, graph: Graph, *, deadline: float) -> None:
         self._graph = graph
@@ -129,7 +128,6 @@ def _call(node: Node, function: Implementation, values: Sequence[object]) -> obj
 
 
 def _resolve(argument: Argument, values: Sequence[object]) -> object:
-    """Return an argument with the values of its referenced nodes."""
     match argument:
         case Ref(node=index):
             return values[index]

@@ -3,7 +3,7 @@
 A graph comes from a client, and a single operation can take any memory and time. The system bounds
 both: `RLIMIT_AS` refuses memory, and `RLIMIT_CPU` ends the process. The limit is processor time, so
 that a busy machine refuses no loss that an idle one accepts. A message is a JSON object, then the
-bytes of the tensors that it describes.
+bytes of its tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _Json = dict[str, object]
 _LENGTH = struct.Struct("<Q")
 _START_SECONDS = 120.0
 _KILL_SECONDS = 10.0
-"""The wait for the end of a killed process."""
+
 _PATIENCE = 10.0
-"""Seconds of the clock allowed for each second of a processor, in addition to `_START_SECONDS`. A
-busy machine is slow, but no trainer may wait for ever."""
+"""Seconds of the clock for each second of a processor, in addition to `_START_SECONDS`. A busy
+machine is slow, but no trainer may wait for ever."""
 _RECYCLED_ABOVE = 2**28
 """The bytes of leftovers at which a process is replaced."""
 
@@ -74,7 +74,7 @@ class Evaluation:
 
 
 class LossProcess:
-    """The process of one rank. It starts with the first graph, and again after an end.
+    """The process of one rank, started with the first graph and after an end.
 
     Calls from several threads take turns.
     """
@@ -97,9 +97,8 @@ class LossProcess:
         """Compute the graph on each datum.
 
         A datum's tensors are on the host, in the order of the graph's inputs. `definition` is the
-        body that the graph was read from. `used` is the processor time of the request's other
-        datums, in seconds. Raises only `CustomLossFailed`, because the caller's peers may be in a
-        collective.
+        graph's body. `used` is the processor time of the request's other datums, in seconds. Raises
+        only `CustomLossFailed`, because the caller's peers may be in a collective.
         """
         request: _Json = {
             "gradient": gradient,
@@ -131,13 +130,12 @@ class LossProcess:
         )
 
     def close(self) -> None:
-        """End the process, if there is one."""
         with self._lock:
             self._child = None
             self._stop()
 
     def _running(self, name: str) -> subprocess.Popen[bytes]:
-        """Return the process, started if needed. Raises `CustomLossFailed` for the loss `name`."""
+        """Raises `CustomLossFailed` for the loss `name`."""
         if self._child is not None and self._child.poll() is None:
             return self._child
         self._stop()  # closes the pipes of an ended process
@@ -181,7 +179,7 @@ def _exchange(
 
 
 def _patience(seconds: float) -> float:
-    """Return the limit on the clock, in seconds, for a request with that processor time."""
+    """Return the limit on the clock for a request, in seconds."""
     return _START_SECONDS + _PATIENCE * seconds
 
 
@@ -254,7 +252,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy."""
+    """Without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -285,7 +283,6 @@ def main() -> None:
 
 
 def _evaluate(request: _Json, tensors: list[Tensor]) -> tuple[_Json, list[Tensor]]:
-    """Return the answer to a request, with losses and gradients."""
     graph = _read(bytes(_content(tensors[0])))
     gradient, count, memory = (request[name] for name in ("gradient", "inputs", "memory"))
     assert isinstance(count, int) and isinstance(memory, int)

@@ -45,10 +45,10 @@ class Reinforcement(BaseModel):
 
 
 class DemoConfiguration(BaseModel):
-    """The resolved configuration, stored as `config.json` in the run directory.
+    """The configuration, stored as `config.json` in the run directory.
 
     `endpoint` is a running gateway with the base model and its own `ranks` (None here). Without it,
-    the demo starts a gateway. `save` is the name for the trained weights, if they are to be kept.
+    the demo starts one. `save` is the name for the trained weights, if they are to be kept.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -72,6 +72,6 @@ class DemoConfiguration(BaseModel):
 
     @property
     def warm_up_name(self) -> str:
-        """The checkpoint's name, a hash of everything that its content depends on."""
+        """A hash of everything that the checkpoint depends on."""
         decisive = f"{__version__} {self.seed} {self.warm_up.model_dump_json()}"
         return f"warm-up-{hashlib.sha256(decisive.encode()).hexdigest()[:12]}"

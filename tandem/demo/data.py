@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled answer: `tokens` [n], and their `logprobs` [n] under the sampling policy."""
+    """A sampled answer: `tokens` [n], and their `logprobs` [n] under the sampling policy."""
 
     prompt: list[int]
     tokens: list[int]
@@ -23,7 +23,7 @@ class Rollout:
 
 
 def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> types.Datum:
-    """Return a datum for cross_entropy. Label tokens have the weight `weight`, prompt tokens 0."""
+    """For cross_entropy. Label tokens have the weight `weight`, prompt tokens 0."""
     from tinker import types
 
     inputs, targets = _shift(prompt, label)
@@ -39,7 +39,7 @@ def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> t
 
 
 def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
-    """Return a datum for a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
+    """For a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
     from tinker import types
 
     inputs, targets = _shift(rollout.prompt, rollout.tokens)
@@ -59,7 +59,7 @@ def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
 
 
 def _shift(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]]:
-    """Return inputs and targets: position i of the input predicts position i of the target."""
+    """Position i of the input predicts position i of the target."""
     sequence = prompt + completion
     return sequence[:-1], sequence[1:]
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One row of the table.
+    """One row of the table. Times are in seconds, and `loss` is per trained token.
 
-    Times are in seconds, and `loss` is per trained token. `staleness` is the mean number of
-    optimizer steps between the sampling policy and the updated one.
+    `staleness` is the mean number of optimizer steps between the sampling policy and the updated
+    one.
     """
 
     step: int
@@ -66,7 +66,6 @@ class Loop:
         self.sampler: tinker.SamplingClient = client.save_weights_and_get_sampling_client().result()
 
     def steps(self) -> Iterator[StepResult]:
-        """Carry out the configured steps, and yield each result."""
         for step in range(1, self._configuration.steps + 1):
             yield self._step(step)
 
@@ -105,7 +104,7 @@ class Loop:
         )
 
     def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[Rollout]]:
-        """Return `samples` answers to each problem, in the order of the problems."""
+        """Return `samples` answers to each problem, in the problems' order."""
         from tinker import types
 
         futures = [
@@ -126,7 +125,7 @@ class Loop:
         ]
 
     def save(self, name: str) -> str:
-        """Keep the newest weights under a name. Returns their path."""
+        """Keep the newest weights. Returns their path."""
         return str(self._client.save_weights_for_sampler(name).result().path)
 
     def text(self, tokens: list[int]) -> str:

@@ -41,9 +41,9 @@ _PATIENCE = 120.0
 
 @dataclass
 class Timing:
-    """The demo's times and the trainer's number of ranks.
+    """The demo's times and ranks.
 
-    `started` is on the monotonic clock. `ready` and `warm_up` are durations in seconds.
+    `started` is on the monotonic clock. `ready` and `warm_up` are seconds.
     """
 
     started: float
@@ -56,7 +56,7 @@ class Timing:
 
 
 def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
-    """Run the whole demo. Returns the content of `summary.json`."""
+    """Returns the content of `summary.json`."""
     timing = Timing(started=time.monotonic())
     directory = RunDirectory(configuration.out)
     directory.write_configuration(configuration.model_dump(mode="json"))
@@ -99,8 +99,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
 
 @contextmanager
 def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[Endpoint]:
-    """Yield a gateway with the base model: the named one, or that of a stack which ends with the
-    block."""
+    """Yield a gateway with the base model: the named one, or a stack's until the block ends."""
     if configuration.endpoint is not None:
         yield configuration.endpoint
         return
@@ -117,7 +116,7 @@ def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[
 
 @contextmanager
 def _service(endpoint: Endpoint) -> Iterator[tinker.ServiceClient]:
-    """Connect the unmodified SDK to the gateway. Its session ends with the block."""
+    """Connect the unmodified SDK. Its session ends with the block."""
     import tinker
 
     with (
@@ -141,8 +140,8 @@ def _prepare(
 ) -> tuple[Loop, bool]:
     """Return a loop that starts from the warm-up, and whether that existed already.
 
-    Reinforcement always starts from the checkpoint, even right after its creation, so that all
-    demos compute the same.
+    Reinforcement always starts from the checkpoint, even a new one, so that all demos compute the
+    same.
     """
     client = _resume(service, configuration, console=console)
     reused = client is not None
@@ -163,7 +162,7 @@ def _prepare(
 
 
 def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
-    """Wait until all workers are ready. Raises `WorkerStartFailed` after `timeout` seconds."""
+    """Raises `WorkerStartFailed` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     with endpoint.client() as client:
         while time.monotonic() < deadline:
@@ -191,8 +190,7 @@ def _note_ready(
 def _tokenizer(
     client: tinker.TrainingClient, configuration: DemoConfiguration
 ) -> PreTrainedTokenizerBase:
-    """Return the base model's tokenizer. A gateway elsewhere has the files, so they are written
-    here."""
+    """A gateway elsewhere has the files, so they are written here."""
     if configuration.endpoint is None:
         return client.get_tokenizer()
     from transformers import AutoTokenizer
@@ -229,7 +227,7 @@ def _warm_up(
     timing: Timing,
     console: Console,
 ) -> str:
-    """Train the imperfect policy and save it. Returns its tinker:// path."""
+    """Returns its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
     _note_ready(endpoint, client, timing=timing, console=console)
     tokenizer = _tokenizer(client, configuration)
@@ -252,7 +250,7 @@ def _warm_up(
 
 
 def _known(configuration: DemoConfiguration) -> dict[str, str]:
-    """Return the earlier warm-ups of this data directory: name → tinker:// path."""
+    """Return this data directory's warm-ups: name → tinker:// path."""
     file = configuration.data_dir / _WARM_UPS
     if not file.exists():
         return {}
@@ -292,7 +290,7 @@ def _train(
 
 
 def _status(client: httpx.Client) -> Status:
-    """Return the gateway's status, also during its restart."""
+    """Also during the gateway's restart."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -306,7 +304,6 @@ def _status(client: httpx.Client) -> Status:
 
 
 def newest_version(status: Status) -> str:
-    """Return the last published weight version of the active run."""
     versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
     return versions_[-1] if versions_ else ""
 
@@ -329,7 +326,6 @@ def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Tandem, its container image, if any, and its libraries."""
     found = {"tandem": __version__, "python": platform.python_version()}
     if image := os.environ.get("TANDEM_IMAGE_VERSION"):
         found["image"] = image
@@ -342,6 +338,6 @@ def versions() -> dict[str, str]:
 
 
 def default_out(root: Path, *, seed: int) -> Path:
-    """Return a new run directory, such as `runs/demo-20260101-120000-seed0`."""
+    """Example: `runs/demo-20260101-120000-seed0`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return root / f"demo-{stamp}-seed{seed}"

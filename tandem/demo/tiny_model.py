@@ -1,8 +1,7 @@
 """Writes a tiny base model from a seed: `python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
 
-It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer for
-`AutoTokenizer`. It needs no torch. numpy draws the weights, so a seed gives the same bytes on every
-machine.
+It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer. It needs no torch.
+numpy draws the weights, so a seed gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def write_layout(path: Path, shape: TinyShape) -> None:
 
 
 def characters() -> list[str]:
-    """Return the tokenizer's characters, from token 3 on: printable ASCII and the newline."""
+    """Return the characters from token 3 on: printable ASCII and the newline."""
     return [*(chr(code) for code in range(32, 127)), "\n"]
 
 
@@ -106,10 +105,7 @@ def _write_config(path: Path, shape: TinyShape) -> None:
 
 
 def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by name, in the order of drawing.
-
-    Tensors of one dimension are norms and filled with ones.
-    """
+    """In the order of drawing. Tensors of one dimension are norms and filled with ones."""
     hidden, width = shape.hidden, shape.heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):

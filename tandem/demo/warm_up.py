@@ -28,7 +28,7 @@ def warm_up(
     configuration: WarmUp,
     progress: Callable[[int, float], None],
 ) -> None:
-    """Carry out `configuration.steps` updates. `progress` gets each step and its mean loss."""
+    """`progress` gets each step and its mean loss."""
     from tinker import types
 
     rng = random.Random(seed)

@@ -51,9 +51,9 @@ def reinforce_plus_plus(
 ) -> Floats:
     """Return advantages [sequences, tokens] of rewards [sequences], given at the last token.
 
-    They are returns to go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262).
-    With `group`, the number of adjacent answers to a prompt, each group's mean is subtracted first
-    (the "-baseline" form). `ddof` as in `whitened`. Raises `ValueError` for incomplete groups.
+    They are returns to go, whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). With
+    `group`, the number of adjacent answers to a prompt, each group's mean is subtracted first (the
+    "-baseline" form). `ddof` as in `whitened`. Raises `ValueError` for incomplete groups.
     """
     if group is not None:
         if len(rewards) % group:

@@ -12,8 +12,8 @@ Booleans = NDArray[np.bool_]
 def soft_overlong(lengths: NDArray[np.int64], *, longest: int, buffer: int) -> Floats:
     """Return the penalty, 0 to -1, for answers of these lengths in tokens.
 
-    It is 0 up to `longest - buffer`, then linear down to -1 at `longest`, and -1 beyond. Example:
-    with longest 20480 and buffer 4096, a length of 18432 gives -0.5.
+    It is 0 up to `longest - buffer`, then linear down to -1 at `longest`. Example: with longest
+    20480 and buffer 4096, a length of 18432 gives -0.5.
     """
     slope = (longest - buffer - lengths) / buffer
     result: Floats = np.clip(slope, -1.0, 0.0)
