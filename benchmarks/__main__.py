@@ -47,7 +47,7 @@ SECTIONS = (
 
 
 class Bench:
-    """One run of the measurements: a working directory, the results so far and the console."""
+    """A working directory, the results so far and the console."""
 
     def __init__(self, *, work: Path, quick: bool, console: Console) -> None:
         self.work = work
@@ -61,7 +61,7 @@ class Bench:
     def stack(
         self, model: Path, *, ranks: int, **others: str
     ) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
-        """Start a new stack, like `tandem up`, and connect the SDK to it."""
+        """Start a stack, like `tandem up`, and connect the SDK to it."""
         directory = self.work / f"data-{time.monotonic_ns()}"
         settings = {"port": "0", "trainer_ranks": str(ranks), **_NO_POOL, **others}
         with Stack(data_dir=directory, settings=settings) as stack:
@@ -162,9 +162,8 @@ class Bench:
         self.show("empty operation", [dict(rows)])
 
     def rl_step(self) -> None:
-        """Measure on all cores, and with one core for the trainer.
-
-        With one core, client and gateway take no time from the trainer, as in the floor.
+        """Measure on all cores, then with one core for the trainer, which client and gateway do not
+        use.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._rl_step("rl step", threads=min(2, len(cores)))

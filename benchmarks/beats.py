@@ -1,7 +1,7 @@
 """`make bench-beats`: another owner's heartbeats and healthz during a burst of 5,000 samples.
 
-One owner requests all samples at once over 1,000 connections, and fetches them as the SDK does.
-With another checkout as the argument, this file measures both in turn.
+One owner requests all samples at once over 1,000 connections, like the SDK. With another checkout
+as the argument, this file measures both in turn.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ async def _session(connection: Connection) -> str:
 
 
 def burst(endpoint: Endpoint, ready: Event, begin: Event, done: Event, samples: int) -> None:
-    """Once told to begin, request all samples at once and fetch them."""
-
     async def run() -> None:
         async with AsyncExitStack() as opened:
             connections = [
@@ -93,9 +91,7 @@ def burst(endpoint: Endpoint, ready: Event, begin: Event, done: Event, samples: 
 
 
 def beats(endpoint: Endpoint, key: str, done: Event) -> dict[str, list[float]]:
-    """Send heartbeats over one connection and healthz over new ones during the burst. Return
-    latencies in seconds.
-    """
+    """Send heartbeats over one connection, healthz over new ones. Return latencies in seconds."""
 
     async def run() -> dict[str, list[float]]:
         found: dict[str, list[float]] = {"heartbeat": [], "healthz": []}
@@ -128,7 +124,6 @@ def beats(endpoint: Endpoint, key: str, done: Event) -> dict[str, list[float]]:
 
 
 def measure(*, samples: int) -> dict[str, list[float]]:
-    """Return the latencies during one burst, and its duration."""
     context = multiprocessing.get_context("spawn")
     ready, begin, done = context.Event(), context.Event(), context.Event()
     with (

@@ -32,9 +32,7 @@ Bombs = list[tuple[str, bytes]]
 
 
 def bombs() -> Bombs:
-    """Return paths and bodies: millions of tokens, of numbers in an unread field, of texts and of
-    objects, one long text, and a batch of empty fields.
-    """
+    """Return paths and bodies, each millions of tokens or other values, or one long text."""
 
     def many(piece: bytes, count: int) -> bytes:
         return b"[" + b",".join([piece] * count) + b"]"
@@ -74,8 +72,6 @@ class Client:
 def throw(
     endpoint: Endpoint, bodies: Bombs, stop: Event, answered: multiprocessing.Queue[int]
 ) -> None:
-    """Send one bomb after the other until `stop`."""
-
     async def run() -> int:
         client = Client(endpoint)
         for count, (path, body) in enumerate(itertools.cycle(bodies)):

@@ -1,9 +1,8 @@
-"""Sampling in three ways that take turns: the engine directly, the gateway by plain HTTP, and the
-gateway by the SDK.
+"""Sampling in three ways that take turns: the engine directly, the gateway by plain HTTP, and by
+the SDK.
 
-Turns make a drift of the machine's speed affect all ways alike. Plain HTTP shows the server's cost.
-The SDK's difference to it is work in the client's process. As in the SDK, all requests are sent at
-once, and each fetches its own samples.
+Plain HTTP shows the server's cost. The SDK's difference to it is work in the client's process. In
+all ways, all requests are sent at once, and each fetches its own samples.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class DirectEngine:
         self.process = process
 
     def round(self, name: str, number: int) -> float:
-        """Return the tokens per second of one round of a workload."""
         return float(self._ask([name, number]))
 
     def reload(self, folder: Path) -> float:
@@ -96,7 +94,7 @@ class RawSampling:
         }
 
     async def _sample(self, connection: Connection, request: dict[str, object]) -> int:
-        """Request samples and fetch them. Return the number of their tokens."""
+        """Return the number of sampled tokens."""
         status, body = await connection.post("/api/v1/asample", request)
         assert status == 200, body
         accepted = {"request_id": json.loads(body)["request_id"]}
@@ -107,7 +105,6 @@ class RawSampling:
 
 
 def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) -> float:
-    """Return the tokens per second of one round by the SDK."""
     started = time.perf_counter()
     futures = [
         client.sample(
@@ -129,10 +126,10 @@ def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) ->
 def compare(
     engine: DirectEngine, raw: RawSampling, client: tinker.SamplingClient, *, rounds: int
 ) -> list[dict[str, object]]:
-    """Return a row for each workload.
+    """Return a row for each workload: medians, and medians of each round's ratios.
 
-    A row has medians, medians of each round's ratios, and the CPU seconds of a plain HTTP round
-    beside the engine's alone. Workloads with short rounds have three times as many.
+    A row also has the CPU seconds of a plain HTTP round beside the engine's alone. Workloads with
+    short rounds have three times as many.
     """
     rows: list[dict[str, object]] = []
     for name, workload in WORKLOADS.items():

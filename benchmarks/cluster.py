@@ -1,9 +1,8 @@
 """`make bench-cluster`: the cost of the Kubernetes launcher for 1,000 sessions, each with a trainer
 and a sampler.
 
-It runs against the unit tests' API server in memory. Time is virtual, and each API call takes 20
-ms, so the sessions' waits are simulated. Processor time and memory are measured, without those of
-the simulated cluster.
+It runs against the unit tests' API server in memory. Time is virtual, with 20 ms for an API call.
+Processor time and memory are measured without those of the simulated cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Publishing deltas beside publishing whole versions: two equal runs, in turn.
 
-Both train a model in bfloat16 by RL steps: samples of the newest weights, with advantages of 1 and
--1.
+Both train a model in bfloat16 by RL steps, with advantages of 1 and -1.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _BATCH = Workload(requests=16, samples=2, max_tokens=16)
 
 @dataclass
 class _Run:
-    """A run and its published versions."""
-
     client: tinker.TrainingClient
     stack: Stack
 
@@ -62,8 +59,8 @@ class _Run:
 def whole_and_delta(
     stack: Stack, service: tinker.ServiceClient, *, rate: float
 ) -> dict[str, object]:
-    """Return medians over the steps after a whole version and over steps with a delta, and the size
-    of a delta in the first and last step.
+    """Return medians over the steps that wrote a delta, and the changed bytes after one step and
+    all.
     """
     whole, delta = (
         _Run(

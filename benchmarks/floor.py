@@ -1,9 +1,9 @@
 """The floor: the demo's RL step in one process, with plain torch and vLLM.
 
-It is a separate process (`python -m benchmarks.floor MODEL THREADS [compiled]`), which makes a step
-on request (`benchmarks.in_turn`). Like the demo, a step has 100 prompts × 8 samples of at most 4
-tokens, 48 updates of 100 sequences, and new weights for the engine, with equal loss, optimizer,
-clipping, shuffling and rewards.
+The process (`python -m benchmarks.floor MODEL THREADS [compiled]`) makes a step on request
+(`benchmarks.in_turn`). Like the demo, a step has 100 prompts × 8 samples of at most 4 tokens, 48
+updates of 100 sequences, and new weights for the engine. Loss, optimizer, clipping, shuffling and
+rewards are equal.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ GROUP, MINIBATCHES, EPOCHS, EOS = 8, 8, 6, 1
 
 
 class OneProcess:
-    """A policy that trains and samples in this process."""
-
     def __init__(self, model: Path, *, threads: int, compiled: bool) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.engine = LLMEngine.from_engine_args(

@@ -1,9 +1,8 @@
 """`make bench-gateway`: one gateway under many sessions, beside the engine called directly.
 
-Clients sample, one request after the other, in three ways: from a sampler's process by gRPC,
-through a gateway without other users, and through a gateway with idle sessions. An idle session
-only sends a heartbeat every ten seconds, over its own connection. The clients use raw HTTP from one
-process.
+Clients sample from a sampler's process by gRPC, through a gateway without other users, and through
+a gateway with idle sessions. These only send a heartbeat every ten seconds. The clients use raw
+HTTP from one process.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class Usage:
 async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float], float]:
     """Sample with all clients at once, each one request after the other.
 
-    Returns the latencies and the whole duration, in seconds. Each client's first requests are not
-    counted.
+    Returns the latencies and the whole duration, in seconds. Each client's first requests do not
+    count.
     """
     latencies: list[float] = []
 
@@ -98,7 +97,6 @@ async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float
 
 
 def row(what: str, latencies: Sequence[float], seconds: float) -> dict[str, object]:
-    """Return a row of the table, with percentiles in milliseconds."""
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     return {
         "what": what,
@@ -224,7 +222,7 @@ async def new_session(connection: Connection) -> str:
 
 @asynccontextmanager
 async def idle_sessions(stack: Stack, load: Load, heartbeats: list[float]) -> AsyncIterator[None]:
-    """Open the idle sessions in turn, and append each heartbeat's seconds."""
+    """Open the idle sessions, and append each heartbeat's seconds."""
     endpoint = stack.endpoint
 
     async def live(connection: Connection, session_id: str, offset: float) -> None:

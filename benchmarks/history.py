@@ -1,9 +1,8 @@
 """`make bench-history`: a gateway with millions of past operations beside one without any.
 
-SQL writes the past into the database: ended sessions of one run each, with operations as large as
-the SDK's. One run then measures both gateways: the start (with a cold page cache), and an empty
-operation, in turn, before, during and after the removal of the past. It also reports the remaining
-rows.
+SQL writes the past: ended sessions of one run each, with operations as large as the SDK's. One run
+measures both gateways: the start with a cold page cache, and an empty operation, before, during and
+after the removal of the past.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ def _run_id(number: int) -> str:
 
 
 def fill(file: Path, count: int) -> None:
-    """Write `count` past operations, with their runs and sessions."""
     now = time.time()
     operations = past(count, now=now)
     runs = [_run_id(number) for number in range(0, count, _OPERATIONS_OF_A_RUN)]
@@ -112,9 +110,8 @@ class Place:
         return Stack(data_dir=self.data_dir, settings={"port": "0", **settings}, start_timeout=600)
 
     def start_seconds(self) -> tuple[float, float]:
-        """Start a gateway with a cold page cache, and stop it.
-
-        Returns the seconds until it answered, and its processor seconds.
+        """Start and stop a gateway with a cold page cache. Return seconds until it answered, and of
+        processors.
         """
         with self.file.open("rb") as file:
             os.fsync(file.fileno())
@@ -141,9 +138,7 @@ class Place:
 
 @contextmanager
 def serving(place: Place, **settings: str) -> Iterator[Measure]:
-    """Start a gateway with a run. Yield a function that times a round of its operations, in
-    seconds.
-    """
+    """Start a gateway with a run. Yield a function that times its operations, in seconds."""
     with ExitStack() as opened:
         stack = opened.enter_context(place.stack(**settings))
         url, key = stack.endpoint.url, stack.endpoint.api_key

@@ -1,7 +1,4 @@
-"""Processes that measure on request, so that several ways of one task can take turns.
-
-Other load of the machine then affects all ways alike.
-"""
+"""Processes that measure on request, so that several ways take turns and meet the same load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Memory of a trainer on a CPU: `make bench-memory`.
 
-It measures forward_backward by vocabulary and length, several ways of training beside their memory
-plan, and loading by number of ranks. Each number comes from its own process: its peak of anonymous
-memory, less the amount before. `whole` keeps all logits of a micro-batch, like a plain loop.
+It measures forward_backward by vocabulary and length, ways of training beside their memory plan,
+and loading by number of ranks. Each number is a process's peak of anonymous memory, less the amount
+before. `whole` keeps all logits of a micro-batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SIZES = {
 
 
 def write_model(path: Path, *, vocabulary: int, shape: dict[str, int], length: int) -> int:
-    """Write a model of random weights. Return its number of parameters."""
+    """Return the number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -116,10 +116,8 @@ def measure_training(
     store: str = "",
     lora: bool = False,
 ) -> dict[str, object]:
-    """Measure two micro-batches of `length` tokens on each thread of each rank.
-
-    Weights and held gradients are not counted. The memory plan's numbers stand beside the
-    measurement.
+    """Measure two micro-batches of `length` tokens on each thread, beside the memory plan's
+    numbers.
     """
     import numpy as np
     import torch

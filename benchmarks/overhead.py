@@ -1,7 +1,6 @@
 """The cost of gateway and wire for an operation that does nothing.
 
-The operation is an optim_step without gradients. It is accepted, journalled, sent to the trainer,
-refused there at once, stored and fetched: two HTTP requests, one gRPC call, one commit.
+It is an optim_step without gradients: two HTTP requests, one gRPC call, one commit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from tandem.stack import Stack
 
 
 def empty_operation_seconds(client: httpx.Client, *, run_id: str, seq_id: int) -> float:
-    """Return the seconds of one operation, from its request to its outcome."""
     started = time.perf_counter()
     accepted = client.post(
         "optim_step",

@@ -1,10 +1,9 @@
 """A plain transformers training loop: forward and backward over a batch.
 
-It is a separate process (`python -m benchmarks.plain_training MODEL THREADS [compiled]`,
-`benchmarks.in_turn`). For a batch split in one of `WAYS`, it answers with wall and processor
-seconds. Padding is on the right, as in collators. `whole` is one forward pass over everything.
-`sorted` takes 16 sequences of similar length at a time, which need little padding and stay in the
-cache. `compiled` is the whole model under `torch.compile`, with dynamic lengths.
+The process (`python -m benchmarks.plain_training MODEL THREADS [compiled]`, `benchmarks.in_turn`)
+answers with wall and processor seconds of a batch split in one of `WAYS`. `whole` is one forward
+pass. `sorted` takes 16 sequences of similar length at a time, which need little padding and stay in
+the cache. `compiled` is the whole model under `torch.compile`, with dynamic lengths.
 """
 
 from __future__ import annotations

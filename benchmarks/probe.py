@@ -1,8 +1,7 @@
 """One running stack that measures on command: `python probe.py MODEL`, with PYTHONPATH a checkout.
 
-It reads the name of a measurement per line from standard input and answers with a line of JSON. It
-imports nothing of `benchmarks`, so that it can measure another commit's checkout. `versus.py` runs
-two of these in turn.
+It answers each line, the name of a measurement, with a line of JSON. It imports nothing of
+`benchmarks`, so that it can measure another commit's checkout (`versus.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from tandem.wire.v1 import tinker_pb2
 
 
 class Probe:
-    """Every measurement returns one number. The caller repeats it."""
-
     def __init__(self, stack: Stack, service: tinker.ServiceClient) -> None:
         self._stack = stack
         self._client = service.create_lora_training_client("bench/model:full").result()
@@ -63,7 +60,7 @@ class Probe:
     def gateway_cpu_ms_per_32_mib(self) -> float:
         """The gateway's processor time per forward_backward of 32 MiB, over eight of them.
 
-        The trainer refuses the sequence at once, because it is longer than the model allows.
+        The sequence is too long for the model, so the trainer refuses it at once.
         """
         run_id = self._plain_run.get_info().model_id
         message = tinker_pb2.ForwardBackwardRequest(model_id=run_id, loss_fn="cross_entropy")

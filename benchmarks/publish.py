@@ -23,8 +23,7 @@ def publish_to_served(
 ) -> dict[str, object]:
     """Return medians over `rounds` publishes of one model, after two for warm-up.
 
-    The ratios compare them with the unavoidable work, measured in turn: writing the bytes once, and
-    the engine's own load.
+    Ratios are to the unavoidable work: writing the bytes once, and the engine's own load.
     """
     content = (model / "model.safetensors").read_bytes()
     served, written, loaded = [], [], []

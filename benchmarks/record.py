@@ -17,7 +17,6 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Return date, processor, cores, memory, kernel and software versions."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -29,7 +28,6 @@ def machine() -> dict[str, object]:
 
 
 def new_file(folder: Path = RESULTS) -> Path:
-    """Return the path of a new file in a folder, named by date and number."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{time.strftime('%Y-%m-%d')}-{len(list(folder.iterdir())):03d}.json"
 
@@ -39,7 +37,6 @@ def write(path: Path, results: Mapping[str, object]) -> None:
 
 
 def save(results: Mapping[str, object]) -> Path:
-    """Write results to a new file. Return its path."""
     path = new_file()
     write(path, results)
     return path

@@ -1,7 +1,7 @@
-"""`make bench-recovery`: the cost of snapshots, and the pause of a run whose trainer is killed.
+"""`make bench-recovery`: the cost of snapshots, and a run's pause after the death of its trainer.
 
-For each model there are some optimizer steps, with snapshots as often as possible. Then the trainer
-is killed (SIGKILL) a few times, and the time until the next result is measured.
+Each model does some optimizer steps, with snapshots as often as possible. Then the trainer is
+killed a few times, and the time until the next result is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def batch() -> list[types.Datum]:
 
 
 def events(stack: Stack, name: str) -> Iterator[dict[str, float]]:
-    """Yield the gateway's log lines of an event."""
     for line in stack.log_path.read_text().splitlines():
         if f'"event": "{name}"' in line or f'"event":"{name}"' in line:
             yield json.loads(line)

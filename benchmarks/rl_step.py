@@ -52,7 +52,7 @@ def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Ite
 
 
 def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -> Step:
-    """The step through a stack, for at most `steps` steps, with its workers' computing seconds."""
+    """At most `steps` steps through a stack, with its workers' computing seconds."""
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
@@ -77,9 +77,7 @@ def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -
 
 
 def pin(stack: Stack, core: int) -> None:
-    """Give the trainer this core alone, and all other processes, this one included, the other
-    cores.
-    """
+    """Give the trainer this core alone, and all other processes the other cores."""
     others = os.sched_getaffinity(0) - {core}
     for kind, process in _processes(stack):
         pin_process(process, {core} if kind == "trainer" else others)
@@ -92,7 +90,6 @@ def pin_process(process: psutil.Process, cores: Set[int]) -> None:
 
 
 def _processes(stack: Stack) -> list[tuple[str, psutil.Process]]:
-    """The client and the stack's processes, by kind."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
     pids = [("client", os.getpid()), ("gateway", stack.endpoint.pid)]
@@ -101,9 +98,7 @@ def _processes(stack: Stack) -> list[tuple[str, psutil.Process]]:
 
 
 def busy_seconds(stack: Stack) -> dict[str, float]:
-    """Return the computing seconds of trainers and samplers, from their /metrics, and the processor
-    seconds of each process of the stack and of the client.
-    """
+    """Return computing seconds of workers, and processor seconds of each process and the client."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
     totals = dict.fromkeys(BUSY, 0.0)
@@ -118,10 +113,7 @@ def busy_seconds(stack: Stack) -> dict[str, float]:
 
 
 def compare(ways: dict[str, Step], *, steps: int) -> list[dict[str, object]]:
-    """Return a row for each way, including `FLOOR` and `COMPILED_FLOOR`.
-
-    A row has medians of times and of each round's ratios, after one step that does not count.
-    """
+    """Return a row for each way: medians of times and of each round's ratios, after one step."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(steps + 1):
         for way, step in ways.items():

@@ -1,8 +1,8 @@
 """`make bench-shared`: LoRA runs that share a trainer and an engine, beside as many with their own.
 
-Each run has its own session, and both ways take turns on new stacks. For each number of runs, it
-measures the creation of the first run and of each further one. Then, after a step of each, it
-measures all workers' memory and the steps per second of all runs at once.
+Both ways take turns on new stacks. For each number of runs, it measures the creation of the first
+run and of each further one, and then all workers' memory and the steps per second of all runs at
+once.
 """
 
 from __future__ import annotations

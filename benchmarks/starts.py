@@ -39,9 +39,7 @@ _BESIDE_SECONDS = 1.0
 
 
 async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]:
-    """Start a worker and stop it again. Return the seconds until its address and until it serves,
-    with the times in its log.
-    """
+    """Return the seconds until a worker's address and its service, with the times in its log."""
     began = time.perf_counter()
     await launcher.start(spec)
     address = time.perf_counter() - began
@@ -139,7 +137,7 @@ def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
 
 @contextmanager
 def being_made(data_dir: Path) -> Iterator[None]:
-    """Let an agent's launcher make idle processes during the block, with its usual niceness."""
+    """Make idle processes during the block."""
     over = threading.Event()
 
     async def make() -> None:
@@ -165,9 +163,8 @@ def send_to_idle_processes(number: signal.Signals) -> None:
 
 
 def beside(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Measure a run's steps while idle processes are made, and while they are stopped.
-
-    The two alternate every second, so that other load affects both.
+    """Measure a run's steps while idle processes are made, and every other second while they are
+    stopped.
     """
     data = batch()
     rates: dict[str, list[float]] = {"alone": [], "while idle processes are made": []}

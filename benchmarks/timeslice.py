@@ -1,10 +1,9 @@
 """`make bench-timeslice`: experiments that share devices in turns, beside the same ones in a row.
 
-Each experiment spends about equal time sampling and training. One core trains, another one samples.
-In each round, the experiments do a number of steps one after the other, and then as many at once.
-All clients exist from the beginning and have done a step. Reported are the makespans, each group's
-duty cycle (processor seconds of its workers over the makespan), the bound set by the busier group,
-the times of switches, and the fairness among owners.
+Each experiment spends about equal time sampling and training, on one core each. In each round, the
+experiments do a number of steps one after the other, and then as many at once. Reported are the
+makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bound
+set by the busier group, the times of switches, and the fairness among owners.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ TIMEOUT = 600.0
 
 
 class Experiment:
-    """Reinforcement learning that samples `tokens` per sample, then computes its batch `repeats`
-    times.
-    """
+    """Samples `tokens` per sample, then computes its batch `repeats` times."""
 
     def __init__(
         self, service: tinker.ServiceClient, *, tokens: int, repeats: int, model: str = MODEL
@@ -98,7 +95,6 @@ def _calibrate(experiment: Experiment) -> None:
 
 
 def _busy(stack: Stack) -> dict[str, float]:
-    """Return the processor seconds of all trainers and of all samplers."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
     found = {"trainer": 0.0, "sampler": 0.0}
@@ -150,8 +146,8 @@ def list_groups(stack: Stack) -> list[dict[str, Any]]:
 def switches(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 ) -> dict[str, object]:
-    """Return the number of switches between two lists of groups, the seconds of a recent switch,
-    and the owners' shares of device time.
+    """Return the number of switches, the seconds of a recent switch, and the owners' shares of
+    time.
     """
     evenness = {}
     for old, new in zip(before, after, strict=True):

@@ -1,7 +1,4 @@
-"""forward_backward through Tandem, beside plain transformers loops over the same batches, in turn.
-
-The loops are eager or compiled.
-"""
+"""forward_backward through Tandem, beside plain transformers loops, eager and compiled, in turn."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _WARM_UP = 2
 def floors(model: Path) -> Iterator[dict[str, Way]]:
     """The loops: one thread or two, batches whole or in parts, eager or compiled.
 
-    Compiled loops start one after the other, and compile at their first request.
+    Compiled loops compile at their first request, one after the other.
     """
     made: dict[str, Way] = {}
     with ExitStack() as opened:
@@ -74,11 +71,10 @@ def _datum(sequence: list[int]) -> types.Datum:
 
 
 def compare(ways: dict[str, Way], *, rounds: int) -> list[dict[str, object]]:
-    """Return a row for each batch and each way, with only the fastest plain and the fastest
-    compiled loop.
+    """Return a row for each batch and way, with only the fastest plain and the fastest compiled
+    loop.
 
     Numbers are medians over rounds in which each way had its turn, after two that do not count.
-    Ratios are of each round's tokens per second, and per processor second.
     """
     rows: list[dict[str, object]] = []
     for name in BATCHES:

@@ -1,8 +1,8 @@
 """One update of the demo, 100 sequences and a step, in four ways that take turns: plain torch and a
 trainer's rank, each eager and compiled.
 
-Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`). On each
-request it makes eight updates and answers with the seconds of one.
+Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`), which
+answers with the seconds of one of eight updates.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ def _datum(prompt: list[int], answer: list[int]):
 
 
 def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Return a row for each way, with medians over rounds in which each had its turn.
-
-    The ways start one after the other, because compiling takes both processors.
+    """Return a row for each way. The ways start one after the other, because compiling takes both
+    cores.
     """
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     first: dict[str, float] = {}

@@ -26,5 +26,4 @@ WORKLOADS = {
 
 
 def prompts(workload: Workload) -> list[list[int]]:
-    """Return different prompts from a vocabulary of 128."""
     return [[20 + i % 10, 30 + i // 10 % 10, 40, 21] for i in range(workload.requests)]

@@ -1,9 +1,8 @@
-"""Measures models of several sizes, part by part. Each part is written when it ends, so that a lost
-machine leaves results.
+"""Measures models of several sizes, and writes each part when it ends, so that a lost machine
+leaves results.
 
 A size takes minutes. `--sizes 0.5B` and `--only training` select parts. `--device cpu` with
-`--sizes tiny` runs this code on cores, where host and device share memory. The results name the
-measurements that this cannot make.
+`--sizes tiny` runs this code on cores, where host and device share memory.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ _NEEDED_TOGETHER = ("vllm", "tinker", "fastapi")
 def measure(
     bench: Bench, sizes: Sequence[str], parts: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the results of a size so far, after each part. A failure is recorded, and the rest
-    continues.
-    """
+    """Yield the results of a size so far, after each part. A failure is recorded."""
     for size in sizes:
         model = bench.work / size
         bench.say(f"{size}: random weights are written")
@@ -95,7 +92,7 @@ def failed(results: object) -> bool:
 
 
 def not_measured(gpu: Accelerator | None, *, missing: Sequence[str]) -> dict[str, str]:
-    """Return the measurements that need a GPU or missing packages, with the reason."""
+    """Return the impossible measurements, with the reason."""
     reasons = {}
     if gpu is None:
         reasons["GB/s, bytes left"] = (

@@ -64,9 +64,7 @@ def engine_alone(
     memory_share: float,
     rounds: int,
 ) -> list[float]:
-    """Return the seconds in which vLLM answers all prompts, for each round but the first. Other
-    settings are vLLM's defaults.
-    """
+    """Return the seconds in which vLLM answers all prompts, for each round but the first."""
     if device == "cpu":
         from benchmarks import floor  # noqa: F401 - sets the environment
     from vllm import LLM, SamplingParams

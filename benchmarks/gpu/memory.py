@@ -1,8 +1,7 @@
 """The memory of trainers beside their plan.
 
-Each way of training has its own trainer. It computes two micro-batches of the planned size and a
-step, twice. Then its plan's device bytes are compared with the peaks of its tensors and of torch's
-reservation.
+A trainer computes two micro-batches of the planned size and a step, twice. Then its plan's device
+bytes are compared with the peaks of its tensors and of torch's reservation.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ADAPTERS = {
 
 
 def memory(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure each possible way to train a size. A way that does not fit is recorded as such."""
+    """Measure each possible way to train a size."""
     found: dict[str, object] = {}
     for way, (training, checkpointing) in (_ADAPTERS if trains_adapters(size) else _ALL).items():
         bench.say(f"{size}: the memory of a trainer, {way}")

@@ -1,10 +1,9 @@
 """The speed at which workers leave a GPU and return, beside that of plain copies.
 
-A real trainer of random weights does a step with all parameters, so that it has optimizer state.
-Then it sleeps and wakes a few times. Plain copies between the GPU and pinned host memory run in the
-same minutes. A real engine loads the trainer's weights from before and after a step in turn, and
-sleeps and wakes too. Last, two experiments share the device through a whole stack, beside the same
-two in a row.
+A trainer of random weights does a step with all parameters, then sleeps and wakes a few times.
+Plain copies between the GPU and pinned host memory run in the same minutes. An engine loads the
+trainer's weights from before and after a step in turn, and sleeps and wakes too. Last, two
+experiments share the device, beside the same two in a row.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ _KV_CACHE_BYTES = 4 * 2**30
 
 
 def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
-    """Return the median GB/s of copies from the device to host memory ("out"), and back ("in"). On
-    a GPU the host memory is pinned.
-    """
+    """Return the median GB/s of copies to host memory (pinned, on a GPU), and back."""
     import torch
 
     gpu = device == "cuda"
@@ -64,8 +61,8 @@ def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
 
 
 def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
-    """Return the median GB/s of loading a version's tensors from the page cache to the device:
-    mapped, and staged like an engine's worker.
+    """Return the median GB/s from the page cache to the device: mapped, and staged like an
+    engine's.
     """
     import torch
 
@@ -90,10 +87,9 @@ def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
 async def sleeps(
     bench: Bench, worker: Caller, *, before: int, level: int = 0
 ) -> dict[str, float | int]:
-    """Let a worker sleep and wake.
+    """Let a worker sleep and wake. The first time, with new buffers, is reported apart.
 
-    The first time allocates buffers and is reported apart. `before` is the device's use before the
-    worker.
+    `before` is the device's use before the worker.
     """
     awake, left, moved, host = bench.used_bytes(worker.pid) - before, [], 0, 0
     slept, woken = [], []
@@ -118,10 +114,7 @@ async def sleeps(
 
 
 async def suspended(bench: Bench, worker: Caller, *, before: int) -> dict[str, float | int | str]:
-    """Let the host suspend and resume an awake worker, or return the reason why it cannot.
-
-    After a failure the worker may be unusable.
-    """
+    """Let the host suspend and resume an awake worker, which may break it, or say why it cannot."""
     suspender = CudaCheckpoint()
     if reason := suspender.why_not() if bench.gpu is not None else "there is no NVIDIA device":
         return {"not measured": reason}
@@ -222,9 +215,7 @@ async def engines(bench: Bench, size: str, model: Path) -> dict[str, object]:
 
 
 def together(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure two experiments that share the device in turns, trainers and engines alike, beside
-    the same two in a row.
-    """
+    """Measure two experiments that share the device in turns, beside the same two in a row."""
     import tinker
 
     from benchmarks.timeslice import Experiment, at_once, in_a_row, list_groups, switches

@@ -1,15 +1,11 @@
 """Training beside a plain loop, sampling beside vLLM alone, and new weights from one to the other.
 
-The measurements run one after the other on the device:
-
-- `training`: forward_backward and optim_step of a real trainer, called by gRPC like a gateway does,
-  and a plain loop on the same tokens, both eager and compiled: tokens per second, model FLOPs
-  utilization, device bytes.
+- `training`: forward_backward and optim_step of a trainer, by gRPC, and a plain loop on the same
+  tokens, both eager and compiled: tokens per second, model FLOPs utilization, device bytes.
 - `publishing`: seconds and bytes of a trainer's versions, without an engine.
-- `sampling`: a real engine under concurrent calls, and vLLM alone with the same prompts.
-- `serving`: trainer and engine together: seconds from a step's end until the engine serves the new
-  weights, and the difference of their logprobs on the same tokens, beside that of two batches of
-  the engine.
+- `sampling`: an engine under concurrent calls, and vLLM alone with the same prompts.
+- `serving`: seconds from a step's end until the engine serves the new weights, and the difference
+  of trainer's and engine's logprobs, beside that of two batches of the engine.
 """
 
 from __future__ import annotations
@@ -126,10 +122,7 @@ async def _trainer(
     work: float,
     compiled: bool,
 ) -> dict[str, object]:
-    """Measure steps of a trainer. Compilation before it is ready counts as its start.
-
-    The first two steps, which may compile more, are left out.
-    """
+    """Measure steps of a trainer after the first two. Compilation at first counts as its start."""
     before = bench.used_bytes(0) if bench.gpu is not None else 0
     spec = trainer_spec(bench, size, model, compile="on" if compiled else "off")
     seconds, began = [], time.perf_counter()
@@ -192,7 +185,6 @@ async def _next_version(
     delta_of: str = "",
     handoff: bool = False,
 ) -> Published:
-    """Train by a step, and publish."""
     await forward_backward(trainer, sequences)
     await optim_step(trainer)
     began = time.perf_counter()
@@ -211,8 +203,8 @@ def _written(versions: Sequence[Published]) -> dict[str, object]:
 
 
 def deltas_written(versions: Sequence[Published]) -> dict[str, object]:
-    """As `_written`, for deltas only. The trainer writes a whole version in place of a delta that
-    saves nothing.
+    """As `_written`, for deltas only. Instead of a useless delta, the trainer writes a whole
+    version.
     """
     deltas = [each for each in versions if each.reply.delta_of]
     counts = {"asked_for": len(versions), "written": len(deltas)}
@@ -352,9 +344,7 @@ async def sample(
     max_tokens: int,
     seed: int,
 ) -> list[tuple[Int64Array, Float32Array]]:
-    """Sample all prompts at once. Return the tokens of each prompt's first sample, with their
-    logprobs.
-    """
+    """Sample all prompts at once. Return tokens and logprobs of each prompt's first sample."""
     requests = [
         _sample_request(
             prompt, version=version, number=seed + number, samples=samples, max_tokens=max_tokens

@@ -81,9 +81,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Bench:
-    """The place and number of measurements, and the steps of each of two experiments.
-
-    `gpu` None: on the cores. `say` prints progress.
+    """`steps` are those of each of two experiments. `gpu` None: on the cores. `say` prints
+    progress.
     """
 
     work: Path
@@ -108,7 +107,7 @@ class Bench:
 def attempt(
     bench: Bench, work: Callable[P, dict[str, object]], /, *args: P.args, **kwargs: P.kwargs
 ) -> dict[str, object]:
-    """Return the measurement, or the failure, so that earlier results on a lent machine stay."""
+    """Return the measurement, or the failure, so that earlier results stay."""
     try:
         return work(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - recorded as the result
@@ -118,7 +117,7 @@ def attempt(
 
 
 def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function in a separate process on the device, which then frees all its memory."""
+    """Run a function in a separate process on the device, which then frees its memory."""
     context, device = get_context("spawn"), parse_device(bench.device)
     with ProcessPoolExecutor(1, context, initializer=confine, initargs=(device,)) as pool:
         return pool.submit(work, *args, **kwargs).result()
@@ -151,7 +150,7 @@ class Caller:
         self.pid = pid
 
     async def call(self, method: str, request: object) -> Any:
-        """Return a method's reply. Raises `RuntimeError` for a failure."""
+        """Raises `RuntimeError` for a failure."""
         metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
         reply = await getattr(self._stub, method)(request, metadata=metadata, timeout=CALL_SECONDS)
         if reply.HasField("failure"):
@@ -197,7 +196,6 @@ class Caller:
         await self._stub.Release(request, metadata=metadata, timeout=CALL_SECONDS)
 
     def header(self) -> common_pb2.OperationHeader:
-        """Return the header of the run's next operation."""
         self._operations += 1
         return common_pb2.OperationHeader(
             operation_id=f"op-{self._operations}",
@@ -239,9 +237,7 @@ def trainer_spec(
     training: TrainingSpec | None = None,
     **settings: str | int,
 ) -> WorkerSpec:
-    """`training` None: the largest that fits on one device. `settings` are those of
-    `TrainerSettings`.
-    """
+    """`training` None: the largest that fits on one device. `settings`: see `TrainerSettings`."""
     lora = LoraSpec() if trains_adapters(size) else None
     return spec_of(
         bench,
@@ -323,10 +319,7 @@ async def step(trainer: Caller, size: str) -> None:
 async def publish(
     bench: Bench, trainer: Caller, number: int, *, delta_of: str = "", handoff: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish the trained weights: adapters, all weights, or a delta.
-
-    `handoff` also keeps all weights in memory.
-    """
+    """Publish the weights or, with `delta_of`, a delta. `handoff` also keeps them in memory."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)

@@ -70,7 +70,7 @@ class TokenLogprobs:
     def with_gradients(
         self, micro_batch: MicroBatch, objective: Objective
     ) -> tuple[Tensor, LossResult]:
-        """As `TrainerBackend.loss_of` for a loss by entry, whose gradients are made at once."""
+        """As `TrainerBackend.loss_of` for a loss by entry, with gradients made at once."""
 
         def gradient_of(logprobs: Tensor) -> Tensor:
             with torch.enable_grad():

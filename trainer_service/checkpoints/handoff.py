@@ -95,7 +95,7 @@ class KeptCopy:
         if not self._failure:
             try:
                 self._memory.offer(self._message)
-            except RuntimeError as error:  # for example an allocator whose memory cannot be shared
+            except RuntimeError as error:  # some allocators have no sharable memory
                 self._failure = describe(error)
         if self._failure:
             get_log().warning("handoff_not_kept", version=self.name, reason=self._failure)

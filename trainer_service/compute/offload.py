@@ -284,7 +284,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def _make_own(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors whose memory cannot be emptied, such as mapped files or NumPy's."""
+    """Copy tensors in memory that cannot be emptied, such as mapped files or NumPy's."""
     copies: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         mapped = tensor.untyped_storage()

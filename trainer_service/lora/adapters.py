@@ -245,7 +245,7 @@ def _seed_of(name: str, *, seed: int) -> int:
 def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
     """PEFT's `target_modules` that select exactly the chosen modules.
 
-    PEFT selects a module whose name equals a target or ends with "." and a target. Whole names are
+    PEFT selects a module if its name equals a target or ends with "." and a target. Whole names are
     used only if the last parts would also select other modules.
     """
     leaves = sorted({name.rpartition(".")[2] for name in chosen})

@@ -135,7 +135,7 @@ class DatumLayout:
         """Weighted mean by sampled sequence, for each entry: [E]. Prompt entries get 0."""
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
-        count = max(self.sequences, 1)  # prompts need an index too; their weight is 0
+        count = max(self.sequences, 1)  # prompts need an index too, with weight 0
         counts, sums = _sums(weights, of, count), _sums(values * weights, of, count)
         means = sums / counts.where(counts != 0, counts.new_ones(()))
         return means[of] * (self.sequence >= 0)
@@ -175,7 +175,7 @@ class Loss:
 
     - `group`: consecutive datums that stay together in one micro-batch (2 for pairs).
     - `wide`: [N, K] targets are allowed.
-    - `active`: the input whose nonzero entries the loss acts on, unless there is an input `mask`.
+    - `active`: the loss acts on nonzero entries of this input, unless there is a `mask`.
       Without either, all entries count.
     - `sampled_only`: entries with a prompt's provenance span do not act.
     - `check` raises a `UserError` for settings that contradict each other.

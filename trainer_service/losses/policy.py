@@ -110,7 +110,7 @@ BOUND_INPUTS = (
     ),
 )
 SAMPLER_INPUTS = (LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS)
-"""For losses whose ratio is always p/mu."""
+"""For losses with the ratio p/mu."""
 POLICY_INPUTS = (LOGPROBS, ADVANTAGES, MASK, OLD_LOGPROBS, *KL_INPUTS)
 CORRECTION_SETTINGS = (
     Setting("correction", "none", "corrections of the mismatch, joined by `+`"),

@@ -1,4 +1,4 @@
-"""Finds the rank or node that broke a process group, whose death kills its peers within moments."""
+"""Finds the rank or node that broke a process group. Its death kills its peers within moments."""
 
 from __future__ import annotations
 

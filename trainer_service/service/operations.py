@@ -391,7 +391,7 @@ class Follower:
         try:
             trainer.optim_step(step_settings(step, optimizer=trainer.backend.training.optimizer))
         except GradientsNotFinite:
-            return  # raised on all ranks alike; rank 0 tells the client
+            return  # raised on all ranks alike, and rank 0 tells the client
         self.snapshots.take(step.snapshot, step.header)
 
 

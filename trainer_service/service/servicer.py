@@ -398,7 +398,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
 
 class _ForwardBackward:
-    """A call whose batch is read while the engine thread computes earlier ones."""
+    """A call with its batch read ahead, while the engine thread computes earlier ones."""
 
     def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
         self._request = request
