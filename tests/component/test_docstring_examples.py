@@ -1,7 +1,6 @@
-"""Every literal example in a docstring of the product runs, and has the value that it states.
+"""Every literal example in the product's docstrings runs and has its stated value.
 
-`Literal use` and `Literal example` mark them: what follows in backticks and has a call is Python.
-"""
+`Literal use` and `Literal example` mark them: code in backticks with a call is Python."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ENGINE = "sampler_service.vllm.engine"
 
 @dataclass(frozen=True)
 class Example:
-    """The pieces of code in a docstring, in order, and the stated values of some of them."""
+    """A docstring's pieces of code, in order, and some of their values."""
 
     module: str
     line: int
@@ -51,7 +50,7 @@ def is_call(text: str) -> bool:
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield those of attributes, too: a text that is a statement."""
+    """Yield also docstrings of attributes, which are bare strings."""
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -77,7 +76,7 @@ EXAMPLES = examples()
 
 
 def given(folder: Path) -> dict[str, Any]:
-    """What examples name that is neither in their module nor in themselves."""
+    """Names that examples use without defining or importing them."""
     Authority.create(folder / "authority")
     write_tiny_model(folder / "models/tiny")
     head = torch.nn.Linear(4, 7, bias=False)
@@ -94,7 +93,7 @@ def given(folder: Path) -> dict[str, Any]:
 
 
 async def run(code: str, namespace: dict[str, Any]) -> Any:
-    """Run a piece, in which there may be an `await`; return its value, if it is an expression."""
+    """Run a piece, which may contain `await`. Return its value if it is an expression."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         value = eval(compile(code, "example", "eval", flags=flags), namespace)
@@ -127,7 +126,7 @@ def test_an_example_runs_and_has_the_value_that_it_states(example, tmp_path, mon
 
 
 def test_the_example_of_an_engine_runs_in_a_plain_script(tmp_path):
-    """Its environment is that of any script: nothing has prepared it for vLLM."""
+    """In a plain environment that nothing has prepared for vLLM."""
     write_tiny_model(tmp_path / "models/tiny", head_dim=32)
     (example,) = [each for each in EXAMPLES if each.module == ENGINE]
     make, add, step = example.code

@@ -1,4 +1,4 @@
-"""`tandem doctor`, on the machine that runs the tests."""
+"""`tandem doctor` on the tests' machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of real processes on a disk that is full for a while."""
+"""Logs of real processes while a disk is full for some time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of a GPU, where little else is installed."""
+"""GPU tests on a machine with few installed packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-# None says to Python that a module is not to be found.
+# For Python, None means a module that cannot be found.
 SCRIPT = """
 import sys
 for missing in ("vllm", "tinker", "fastapi", "uvicorn", "sqlalchemy", "psycopg"):

@@ -1,4 +1,4 @@
-"""`tandem models add ORG/NAME`: downloads from a hub, checks, and lets the gateway find it."""
+"""`tandem models add ORG/NAME` downloads from a hub, checks, and registers with the gateway."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hub(monkeypatch):
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # which tests of other folders set
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # set by tests of other folders
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         hub.add(NAME, shards())
         yield hub
@@ -43,7 +43,7 @@ def place(tmp_path) -> Path:
 
 
 def add(place: Path, *arguments: str) -> dict:
-    """Run the command; return what it prints. Raises `AssertionError` with its error."""
+    """Run the command and return its output. Raises `AssertionError` with its error."""
     command = ["models", "add", *(arguments or [NAME]), "--dir", str(place), "--json"]
     if "--data-dir" not in arguments:
         command += ["--data-dir", str(place.parent)]
@@ -106,7 +106,7 @@ def test_another_revision_needs_another_name(hub, place):
 
 
 def test_a_connection_that_breaks_is_gone_on_from_where_it_broke(hub, place):
-    """The library keeps what came in pieces of ten MiB."""
+    """The library keeps complete pieces of ten MiB."""
     piece, name = 10 * 2**20, "model-00001-of-00001.safetensors"
     files = shards(count=1, size=3 * piece)
     hub.add(NAME, files)
@@ -312,7 +312,7 @@ def test_the_gateway_that_runs_knows_a_model_at_once(hub, tmp_path):
 
 
 def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_path, monkeypatch):
-    """As by a Job on a shared volume, which knows of no gateway."""
+    """As after a Job on a shared volume, which knows no gateway."""
     monkeypatch.setattr("gateway.housekeeping._MODELS_INTERVAL", 0.05)
     with running_gateway(tmp_path, models_dir=place) as gate, gate.http() as client:
         assert not add(place, NAME, "--data-dir", str(tmp_path / "other"))["registered"]
@@ -322,7 +322,7 @@ def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_
 
 
 def test_a_gateway_in_another_container_is_not_taken_for_one_here(hub, place):
-    """A volume shows what it announced: its own process, and an address of its own loopback."""
+    """On a volume, both its process number and its loopback address mean nothing here."""
     announced = {
         "url": "http://127.0.0.1:9",
         "pid": os.getpid(),
@@ -348,7 +348,7 @@ def test_two_at_once_for_one_model_are_one(hub, place):
 
 
 def test_it_needs_no_folder_but_its_own(hub, place):
-    """As in a container without a home, whose root is read-only."""
+    """As in a container without a home and with a read-only root."""
     place.mkdir()
     environment = {**os.environ, "HOME": "/proc/none", "TMPDIR": "/proc/none"}
     for name in ("HF_HOME", "XDG_CACHE_HOME"):

@@ -1,4 +1,4 @@
-"""`tandem config --resources`: what pods of a model would request."""
+"""`tandem config --resources`: the resource requests of a model's pods."""
 
 from __future__ import annotations
 

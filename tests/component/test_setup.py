@@ -1,5 +1,4 @@
-"""The set-up script, with stand-ins for Python, pip and uv: what is fetched from where, and when a
-user is told of its size."""
+"""The set-up script with stand-ins for Python, pip and uv: its sources, and its notes on sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ echo "$(basename "$0") $*" >&2
 
 
 def set_up(folder: Path, *, build: str, refused: str) -> tuple[list[str], list[str]]:
-    """Run the script; return what was installed, and all that it printed."""
+    """Run the script. Return the installed packages and its output."""
     (folder / "scripts").mkdir()
     shutil.copytree(ROOT / "constraints", folder / "constraints")
     for name in ("scripts/setup.sh", "scripts/install.sh", "pyproject.toml"):
@@ -118,6 +117,6 @@ def test_make_setup_ends_with_what_to_do_next_and_other_targets_do_not(tmp_path:
         )
         return done.stdout.splitlines()
 
-    for _ in range(2):  # also when nothing is left to do
+    for _ in range(2):  # also if nothing is left to do
         assert "Next: make demo, or .venv/bin/tandem up" in make("setup")[-1]
     assert make("api-docs") == ["installing"]

@@ -1,4 +1,4 @@
-"""Processes that meet an environment variable which no setting has."""
+"""Processes with an environment variable of an unknown setting."""
 
 from __future__ import annotations
 

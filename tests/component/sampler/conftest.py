@@ -1,11 +1,9 @@
-"""The samplers that all tests share: a start costs some ten seconds.
+"""Samplers that all tests share, because a start takes about ten seconds.
 
-`sampler` has tied embeddings (qwen3) and no adapters. `tied_adapters` is the same model with room
-to compute two adapters and 16 sequences at once, and for the keys and values of some 1,300 tokens
-(1 MiB). `untied` (llama) has an output head of its own, and room for adapters; its engine has a
-process of its own, as that of `own`, which is else as `sampler`. Each test starts and ends with the
-base weights or names its version.
-"""
+`sampler`: tied embeddings (qwen3), no adapters. `own`: the same, with the engine in its own
+process. `tied_adapters`: the same model with room for two adapters, 16 sequences, and keys and
+values of about 1,300 tokens (1 MiB). `untied` (llama): a separate output head, room for adapters,
+the engine in its own process. Tests start and end with the base weights or name a version."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""No adapter passes that a real engine did not take in, however little it changes.
+"""An engine that did not take in an adapter is noticed, however little the adapter changes.
 
-The engine computes in bfloat16, and its canary allows more than these adapters change. It is
-sabotaged: it does not copy some layer into the adapter's slot, or reads other numbers, or cannot
-read the files.
-"""
+The engine computes in bfloat16, and its canary allows larger changes than these. The sabotaged
+engine omits a layer's copy into the slot, reads other numbers, or cannot read the files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""vLLM schedules a step while one is computed, which it does on GPUs alone: here it is made to,
-with streams that do nothing. The order of what it schedules, computes and puts out is that of a
-GPU."""
+"""vLLM schedules a step while another is computed, as on a GPU.
+
+Streams that do nothing make the CPU build do it, in a GPU's order of steps."""
 
 from __future__ import annotations
 

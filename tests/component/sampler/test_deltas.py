@@ -1,4 +1,4 @@
-"""A trainer's versions in bfloat16, of which only what changed was written, in a real engine."""
+"""A real engine loads a trainer's bfloat16 versions that were written as deltas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flip_a_bit(file: Path, at: int) -> None:
 
 
 def kept_number(old: Path, new: Path) -> int:
-    """Where a number lies that two files have in common, far into them."""
+    """The position of a number that two files have in common, near their end."""
     one, other = (np.fromfile(file, np.uint16) for file in (old, new))
     return 2 * int(np.flatnonzero(one == other)[-1])
 
@@ -46,7 +46,7 @@ def kept_number(old: Path, new: Path) -> int:
 def test_a_delta_is_served_as_the_whole_version_and_refused_where_a_bit_is_wrong(
     model: Path, tmp_path: Path
 ):
-    """The engine's sums are compared with those of what the patch makes, at each load."""
+    """Each load compares the engine's sums with sums of the patched numbers."""
     trainer = make(model, None, dtype="bfloat16")
     of = f"{RUN}/v1"
     first = publish(trainer, tmp_path / "v1").version

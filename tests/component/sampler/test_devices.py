@@ -1,5 +1,4 @@
-"""A sampler on the device that it is given: it uses no other, and none instead of one that is not
-there."""
+"""A sampler uses only its given device, and none if that one is missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An engine in a process of its own: it computes what one in the sampler's process does, and
-neither process outlives the other."""
+"""An engine in its own process computes the same, and neither process outlives the other."""
 
 from __future__ import annotations
 

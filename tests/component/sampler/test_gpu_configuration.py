@@ -1,4 +1,4 @@
-"""What vLLM is started with on a GPU, with one that is only a number of bytes."""
+"""vLLM's arguments on a GPU, which is only a number of bytes here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 80 GiB, of which 50 are free."""
+    """A GPU of 80 GiB with 50 GiB free."""
     monkeypatch.setattr(configuration, "choose_device", lambda _wanted: "cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (50 * GIB, 80 * GIB))
 

@@ -1,7 +1,6 @@
-"""An engine's budget on a GPU, and its sleep, while other processes allocate and free memory there.
+"""An engine's budget on a GPU, and its sleep, while other processes allocate and free memory.
 
-vLLM's own worker runs, with a device that is a number of free bytes.
-"""
+vLLM's own worker runs on a device that is only a number of free bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ TOTAL = 80 * GIB
 
 
 class Device:
-    """What torch says of a device, of which others take and free memory."""
+    """Torch's view of a device, while other processes allocate and free memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int) -> None:
         self.free = free
@@ -47,7 +46,7 @@ class Device:
 
 
 class Runner:
-    """Its model has 3 GiB, its largest batch 2 GiB. `meanwhile` is done by others."""
+    """Its model takes 3 GiB, its largest batch 2 GiB, other processes `meanwhile` bytes."""
 
     model_memory_usage = 3 * GIB
 
@@ -92,7 +91,7 @@ def test_the_kv_cache_is_what_this_process_leaves_of_its_budget(monkeypatch, mea
     worker = worker_on(device, budget=16 * GIB, meanwhile=meanwhile)
     device.allocate(3 * GIB)
     assert worker.determine_available_memory() == (16 - 3 - 2) * GIB - OUTSIDE_TORCH
-    device.allocate(GIB)  # tables of a model runner
+    device.allocate(GIB)  # a model runner's tables
     assert worker.determine_available_memory() == (16 - 4 - 2) * GIB - OUTSIDE_TORCH
 
 
@@ -106,7 +105,7 @@ def test_a_budget_below_weights_and_activations_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_vllm_starts_with_less_free_than_the_budget(monkeypatch, fails):
-    """Others may allocate between our own check and vLLM's."""
+    """Others may allocate between our check and vLLM's."""
     device = Device(monkeypatch, free=GIB)
     worker = worker_on(device, budget=16 * GIB)
 

@@ -1,5 +1,4 @@
-"""Weights that a trainer hands over in memory, in a real engine: they are those of the files, and
-these are read whenever anything about them is wrong."""
+"""A real engine loads weights from a trainer's memory, and reads the files if anything is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def trainer(model: Path) -> Operations:
 
 
 def trained(trainer: Operations, folder: Path) -> trainer_pb2.PublishReply:
-    """A version that no other is like, in files and in memory."""
+    """A new, distinct version, in files and in memory."""
     train(trainer, 1)
     reply = publish(trainer, folder, handoff=True)
     assert reply.HasField("handoff")
@@ -30,7 +29,7 @@ def trained(trainer: Operations, folder: Path) -> trainer_pb2.PublishReply:
 
 
 def mapped(client: SamplerClient) -> bool:
-    """Whether the sampler, or its engine's process, has a trainer's memory open."""
+    """Whether the sampler or its engine's process maps a trainer's memory."""
     sampler = psutil.Process(client.process.pid)
     processes = (sampler, *sampler.children(recursive=True))
     maps = (Path(f"/proc/{each.pid}/maps").read_text() for each in processes)
@@ -40,7 +39,7 @@ def mapped(client: SamplerClient) -> bool:
 def test_what_is_handed_over_is_served_as_the_files_are(
     either: SamplerClient, trainer: Operations, tmp_path: Path
 ):
-    """These are not read, and the memory is nobody's any more once it was loaded."""
+    """The files are not read. After the load nobody maps the memory."""
     reply = trained(trainer, tmp_path / "v1")
     version, file = reply.version, tmp_path / "v1" / "model.safetensors"
     content = file.read_bytes()
@@ -79,7 +78,7 @@ def test_whatever_is_wrong_with_it_is_noticed_and_the_files_are_read(
         copy._memory.bytes[handoff.tensors[3].offset + 1] ^= 1
 
     def exchange(handoff: common_pb2.Handoff) -> None:
-        """Two matrices of one shape in one block, so that the sums are the same."""
+        """Swaps two matrices of one shape in one block, which keeps the sums."""
         of = {tensor.name: tensor for tensor in handoff.tensors}
         up, gate = (of[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("up", "gate"))
         up.offset, gate.offset = gate.offset, up.offset

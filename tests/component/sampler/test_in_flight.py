@@ -1,5 +1,4 @@
-"""Requests that are carried over to newer weights in a real engine: every token is what the version
-that it names gives, for the tokens before it."""
+"""Requests continue on newer weights, and every token's logprob is of its named version."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tests.support.sampler_worker import (
 )
 
 NUMBERS = count(1000)
-"""Of versions: what is in flight never goes back to one of an earlier test."""
+"""Numbers of versions: requests never go back to a version of an earlier test."""
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     (old, new), weights = two_versions(model, changed, directory)
     either.load(old)
     digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){110}")  # longer than the first answer
-    either.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # it is compiled then
+    either.sample(PROMPT, version=old, max_tokens=1, structured=digits)  # compiles the grammar
     others = [
         either.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
         either.request(
@@ -76,7 +75,7 @@ def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_n
     assert len(regex.message.sequences[0].tandem_versions) == 2
     assert re.fullmatch("([0-9]{3}-){110}", text(regex.samples[0].tokens))
     assert either.metric("tandem_sampler_carried_over_total") >= 1
-    either.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
+    either.assert_serves(new, weights[new.name])  # the cache keeps nothing of the old version
     either.assert_serves(either.base, model)
 
 

@@ -1,4 +1,4 @@
-"""An engine with little room (`tied_adapters`): requests take turns, and nothing else changes."""
+"""Requests take turns on an engine with little room (`tied_adapters`), with unchanged results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in a real engine: the logprobs are those of the merged weights, in any batch."""
+"""Adapters in a real engine give the logprobs of merged weights, in any batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_adapters_and_the_base_model_are_computed_in_one_batch_each_with_its_own
 ):
     for adapter in two:
         tied_adapters.load(adapter.version)
-    # As many adapters as are computed at once, and the base model beside them.
+    # As many adapters as fit at once, and the base model.
     kinds = [*[(a.version, a.merged) for a in two], (tied_adapters.base, model)] * 3
     answers = tied_adapters.sample_all([ask(tied_adapters, version, n=2) for version, _ in kinds])
     for (version, weights), answer in zip(kinds, answers, strict=True):

@@ -1,4 +1,4 @@
-"""A real sampler as a process: who may call it, mistakes, cancelled calls, and its end."""
+"""A real sampler process: callers, mistakes, cancelled calls, and its end."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_cancelled_call_leaves_nothing_running(either: SamplerClient):
     while not either.describe().running:
         pass
     call.cancel()
-    either.sample(PROMPT, max_tokens=1)  # is admitted among them, or behind them
+    either.sample(PROMPT, max_tokens=1)  # admitted among them or behind them
     while (described := either.describe()).running:
         pass
     assert (described.running, described.waiting) == (0, 0)
@@ -108,7 +108,7 @@ next(stub.Sample(iter([request]), metadata=((sys.argv[2], sys.argv[3]),)))
 
 
 def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: SamplerClient):
-    """As those of a gateway that dies, whose engines go on."""
+    """As after a gateway's death, which its engines survive."""
 
     def answered() -> list[str]:
         metrics = f"http://127.0.0.1:{sampler.report.metrics_port}/metrics"

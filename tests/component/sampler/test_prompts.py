@@ -1,5 +1,5 @@
-"""Scores of prompts by a real engine, against plain forwards, and the use of the prefix cache.
-Answers are decoded by the SDK's own code where it is installed."""
+"""A real engine's scores of prompts against plain forwards, and its prefix cache. The SDK's own
+code decodes answers where it is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [(7 * i) % 90 + 3 for i in range(70)]
 
 
 def fresh(seed: int, length: int = 100) -> list[int]:
-    """A prompt that no other test has put into the prefix cache."""
+    """A prompt that is not in the prefix cache yet."""
     return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
@@ -49,7 +49,7 @@ def sparse(ids: np.ndarray) -> wire.Tensor:
 
 
 def by_the_sdk(answer: Sampled):
-    """The answer as a user of the SDK gets it."""
+    """The answer as the SDK gives it to a user."""
     conversion = pytest.importorskip("tinker.proto.response_conv")
     return conversion.deserialize_sample_response(answer.message.SerializeToString())
 
@@ -103,7 +103,7 @@ def test_the_last_n_equal_those_of_the_whole_prompt_and_earlier_tokens_come_from
         assert (last.prompt_logprobs[-n:] == whole.prompt_logprobs[-n:]).all()
         rows = np.frombuffer(last.message.topk_prompt_logprobs.logprobs, "<f4").reshape(-1, 2)
         assert (rows[:-n] == -99999).all() and (rows[-n:] > -99999).all()
-    # The state before the first of them must be computed: 100 - 10 - 1 tokens may be read.
+    # The engine computes the state before the first one, so it may read 100 - 10 - 1 cached tokens.
     assert [answer.reply.cached_tokens for answer in (whole, *lasts)] == [0, 64, 64]
 
 
@@ -300,8 +300,8 @@ def test_samples_of_a_prompt_share_one_prefill(sampler: SamplerClient, length: i
 
 
 def test_samples_that_share_a_prefill_are_those_that_compute_it_each(sampler: SamplerClient):
-    """The last sample of a prompt is the same beside one other and beside many, and also when the
-    prompt is computed whole, which `max_tokens=1` and a scored prompt make it be."""
+    """A prompt's last sample depends neither on the number of samples nor on computing the whole
+    prompt, as `max_tokens=1` and scores do."""
     prompt = fresh(77, 45)
     few, many = (
         sampler.sample(prompt, n=n, seed=5, max_tokens=9, stop=[], topk=2) for n in (2, 16)

@@ -1,4 +1,4 @@
-"""An engine whose weights are split over two processes computes what one process computes."""
+"""An engine with weights split over two processes agrees with one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = count(501)
 
 @pytest.fixture(scope="module")
 def split(model: Path) -> Iterator[SamplerClient]:
-    """As on GPUs, with the engine in a process of its own."""
+    """As on GPUs, with the engine in its own process."""
     with sampler_process(
         model, ranks=2, lease=1, max_lora_rank=4, max_adapters=2, engine_process="on"
     ) as client:
@@ -40,7 +40,7 @@ def split(model: Path) -> Iterator[SamplerClient]:
 
 
 def workers(client: SamplerClient) -> list[psutil.Process]:
-    """The processes that vLLM has started."""
+    """The processes that vLLM started."""
     (engine,) = psutil.Process(client.process.pid).children()
     children = engine.children()
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
@@ -63,7 +63,7 @@ def test_samples_without_a_seed_are_drawn_alike_by_both_processes_and_never_the_
     split: SamplerClient, model: Path
 ):
     answers = [split.sample(PROMPT, n=4, max_tokens=40, stop=[]) for _ in range(2)]
-    for answer in answers:  # had they drawn other tokens, one would have gone on from those
+    for answer in answers:  # a process with other draws would continue from other tokens
         assert_computed_by(model, PROMPT, answer)
     assert not same(*answers)
 
@@ -130,9 +130,9 @@ def test_it_sleeps_and_wakes_with_the_same_samples(split: SamplerClient, model: 
 
 @pytest.mark.timeout(900)
 def test_it_ends_with_a_process_of_it_that_dies_and_leaves_none(split: SamplerClient):
-    """The last test, after which there is no engine."""
+    """It must be the last test, because it ends the engine."""
     processes = [*workers(split), *psutil.Process(split.process.pid).children()]
-    processes[1].kill()  # while it has nothing to do
+    processes[1].kill()  # an idle one
     assert split.process.wait(timeout=CALL_SECONDS) == 1
     _gone, left = psutil.wait_procs(processes, timeout=CALL_SECONDS)
     assert not left

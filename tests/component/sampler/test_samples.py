@@ -1,4 +1,4 @@
-"""What a real engine computes: against plain transformers forwards, and against itself."""
+"""A real engine's samples against plain transformers forwards, and against themselves."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_filters_renormalise_the_logprobs_of_what_they_leave(sampler: SamplerCli
             for filter_ in ({"top_k": 3}, {"top_p": 0.6})
         ]
     )
-    # The distribution behind the whole prompt, as scores of a token in the place after it.
+    # A score of the next place gives the distribution behind the whole prompt.
     probabilities = np.exp(plain_distribution(model, [*PROMPT, 5])[-1])
     order = np.argsort(-probabilities)
     smallest = int(np.searchsorted(np.cumsum(probabilities[order]), 0.6)) + 1

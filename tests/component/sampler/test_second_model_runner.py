@@ -1,5 +1,4 @@
-"""What vLLM's second model runner computes, which is its own choice on a GPU: here its kernels are
-interpreted. The tests are those of the first one."""
+"""vLLM's second model runner (default on GPUs), interpreted, passes the first one's tests."""
 
 from __future__ import annotations
 
@@ -109,5 +108,5 @@ def test_without_triton_it_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH")
     with sampler_process(model, model_runner="v2", wait=False) as client:
-        reports = (client.next_report() for _ in range(2))  # the first says where it listens
+        reports = (client.next_report() for _ in range(2))  # the first gives its address
         assert any("needs Triton for this device" in (each.error or "") for each in reports)

@@ -1,4 +1,4 @@
-"""A real engine that sleeps and wakes: what it gives back, and that nothing it samples changes."""
+"""A real engine sleeps and wakes: it frees memory, and its samples do not change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loads(client: SamplerClient) -> int:
 def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
     directory: Path, architecture, engine_process: str
 ):
-    """With a head that is the embedding, and with one of its own."""
+    """Both with tied embeddings and with a separate head."""
     large = write_tiny_model(
         directory / f"large {architecture}",
         architecture=architecture,
@@ -209,5 +209,5 @@ def test_a_sampler_that_is_killed_while_it_wakes_leaves_no_process(model: Path):
         waking = client.send_wake()
         os.kill(client.process.pid, signal.SIGKILL)
         wait_until(lambda: not group_members(client.process.pid))
-        with suppress(grpc.RpcError):  # unless it woke just before
+        with suppress(grpc.RpcError):  # it may have woken just before
             waking.result()

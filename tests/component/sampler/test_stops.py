@@ -1,4 +1,4 @@
-"""What ends a sample, in a real engine."""
+"""Ends of samples in a real engine."""
 
 from __future__ import annotations
 

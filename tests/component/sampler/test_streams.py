@@ -107,7 +107,7 @@ def test_a_reader_that_stops_reading_does_not_delay_the_engine(sampler: SamplerC
     arguments: dict[str, Any] = {"n": 40, "max_tokens": 500, "stop": [], "seed": 8, "topk": 20}
     with narrow_stream(sampler, sampler.request(PROMPT, **arguments)) as call:
         first = next(call)
-        while sampler.describe().running:  # to its end, without anyone who reads
+        while sampler.describe().running:  # to its end, without a reader
             sampler.sample(PROMPT, max_tokens=1)
         streamed = gather([first, *call])
     assert streamed.adds_up()

@@ -1,4 +1,4 @@
-"""Structured output of a real engine: samples match their grammar, and others are unaffected."""
+"""Structured output of a real engine matches its grammar, and other samples do not change."""
 
 from __future__ import annotations
 

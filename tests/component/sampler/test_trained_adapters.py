@@ -1,4 +1,4 @@
-"""A trainer's LoRA adapters, served by a real engine, against the trainer and the merged model."""
+"""A real engine serves a trainer's LoRA adapters like the trainer and the merged model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_service.lora.merge import merge
 def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_and_merged_model(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ):
-    """The adapters change the output head, too, which is the embedding of the tied model."""
+    """The adapters also change the output head, which the tied model shares with its embedding."""
     client: SamplerClient = request.getfixturevalue(
         {"tied": "tied_adapters", "untied": "untied"}[kind]
     )
@@ -44,7 +44,7 @@ def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_an
         assert np.abs(np.concatenate(found) - logprobs(trainer, data)).max() < 1e-4
         before = np.concatenate([plain_logprobs(reference, tokens) for tokens in sequences])
         assert np.abs(np.concatenate(found) - before).max() > 0.01, "nothing was learned"
-        # The merged model is one by itself, whose head is no longer tied.
+        # The merged model is a separate model with an untied head.
         reference = tmp_path / f"merged-{number}"
         merge(Path(reply.version.path), model, reference)
         assert_computed_by(reference, PROMPT, answer)

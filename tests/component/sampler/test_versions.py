@@ -1,4 +1,4 @@
-"""Full weight versions in a real engine: loaded in place, refused when they are wrong."""
+"""A real engine loads full weight versions in place, and refuses wrong ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What of vLLM's insides is reached into is there, in the version that is installed.
+"""The internals of vLLM that our code uses exist in the installed version.
 
-With the CUDA build installed this needs no GPU.
-"""
+With the CUDA build, too, this needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import pytest
 import sampler_service.vllm
 from sampler_service.vllm.internals import NAMES, check_version, meet_in_a_file
 
-OF_OTHERS = {"_C", "_host_emptyCache"}  # of torch
+OF_OTHERS = {"_C", "_host_emptyCache"}  # torch's
 
 
 def test_the_installed_version_was_checked():
@@ -33,14 +32,14 @@ def test_a_name_is_there(name):
     found = getattr(import_or_skip(module), owner)
     if not attribute:
         return
-    # What is set in a constructor, and no more, is found in the source alone.
+    # An attribute that only a constructor sets is found in the source.
     sources = (inspect.getsource(each) for each in found.__mro__ if each is not object)
     declared = hasattr(found, attribute) or attribute in inspect.get_annotations(found)
     assert declared or any(f"self.{attribute}" in each for each in sources)
 
 
 def import_or_skip(module: str) -> ModuleType:
-    """Import a module of vLLM; skip the test if it needs the driver of a GPU."""
+    """Import a module of vLLM. Skip the test if it needs a GPU's driver."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -57,7 +56,7 @@ def trees() -> list[ast.Module]:
 
 
 def imported() -> list[str]:
-    """Return MODULE:NAME of all that the adapter imports from vLLM, also for types alone."""
+    """Return MODULE:NAME of all imports from vLLM in the adapter, also those only for types."""
     found = {
         f"{node.module}:{name.name}"
         for tree in trees()

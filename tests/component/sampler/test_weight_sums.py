@@ -1,8 +1,7 @@
-"""No version passes that a real engine did not load, however little it differs from what it holds.
+"""An engine that did not load a version is noticed, however little the version changes.
 
-The engines compute in bfloat16, and the versions differ by one bit of one number in each tensor, so
-that their logprobs are alike: a canary passes them all.
-"""
+The engines compute in bfloat16. The versions differ by one bit in each tensor, so that their
+logprobs are alike and a canary passes all."""
 
 from __future__ import annotations
 
@@ -103,8 +102,8 @@ print("RESULTS", json.dumps(results))
 
 
 def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
-    """A model in bfloat16 that differs from another in the last bit of one number per tensor, so
-    far into it."""
+    """A bfloat16 copy of a model with the last bit of one number per tensor changed. `at` is the
+    number's place as a share of the tensor."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -231,7 +230,7 @@ if __name__ == "__main__":
 def test_a_worker_of_two_that_did_not_load_is_noticed(
     tmp_path: Path, architecture: str, heads: int
 ):
-    """Each has a part of most tensors, and all of some: of keys and values with one head."""
+    """Each worker has a part of most tensors and all of some, such as keys with one head."""
     model = write_model(tmp_path / "base", architecture, num_key_value_heads=heads)
     adapters = []
     if architecture == "qwen3":
@@ -241,7 +240,7 @@ def test_a_worker_of_two_that_did_not_load_is_noticed(
     folders = [nudged(model, tmp_path / "old")]
     folders.append(nudged(folders[0], tmp_path / "new", at=0.7))
     old, new = (Path(publish(each, tmp_path, number=n).path) for n, each in enumerate(folders))
-    script = tmp_path / "two.py"  # which vLLM's processes import again
+    script = tmp_path / "two.py"  # vLLM's processes import it again
     script.write_text(_TRY_TWO)
     environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
     done = subprocess.run(

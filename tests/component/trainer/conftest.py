@@ -1,4 +1,4 @@
-"""Tiny models, written once for all tests of this folder, which must not change them."""
+"""Tiny models that all tests of this folder share and must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled blocks by machine code, for `make nightly`: a minute for each kind of block."""
+"""Machine code of compiled blocks, for `make nightly`: a minute for each kind of block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 @pytest.fixture(autouse=True)
 def anew():
-    """What torch has compiled belongs to classes of models, which all tests share. It holds tensors
-    without data, which tests that count tensors cannot read."""
+    """Compiled code belongs to the models' classes, which all tests share. It holds tensors without
+    data, which tests that count tensors cannot read."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""tinker-cookbook's own tools, as they are published, with adapters that a trainer published."""
+"""tinker-cookbook's published tools, with adapters that a trainer published."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def inputs_of_three_datums() -> tuple[list[Tensor], dict[str, list[Tensor]]]:
 def by_the_client(
     fn: CustomLossFn, ranks: Mapping[str, int], logprobs: list[Tensor], arrays: dict
 ) -> tuple[float, list[Tensor], dict[str, float]]:
-    """Value, derivatives and metrics as the SDK's own client-side path computes them."""
+    """Value, derivatives and metrics from the SDK's own computation on the client."""
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints([1] * len(row)),
@@ -198,7 +198,7 @@ def test_functions_are_known_under_the_names_that_tracing_gives_them() -> None:
             assert FUNCTIONS[public] in (getattr(owner, name), FUNCTIONS[f"{place}.{name}"])
 
 
-# --- What goes wrong says where ------------------------------------------------------------
+# --- Error messages ------------------------------------------------------------------------
 
 
 def fails(fn: CustomLossFn, limits: Limits | None = None, **ranks: int) -> str:

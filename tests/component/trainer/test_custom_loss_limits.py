@@ -1,5 +1,4 @@
-"""A custom loss takes no more memory and time than it may, whatever its graph does, and the trainer
-goes on."""
+"""No custom loss exceeds its limits of memory and time, and the trainer goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from trainer_service.losses.custom import custom_loss
 
 Tensor = torch.Tensor
 LITTLE = Limits(memory=2**27)
-"""Of memory: what a small graph needs many times over."""
+"""Far more memory than a small graph needs."""
 SHORT = Limits(seconds=1.0)
 
 
@@ -180,7 +179,7 @@ def test_a_request_that_has_no_time_left_fails(process):
     assert "processor time" in fails(process, plain, Limits(seconds=-1.0))
 
 
-# --- Anything ------------------------------------------------------------------------------------
+# --- Any operation -------------------------------------------------------------------------------
 
 ARGUMENTS = (
     {"ref": "logprobs"}, {"ref": "matrix"}, {"ref": "index"}, {"tuple": [{"ref": "logprobs"}]},
@@ -192,7 +191,7 @@ ARGUMENTS = (
 
 
 def body_of(kind: str, target: str, args: list[object]) -> bytes:
-    """A loss that is the sum of the logprobs, and calls one operation besides."""
+    """A loss that returns the sum of the logprobs, and also calls one operation."""
     logprobs = {"ref": "logprobs"}
     call = {"name": "asked", "op": kind, "target": target, "args": args}
     nodes = [

@@ -1,5 +1,4 @@
-"""Ranks that hold several replicas of a model, as those of several nodes do, and ranks that divide
-its matrices."""
+"""Ranks with replicas of a model, as on several nodes, and ranks that divide its matrices."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ Weights = dict[str, np.ndarray]
 
 
 def train(client: TrainerClient, *numbers: int, snapshot: str = "") -> list[np.ndarray]:
-    """A step on each batch, with clipping, and an epsilon by which gradients that are close to zero
-    do not turn their last bits into steps. Returns its log probabilities."""
+    """Steps on each batch and returns its log probabilities. Clipping and a large epsilon keep last
+    bits of small gradients from becoming steps."""
     found = []
     for number in numbers:
         found += logprobs_of(client.output(request(mixed_data(seed=number))))
@@ -140,7 +139,7 @@ def test_a_layout_computes_what_one_rank_computes_and_goes_on_from_a_snapshot_af
     model, tmp_path, alone, ranks, layout, lora, less_memory
 ) -> None:
     less_memory = {**less_memory}
-    offload = less_memory.pop("offload", "none")  # of the run; all others are settings
+    offload = less_memory.pop("offload", "none")  # a setting of the run, not of the trainer
     logprobs, expected = alone(lora)
     files = ranks if lora is None else 1
     snapshot = tmp_path / "snapshots" / "s2"

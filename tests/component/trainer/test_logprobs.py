@@ -1,4 +1,4 @@
-"""Logprobs in chunks and checkpointed blocks: the same numbers in less memory."""
+"""Logprobs in chunks and checkpointed blocks give the same numbers with less memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer_service.models.logprobs import ChunkedLogprobs, comes_apart, divide
 
 ROWS = 5
 IN_CHUNKS = {"logits_bytes": 4 * VOCABULARY * ROWS, "micro_batch_tokens": 256}
-"""Each test computes one micro-batch of fewer tokens."""
+"""Each test's only micro-batch has fewer tokens."""
 
 
 EVERY = (*REQUESTS, *DEFINITIONS)
@@ -95,7 +95,7 @@ def test_checkpointed_blocks_give_the_same_bits(models, architecture, adapted):
 
 @pytest.fixture(scope="module")
 def kept_and_made_again(model):
-    """Trainers of blocks that keep all they need for their gradients, and of checkpointed ones."""
+    """A trainer with blocks that keep their activations, and one with checkpointed blocks."""
     return make_rank(model), make_rank(model, checkpointing="on")
 
 
@@ -112,8 +112,8 @@ def test_checkpointed_blocks_give_the_same_bits_of_any_loss(kept_and_made_again,
 
 @pytest.fixture(scope="module")
 def in_float64(models):
-    """A plain trainer, and those that spare memory. Of GPT-NeoX, whose layers compute in the type
-    of the model: norms of the others are in float32, whatever that is."""
+    """A plain trainer and trainers that save memory, with GPT-NeoX. Its layers compute in the
+    model's type, while other models have norms in float32."""
     ways = ({}, IN_CHUNKS, {"checkpointing": "on"}, {**IN_CHUNKS, "checkpointing": "on"})
     trainers = [make_rank(models["gpt_neox"], packing="off", **way) for way in ways]
     for trainer in trainers:
@@ -122,7 +122,7 @@ def in_float64(models):
 
 
 def compute_exactly(trainer, request):
-    """As `compute`, by the backend alone: what a trainer answers is in float32."""
+    """Like `compute`, but in the backend, because a trainer answers in float32."""
     trainer.drop_gradients()
     batch = mixed_batch(trainer, request)
     whole = tuple(range(len(batch.lengths)))
@@ -147,7 +147,7 @@ def test_in_float64_chunks_and_checkpointed_blocks_are_exact_for_any_loss(in_flo
 
 
 class LargestOf(TorchDispatchMode):
-    """Notes the most rows of logits that any one tensor has."""
+    """Records the largest number of logits rows in one tensor."""
 
     rows = 0
 
@@ -161,7 +161,7 @@ class LargestOf(TorchDispatchMode):
 
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_no_tensor_has_the_logits_of_more_rows_than_a_chunk(models, request_name):
-    rows = 40  # more than the hidden size, since the head's weight is seen transposed, too
+    rows = 40  # more than the hidden size: the head's weight also appears transposed
     trainer = make_rank(models["llama"], logits_bytes=4 * VOCABULARY * rows)
     batch = batch_of(trainer, mixed_request(request_name))
     with LargestOf() as largest:

@@ -35,7 +35,7 @@ from trainer_service.service.node_connection import Hello, Message, Peer, connec
 
 PORT = 29500
 COPY_ON_EACH = TrainingSpec(layout=Layout(replicas=2))
-"""As gateways ask for it: between nodes there are gradients alone."""
+"""The gateways' usual layout: only gradients travel between nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def tls(tmp_path_factory) -> Certificate:
 
 @dataclass
 class TwoNodes:
-    """A trainer on two hosts, as the test sees it: node 0 by gRPC, node 1 as a process."""
+    """A trainer on two hosts: node 0 by gRPC, node 1 as a process."""
 
     client: TrainerClient
     member: subprocess.Popen[bytes]
@@ -61,7 +61,7 @@ class TwoNodes:
         return set(group_members(self.member.pid)) - {self.member.pid}
 
     def last_report(self) -> WorkerReport:
-        """Why the worker ended, once nothing of it is left on either host."""
+        """The worker's reason to end, once both hosts have no process left."""
         report = self.client.next_report()
         assert self.client.process.wait(timeout=CALL_SECONDS) == 1
         assert self.member.wait(timeout=CALL_SECONDS) != 0
@@ -129,7 +129,7 @@ def two_nodes(
 
 
 def answer_to(hello: Hello, address: tuple[str, int]) -> str:
-    """Node 0's reason to refuse a node."""
+    """Node 0's reason to refuse another node."""
     connection = connect(*address, node=hello.node, until=time.monotonic())
     peer = Peer(connection, name="node 0", patience=CALL_SECONDS)
     peer.send(Message(kind="hello", hello=hello))

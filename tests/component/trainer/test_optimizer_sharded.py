@@ -1,4 +1,4 @@
-"""What optimizers do with matrices that lie in pieces on two ranks is what they do on one."""
+"""Optimizers give equal results for matrices in pieces on several ranks and on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer_service.optimizers import AdamW, AdamWSettings, DiMuon, DiMuonSetti
 SHAPES = {"a": (6, 10), "b": (7, 3), "c": (1, 5), "d": (10, 6), "norm": (5,), "table": (9, 4)}
 STEPS = 3
 PATIENCE = timedelta(seconds=120)
-"""Rank 0 is the process of the tests, which must not hang when another one dies."""
+"""Rank 0 is the tests' own process, which must not hang if another one dies."""
 SETTINGS = DiMuonSettings(learning_rate=0.05, beta1=0.9, grad_clip_norm=2.0)
 ADAMW = AdamWSettings(
     learning_rate=0.05, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0
@@ -45,11 +45,11 @@ def gradient_of(name: str, step: int) -> torch.Tensor:
 
 
 def no_sum(value: torch.Tensor) -> None:
-    """That over one rank."""
+    """The sum over one rank."""
 
 
 def run_plain(dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """By dimuon, or by AdamW with states in `dtype`."""
+    """Steps with dimuon, or with AdamW and states in `dtype`."""
     model = Weights().to(dtype or torch.float32)
     named = dict(model.named_parameters())
     optimizer = (
@@ -68,7 +68,7 @@ def run_plain(dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor]
 
 
 def divide(model: Weights, mesh: DeviceMesh) -> None:
-    """One matrix by columns, one by rows, as ranks that compute together have them."""
+    """Divides one matrix by columns and one by rows, as in tensor parallelism."""
     for name, each in list(model.named_parameters()):
         placement = {"a": Shard(1), "d": Shard(0)}.get(name, Replicate())
         part = distribute_tensor(each.detach(), mesh, [placement], src_data_rank=None)
@@ -76,7 +76,7 @@ def divide(model: Weights, mesh: DeviceMesh) -> None:
 
 
 def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor that lies in pieces as another one does."""
+    """A tensor divided like another one."""
     shape, first = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
@@ -174,7 +174,7 @@ def test_bfloat16_is_rounded_with_the_same_random_bits_on_any_number_of_ranks(
     one, other = (
         torch.cat([each.flatten() for each in all_.values()]) for all_ in (found, expected)
     )
-    # The last bits of float32 depend on where the processor's vectors begin.
+    # The last bits of float32 depend on the alignment of the processor's vectors.
     assert (one != other).float().mean() < 0.01
 
 
@@ -189,6 +189,6 @@ def test_pieces_of_matrices_are_stepped_as_whole_ones(
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # The direction is rounded to bfloat16 inside torch's Newton-Schulz, where a last bit
-        # of the clipped gradient may fall to the other side.
+        # Torch's Newton-Schulz rounds the direction to bfloat16, which can amplify a last bit of
+        # the clipped gradient.
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Two ranks, one of which runs out of memory in the middle of a backward pass."""
+"""One of two ranks runs out of memory in the middle of a backward pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
 def in_micro_batches_of_16(
     model: Path, folder: Path, training: TrainingSpec, late: ForwardBackwardRequest
 ) -> dict[str, np.ndarray]:
-    """What two ranks learn."""
+    """Weights from two ranks with enough memory for micro-batches of 16 tokens."""
     settings = {"training": training, "ranks": 2, "micro_batch_tokens": 16}
     with trainer_process(model, folder, **settings) as client:
         client.output(EARLY)

@@ -1,4 +1,4 @@
-"""Real trainer processes over gRPC: one rank and two, order, refusal, and death."""
+"""Real trainer processes over gRPC, with one and two ranks: order, refusals, and death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(models, tmp_path_factory):
-    """Two ranks, each block an FSDP group of its own, and many small micro-batches."""
+    """Two ranks, one FSDP group for each block, and many small micro-batches."""
     with trainer_process(
         models["qwen3"],
         tmp_path_factory.mktemp("data"),
@@ -243,7 +243,7 @@ def test_progress_is_told_during_a_long_operation_and_of_no_other(two):
     progress = two.progress
     assert progress() == trainer_pb2.ProgressReply()
     count, half_way, total = 750, True, 0
-    while half_way is True:  # the operation ended before it was asked about
+    while half_way is True:  # the operation ended before the first question
         data = mixed_data(count := 2 * count)
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(two.forward_backward, request(data, forward_only=True))

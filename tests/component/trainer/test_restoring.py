@@ -1,4 +1,4 @@
-"""Snapshots of two ranks, and trainers that go on from one, over gRPC."""
+"""Snapshots of two ranks, and trainers that continue from one, over gRPC."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def weights(client: TrainerClient, folder) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    """A snapshot of two ranks at its second step, another one before its fourth, when there are
-    gradients; and the weights after that."""
+    """Snapshots of two ranks at the second step, and with gradients before the fourth. Also the
+    weights after the fourth step."""
     folder = tmp_path_factory.mktemp("data")
     path, later = (str(folder / "snapshots" / name) for name in ("s2", "s3"))
     with trainer_process(models["qwen3"], folder, ranks=2) as client:

@@ -1,4 +1,4 @@
-"""Several LoRA runs in one trainer process of one and of two ranks, over gRPC."""
+"""Several LoRA runs in one trainer, with one and two ranks, over gRPC."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 )
 def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, ranks, layout):
     model = models["qwen3"]
-    if layout.tensor_parallel > 1:  # that one has too few heads
+    if layout.tensor_parallel > 1:  # the small model has too few heads
         model = write_model(tmp_path / "model", "qwen3")
     training_a, training_b = (each.model_copy(update={"layout": layout}) for each in (A, B))
     with trainer_process(model, tmp_path, training=training_a, ranks=ranks) as a:
@@ -83,7 +83,7 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
             b.remove()
         train(b, 7)
         last = tensors(b, tmp_path)
-        again = a.of_run("again")  # in a process where the first run has come and gone
+        again = a.of_run("again")  # after the first run was removed
         assert not again.add(training_a).HasField("failure")
         assert again.restore(snapshots[a], seq_id=4).step == 2
         assert_same(tensors(again, tmp_path), found[0])

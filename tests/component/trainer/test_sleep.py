@@ -1,4 +1,4 @@
-"""Real trainers that sleep, wake, and refuse what comes without their lease."""
+"""Real trainers sleep, wake, and refuse calls without their lease."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LORA = TrainingSpec(lora=LoraSpec(rank=4, seed=3), optimizer="dimuon")
 
 
 def switch(client: TrainerClient, lease: int, *, spill: Path | None = None) -> None:
-    """Sleeps and wakes, with the tokens `lease` and the one after it."""
+    """Sleeps with the token `lease` and wakes with the next one."""
     client.hold(lease)
     reply = client.sleep(spill_folder=str(spill or ""))
     assert not reply.HasField("failure"), reply.failure
@@ -48,8 +48,8 @@ def weights(client: TrainerClient, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def trained(client: TrainerClient, folder: Path, *, sleeps: bool, dimuon: bool):
-    """The weights after three steps, with the gradients of each in two batches. If it sleeps, it
-    does so wherever it can, on disk and in memory by turns."""
+    """The weights after three steps of two batches each. With `sleeps` it sleeps at every chance,
+    in turn on disk and in memory."""
     lease = 1
     for number in range(3):
         for batch in (number, number + 10):
@@ -108,7 +108,7 @@ def two(models, tmp_path_factory):
 
 
 def newest(client: TrainerClient) -> int:
-    """The newest lease that the trainer has seen: it refuses the token 0 and says so."""
+    """The newest lease that the trainer knows, from its refusal of the token 0."""
     client.hold(0)
     with pytest.raises(grpc.RpcError) as refused:
         client.sleep()
@@ -159,7 +159,7 @@ def test_nothing_that_needs_the_devices_runs_without_the_lease(two, tmp_path):
             before = two.seq_id
             assert "it is awake" in refused(call, newest=lease + 1)
             two.seq_id = before
-    # What needs none is answered: its facts, how far it is, what became of a snapshot.
+    # Facts, progress and the outcome of a snapshot need no lease.
     assert not two.describe().asleep
     assert two.progress() == trainer_pb2.ProgressReply()
     assert two.await_snapshot("unknown").HasField("failure")
@@ -219,7 +219,7 @@ def test_it_does_not_sleep_while_operations_are_under_way(two):
     wait_until(busy)
     assert not two.describe().asleep
     two.hold(lease := lease + 1)
-    two.wake()  # it is awake, and says so at once
+    two.wake()  # it is awake and answers at once
     two.seq_id = second.seq_id - 1
     two.optim_step()
     two.seq_id += 1

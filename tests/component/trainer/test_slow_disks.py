@@ -1,5 +1,4 @@
-"""Ranks that write different amounts, or onto disks of different speed, wait for each other for
-longer than any collective may take."""
+"""Ranks wait for a slower write of another rank longer than a collective's timeout."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from trainer_service.checkpoints.storage import ByteCount, HashedFile, together
 from trainer_service.checkpoints.training_state import write_shards
 
 TIMEOUT = timedelta(seconds=8)
-"""Of a collective."""
+"""A collective's timeout."""
 PATIENCE = timedelta(seconds=120)
 Play = Callable[[int, Path, dist.ProcessGroup], object]
 
 
 def write_slowly(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
-    """Rank 1 takes half as long again as a collective may."""
+    """Rank 1 needs 1.5 times a collective's timeout."""
     if rank == 1:
         write, storage._PIECE = HashedFile.write, 2**16
 

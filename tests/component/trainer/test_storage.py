@@ -51,7 +51,7 @@ def test_a_file_that_another_rank_finds_damaged_is_refused_and_training_goes_on(
         two.output(request(mixed_data(seed=0)))
         two.optim_step()
         assert not two.save(tmp_path / "a").HasField("failure")
-        for number in range(2):  # the ranks share the files between them
+        for number in range(2):  # the ranks share the checks of files
             file = tmp_path / "a" / f"rank-{number}-0.safetensors"
             whole = file.read_bytes()
             file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -1,6 +1,7 @@
-"""Two ranks that divide the matrices of a model compute what one does, for each kind of model, and
-of what is trained, by either optimizer, also with compiled blocks, of which machine code is for
-`make nightly`."""
+"""Two ranks that divide a model's matrices agree with one rank.
+
+The tests cover every kind of model and of run, both optimizers, and compiled blocks. `make nightly`
+tests their machine code."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ ARCHITECTURES = (
 )
 ROWS_OF_HEADS = "cohere, normed heads"
 DENSE = "deepseek_v3, dense"
-"""Latent attention, which is whole on each rank, without experts."""
+"""Without experts. Its latent attention is whole on each rank."""
 PATIENCE = timedelta(seconds=300)
 SETTINGS = TrainerSettings(device="cpu", threads=1)
 STEP = AdamWSettings(
@@ -96,15 +97,14 @@ def runs_of(kind: str, layout: Layout) -> list[TrainingSpec]:
 
 
 def train(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
-    """Two steps of each of the runs that share a model. Returns log probabilities, norms and the
-    weights, or the adapter, as they are exported."""
+    """Two steps of each run on a model. Returns log probabilities, norms, and exported weights."""
     first = Fsdp2Backend(model_path=path, settings=SETTINGS, world=world, training=runs[0])
     backends = [first, *(first.share(other) for other in runs[1:])]
     return [steps(backend) for backend in backends]
 
 
 def train_compiled(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
-    """As `train`. All blocks are one graph with gradients, and one without."""
+    """Like `train`. All blocks share one graph with gradients, and one without."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     settings = SETTINGS.model_copy(update={"compile": "on", "checkpointing": "on"})
     backend = Fsdp2Backend(model_path=path, settings=settings, world=world, training=runs[0])
@@ -145,12 +145,11 @@ def steps(backend: TrainerBackend) -> Found:
 
 @contextmanager
 def dimuon_that_keeps_last_bits_small() -> Iterator[None]:
-    """Newton-Schulz in float32, and AdamW with the eps that it has here otherwise.
+    """Newton-Schulz in float32, and AdamW with the eps of the other tests.
 
-    The sums of two ranks differ from those of one in their last bits, as in any other run. Torch's
-    iterations in bfloat16 make 1e-3 of that, and AdamW with an eps of 1e-12 as much as a whole step
-    where a gradient is zero but for these bits, like that of GPT-NeoX's biases of keys.
-    """
+    Sums of two ranks and of one differ in their last bits. Torch's iterations in bfloat16 amplify
+    this to 1e-3. AdamW with an eps of 1e-12 makes a whole step of a gradient that is zero except
+    for these bits, such as that of GPT-NeoX's biases of keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonalize)
         patch.setattr(dimuon, "ADAMW_EPS", STEP.eps)
@@ -160,7 +159,7 @@ def dimuon_that_keeps_last_bits_small() -> Iterator[None]:
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """As torch does it, but in the type of the matrix."""
+    """Like torch's function, but in the matrix's type."""
     a, b, c = coefficients
     found = matrix / matrix.norm().clamp(min=eps)
     for _ in range(steps):
@@ -180,12 +179,12 @@ def run_rank(rank: int, folder: str) -> None:
         for name, kind in CASES:
             trained = train_compiled if kind == "compiled blocks" else train
             found[name, kind] = trained(Path(folder) / name, world, *runs_of(kind, TOGETHER))
-        # A plan that forgets what computes with some of the heads.
+        # A plan without modules that compute some of the heads.
         wrong = small_model(Path(folder) / "gemma3_text", times=2)
         wrong.tp_plan = {n: s for n, s in wrong.tp_plan.items() if not n.endswith("_norm")}
         with pytest.raises(WorkerStartFailed, match=r"the gradient of .*_norm.weight would differ"):
             compare_divided(wrong, init_device_mesh("cpu", (2,)))
-        # A plan that leaves out norms with a row for each head.
+        # A plan without norms that have a row for each head.
         rows = small_model(Path(folder) / ROWS_OF_HEADS, times=2)
         with pytest.raises(WorkerStartFailed, match="CohereForCausalLM cannot be divided among 2"):
             compare_divided(rows, init_device_mesh("cpu", (2,)))
@@ -215,7 +214,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def group_of_one(folder) -> Iterator[None]:
-    """For FSDP, which casts what is kept in bfloat16."""
+    """FSDP needs a group to cast bfloat16 states."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -227,7 +226,7 @@ def group_of_one(folder) -> Iterator[None]:
 def test_two_ranks_that_divide_matrices_compute_what_one_does(folder, architecture, kind) -> None:
     found: list[Found] = torch.load(folder / "found.pt")[architecture, kind]
     expected = train(folder / architecture, World(0, 1, "cpu"), *runs_of(kind, Layout()))
-    # A last bit of a gradient in float32 can round a weight up or down.
+    # The last bit of a float32 gradient can round a weight up or down.
     close = 2**-7 if "bfloat16" in kind else 1e-5
     for both, alone in zip(found, expected, strict=True):
         for one, other in zip(alone[0], both[0], strict=True):

@@ -1,4 +1,4 @@
-"""What vLLM, in this process and without an engine, makes of a trainer's files."""
+"""vLLM's loader reads a trainer's files, in this process and without an engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Where weights, gradients and moments are beside a GPU, of a run that keeps them on its host.
+"""Weights, gradients and moments stay on a GPU's host if the run keeps them there.
 
-There is no GPU: torch follows the types, shapes and devices of tensors without values, and a device
-that is only a name takes its place. Whatever mixed two devices up would raise.
-"""
+No GPU is needed. Torch follows types, shapes and devices of tensors without values, and a mere
+device name replaces the GPU. Mixed devices would raise."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Place = tuple[str, torch.dtype]
 
 
 class Block(nn.Module):
-    """Notes where its weight is, and in which type, whenever it computes."""
+    """Records the device and type of its weight at each computation."""
 
     def __init__(self, seen: list[Place], states: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def ranks_on_a_gpu(*, rank: int) -> DeviceMesh:
-    """One of two ranks, which has nobody to talk to, on a device that is a name in this process."""
+    """One of two ranks without a peer, on a device that exists only as a name in this process."""
     _setup_privateuseone_for_python_backend("gpu")
     for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
         module._get_device_handle = lambda kind: torch.cpu  # streams that do nothing
@@ -61,7 +60,7 @@ def ranks_on_a_gpu(*, rank: int) -> DeviceMesh:
 
 
 def sent_by(target: Callable[..., None], argument: object) -> Any:
-    """What a process of its own sends: the name of the device is its for good."""
+    """The result from a separate process, because a device's name cannot be removed again."""
     context = multiprocessing.get_context("spawn")
     sent = context.Queue()
     rank = context.Process(target=target, args=(argument, sent))
@@ -75,9 +74,8 @@ def sent_by(target: Callable[..., None], argument: object) -> Any:
 
 
 def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
-    """Two micro-batches and a step of the first of two ranks. Sends where its weights were during
-    the computation; where weights, gradients and moments are after it; and where pieces were
-    stepped."""
+    """Two micro-batches and a step of the first of two ranks. Sends the places of weights during
+    computation, of weights, gradients and moments afterwards, and of stepped pieces."""
     mesh = ranks_on_a_gpu(rank=0)
     seen: list[Place] = []
     stepped: list[Place] = []
@@ -93,7 +91,7 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
             model(torch.empty(3, 16, device="gpu", dtype=torch.bfloat16)).sum().backward()
 
         def note(*states: list[torch.Tensor], **settings: object) -> None:
-            """In the place of a kernel that real devices alone have."""
+            """Replaces a kernel that needs a real device."""
             stepped.extend(place_of(each) for kind in states[:4] for each in kind)
 
         staged.adamw = note
@@ -114,14 +112,14 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
 
 
 def load_beside_a_gpu(model: Path, sent: Any) -> None:
-    """The second of two ranks loads its part of a model, of which some matrices have an odd number
-    of rows. Sends where its parts are, and which of them are not pinned before FSDP moves them."""
+    """The second of two ranks loads its part of a model with odd numbers of rows. Sends the devices
+    of its parts, and the parts that are not pinned before FSDP moves them."""
     mesh = ranks_on_a_gpu(rank=1)
     made: list[ShardGroups] = []
     empty = torch.empty
 
     def elsewhere(*shape: int, device: Any = None, **named: Any) -> torch.Tensor:
-        """For a buffer that FSDP begins with on its device."""
+        """Replaces `torch.empty` for a buffer that FSDP creates on its device."""
         on_gpu = getattr(device, "type", "") == "gpu"
         return empty(*shape, device="cpu" if on_gpu else device, **named)
 

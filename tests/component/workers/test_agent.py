@@ -1,4 +1,4 @@
-"""The agent and a gateway that comes, goes and comes again: what each knows of the other."""
+"""An agent and a gateway that comes and goes: each one's knowledge of the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 
 def agent_of(data_dir: Path, behaviour: str = "serve"):
-    """An agent whose workers are dummies, for the length of an `async with`."""
+    """An agent with dummy workers, as an `async with`."""
     launcher = ProcessLauncher(
         data_dir=data_dir, command=lambda _: [sys.executable, DUMMY, behaviour]
     )
@@ -41,7 +41,7 @@ def agent_of(data_dir: Path, behaviour: str = "serve"):
 
 @contextlib.contextmanager
 def running(*command: str):
-    """A process, the leader of its own group, for the length of the block."""
+    """A process that leads its own group, for the length of the block."""
     process = subprocess.Popen(
         command,
         start_new_session=True,
@@ -56,8 +56,8 @@ def running(*command: str):
 
 @contextlib.contextmanager
 def left_by_its_first(*, note: Callable[[int], None]):
-    """A group in a session of others whose first process, told to `note`, has ended: its number,
-    and the other process."""
+    """A group without a session of its own. Its first process, told to `note`, has ended. Yields
+    its number and its other process."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = ["sh", "-c", "sleep 600 & echo $!; read line"]
     with subprocess.Popen(command, process_group=0, **pipes) as first:
@@ -73,7 +73,7 @@ def left_by_its_first(*, note: Callable[[int], None]):
 
 @contextlib.asynccontextmanager
 async def gateway_of(data_dir: Path):
-    """A gateway's launcher that ends as a killed gateway's does: its workers stay."""
+    """A gateway's launcher that ends like a killed gateway's, so that its workers stay."""
     epoch = Epoch(number=1, superseded=lambda: None)
     launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=epoch)
     try:
@@ -153,7 +153,7 @@ async def test_a_gateway_that_dies_while_a_worker_starts_leaves_nothing_of_it(tm
 async def test_a_worker_that_a_gateway_had_stopped_when_it_died_ends_and_is_left_to_nobody(
     tmp_path,
 ):
-    """It takes no notice of SIGTERM, so that it has to be killed later."""
+    """It ignores SIGTERM, so that it has to be killed later."""
     launcher = ProcessLauncher(data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "deaf"])
     async with serving(launcher, data_dir=tmp_path), gateway_of(tmp_path) as second:
         async with gateway_of(tmp_path) as first:
@@ -252,7 +252,7 @@ async def test_an_agent_that_is_frozen_says_nothing_of_a_worker_that_was_to_end(
 
 
 async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_before(tmp_path):
-    """A process that takes no notice of its lifeline stands for one that dies slowly."""
+    """A process that ignores its lifeline stands for one that dies slowly."""
     with running("sleep", "600") as survivor:
         ProcessGroups(tmp_path / FILE_NAME).add(survivor.pid)
         async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:

@@ -1,4 +1,4 @@
-"""Agents that a gateway reaches by TCP, and workers that it reaches by TLS."""
+"""Agents that a gateway reaches by TCP, and their workers by TLS."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def authority(tmp_path) -> Authority:
 
 @pytest.fixture
 async def agents(authority, tmp_path):
-    """Two agents with data directories of their own, and the settings of their gateway."""
+    """Two agents with separate data directories, and their gateway's settings."""
     async with AsyncExitStack() as stack:
         addresses = {kind: f"127.0.0.1:{known_port()}" for kind in KINDS}
         for kind in KINDS:

@@ -1,5 +1,5 @@
-"""Two gateways, an agent and a trainer: once the later gateway has found the trainer, both refuse
-the earlier one, which ends itself."""
+"""Once a later gateway has found a trainer, trainer and agent refuse the earlier gateway, which
+then ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "s-1:train:0"
 
 
 class Gateway:
-    """What of a gateway speaks to others. It ends as a killed one does: its workers stay."""
+    """A gateway's connections. It ends like a killed one, so that its workers stay."""
 
     def __init__(self, data_dir: Path, *, epoch: int) -> None:
         self.superseded: list[int] = []
@@ -56,7 +56,7 @@ class Gateway:
 
 @pytest.fixture
 async def gateways(tmp_path):
-    """Opens gateways of one data directory, each of a later epoch than those before."""
+    """Opens gateways on one data directory, each with a later epoch."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(
             serving(ProcessLauncher(data_dir=tmp_path), data_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""A trainer backend of another package that cannot sleep, on a group whose devices it shares."""
+"""A foreign trainer backend without sleep, on a group with shared devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Backend(Fsdp2Backend):
 
 @dataclasses.dataclass
 class Suspender:
-    """Notes what it is asked for."""
+    """Records its calls."""
 
     reason: str = ""
     asked: list[tuple[str, int]] = dataclasses.field(default_factory=list)
@@ -48,7 +48,7 @@ class Suspender:
 
 @pytest.fixture
 def spec(tmp_path, monkeypatch) -> WorkerSpec:
-    """Of a trainer with the backend `foreign`, as an installed package would have it."""
+    """The specification of a trainer with the installed backend `foreign`."""
     package = tmp_path / "site"
     register(package, "foreign-backend", foreign="foreign_backend:Backend")
     (package / "foreign_backend.py").write_text(BACKEND)

@@ -1,4 +1,4 @@
-"""What is left of the workers when the process that launched them is killed."""
+"""No worker outlives a killed launcher."""
 
 from __future__ import annotations
 

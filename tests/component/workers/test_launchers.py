@@ -1,5 +1,5 @@
-"""What every launcher does: `ProcessLauncher` itself, and `AgentLauncher`, which asks an agent that
-has one, over its socket."""
+"""Common behaviour of launchers: `ProcessLauncher` itself, and `AgentLauncher` through an agent's
+socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EPOCH = Epoch(number=1, superseded=lambda: None)
 
 @pytest.fixture(params=["process", "agent"])
 async def make(tmp_path, request):
-    """Makes one launcher that runs the dummy worker with a behaviour, or another command."""
+    """Makes a launcher that runs the dummy worker with a behaviour, or another command."""
     async with contextlib.AsyncExitStack() as opened:
 
         async def launcher(behaviour: str, command: list[str] | None = None) -> Launcher:
@@ -70,12 +70,12 @@ def spec(worker_id: str = "trainer-s-1-0", *, start: float = 60, stop: float = 6
 
 
 def descriptors(pid: str) -> dict[str, str]:
-    """The open file descriptors of a process and what they are (Linux; elsewhere none), but for the
-    connections that threads of earlier tests make and lose, and the folder that agents look at."""
+    """The open file descriptors of a process and their targets (only on Linux). Connections of
+    earlier tests' threads and the agent's watched folder are left out."""
     found = {}
     folder = Path("/proc") / pid / "fd"
     for entry in sorted(folder.iterdir()) if folder.exists() else ():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
             found[entry.name] = str(entry.readlink())
     return {
         name: what
@@ -102,7 +102,8 @@ async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make,
 
 
 def niceness_of(pid: int) -> set[int]:
-    """That of a process and, where the kernel groups processes by session, that of its session."""
+    """The niceness of a process and, where the kernel groups processes by session, of its
+    session."""
     found = {os.getpriority(os.PRIO_PROCESS, pid)}
     autogroup = Path(f"/proc/{pid}/autogroup")
     return found | ({int(autogroup.read_text().split()[-1])} if autogroup.exists() else set())
@@ -205,7 +206,7 @@ async def test_a_worker_that_cannot_start_gives_its_own_reason(make, behaviour):
         await launcher.start(spec())
     assert await launcher.list() == []
     await launcher.close()
-    assert [end async for end in watch] == []  # whoever called start knows it
+    assert [end async for end in watch] == []  # the caller of start knows it
 
 
 async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(make, tmp_path):
@@ -285,7 +286,7 @@ async def test_a_cancelled_start_leaves_nothing(make, tmp_path):
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await launcher.stop(worker.spec.worker_id)  # returns when nothing is left
+    await launcher.stop(worker.spec.worker_id)  # waits for the end
     assert group_members(worker.pid) == []
 
 
@@ -351,7 +352,7 @@ async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
         pid = launcher.describe(handle.worker_id).pid
         links = descriptors(str(pid)).values()
         pipes.append({link for link in links if link.startswith("pipe:")})
-    assert [len(each) for each in pipes] == [2, 2, 2]  # its own lifeline and report
+    assert [len(each) for each in pipes] == [2, 2, 2]  # one lifeline and one report
     assert len(set.union(*pipes)) == 6
 
 

@@ -1,4 +1,4 @@
-"""Who reaches the metrics of a worker neither holds a thread nor fills its memory."""
+"""No reader of a worker's metrics holds a thread or fills its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that wait for a worker to be: who gets one, and what becomes of the others."""
+"""Idle processes that become workers: assignment, replacement and end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """An idle process, which others go before, has time to answer."""
+    """Gives an idle process time to answer, because others have priority."""
     monkeypatch.setattr(pools, "_HAND_OVER_SECONDS", PATIENCE)
 
 
@@ -43,7 +43,7 @@ async def launching(
     command: list[str] | None = None,
     pool: Mapping[WorkerKind, int] | None = None,
 ):
-    """A launcher whose workers are dummies, with one idle process unless `pool` says otherwise."""
+    """A launcher with dummy workers. `pool` defaults to one idle process."""
     chosen = command or [sys.executable, DUMMY, behaviour]
     sizes: Mapping[WorkerKind, int] = {"trainer": 1} if pool is None else pool
     launcher = ProcessLauncher(data_dir=data_dir, command=lambda _: chosen, pool=sizes)
@@ -68,7 +68,7 @@ def spec(worker_id: str = "trainer-s-1-0", **changes: object) -> WorkerSpec:
 
 
 async def idle_one(launcher: ProcessLauncher) -> int:
-    """The idle process for trainers, once there is exactly one."""
+    """The only idle process for trainers, once there is one."""
 
     def one() -> int:
         pids = launcher.idle.pids("trainer")
@@ -115,7 +115,7 @@ async def test_nobody_is_told_of_idle_processes(tmp_path):
 async def test_the_log_of_a_worker_that_was_idle_is_its_own(tmp_path, capfd):
     async with launching(tmp_path, "polite") as launcher:
         await idle_one(launcher)
-        assert "preloaded" in capfd.readouterr().err.splitlines()  # where the agent's output goes
+        assert "preloaded" in capfd.readouterr().err.splitlines()  # the agent's output
         await launcher.start(spec())
         await launcher.stop("trainer-s-1-0")
     about, said = (tmp_path / "logs" / "trainer-s-1-0.log").read_text().splitlines()

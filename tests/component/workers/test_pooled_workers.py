@@ -1,4 +1,4 @@
-"""A trainer and an engine in processes that had imported everything before they were asked for."""
+"""A trainer and an engine in idle processes that imported everything beforehand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
 
 @dataclass
 class Running:
-    """A worker that serves; `was_idle`: its process had been started before."""
+    """A serving worker. `was_idle`: its process was started before."""
 
     handle: WorkerHandle
     pid: int
@@ -68,15 +68,14 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Idle processes take a share of the processors in which they get idle, and answer, while
-    others test."""
+    """Gives idle processes a share of the processors, and time to answer, beside other tests."""
     monkeypatch.setattr("tandem.agent.pool._IMPORTING_NICENESS", 3)
     monkeypatch.setattr("tandem.agent.pool._HAND_OVER_SECONDS", PATIENCE)
 
 
 @contextlib.asynccontextmanager
 async def launching(data_dir: Path, kind: WorkerKind):
-    """Gives a function that starts a worker, the first of them in an idle process."""
+    """Gives a function that starts a worker. The first worker takes an idle process."""
     launcher = ProcessLauncher(data_dir=data_dir, pool={kind: 1})
 
     async def start(worker: WorkerSpec) -> Running:
@@ -98,18 +97,19 @@ def text_of(path: Path) -> str:
 
 
 def niceness(pid: int) -> set[int]:
-    """That of all threads of a process, and of its session where sessions have one."""
+    """The niceness of a process's threads and, where sessions have one, of its session."""
     process = Path(f"/proc/{pid}")
     threads = set()
     for each in (process / "task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
             threads.add(os.getpriority(os.PRIO_PROCESS, int(each.name)))
     session = process / "autogroup"
     return threads | ({int(session.read_text().split()[-1])} if session.exists() else set())
 
 
 def usual_niceness() -> set[int]:
-    """That of a worker which was never idle: a little nicer than its agent, and so its session."""
+    """The niceness of a worker that was never idle, a little above its agent's, and of its
+    session."""
     return {os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _NICENESS}
 
 
@@ -135,7 +135,7 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
-    """Also in a process of its own, which is forked from that which was idle."""
+    """The engine also runs in its own process, forked from the idle one."""
 
     def sampled(worker: Running) -> None:
         with SamplerClient(worker.started, model) as client:

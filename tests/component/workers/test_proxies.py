@@ -1,4 +1,4 @@
-"""Servers on this machine, called in an environment whose proxy is not there."""
+"""Calls to servers on this machine succeed although the environment's proxy does not exist."""
 
 from __future__ import annotations
 

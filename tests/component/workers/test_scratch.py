@@ -1,4 +1,4 @@
-"""A worker's temporary folder and its names in /dev/shm go with it, however it ends."""
+"""A worker's temporary folder and its names in /dev/shm disappear with it, however it ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launcher_for(tmp_path) -> ProcessLauncher:
 
 
 async def started(launcher: ProcessLauncher) -> tuple[int, Path, set[str]]:
-    """A worker's process, its temporary folder, and its names in /dev/shm, once they are noted."""
+    """A worker's process, temporary folder and recorded names in /dev/shm."""
     await launcher.start(spec())
     worker = processes_of(launcher)["trainer-s-1-0"]
     names = {
@@ -83,7 +83,7 @@ async def test_what_a_worker_has_written_goes_when_it_ends(tmp_path, way):
 async def test_the_next_agent_removes_what_a_killed_one_has_left(tmp_path):
     launcher = launcher_for(tmp_path)
     _, folder, names = await started(launcher)
-    launcher.scratches.remove = lambda _: None  # as if this agent were killed now
+    launcher.scratches.remove = lambda _: None  # as if the agent were killed
     await launcher.close()
     assert folder.exists()
     assert names <= set(entry_names(SHARED))

@@ -1,4 +1,4 @@
-"""Callers without the secret fill no memory of a worker: it reads nothing that they send."""
+"""Callers without the secret cannot fill a worker's memory, because it reads nothing from them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_request_with_the_secret_may_be_large(tmp_path):
     good = (SECRET_METADATA_KEY, "s" * 32)
     request = trainer_pb2.ForwardBackwardRequest(payload=bytes(100 * MIB)).SerializeToString()
     async with worker(tmp_path) as (handle, _process), worker_channel(handle) as channel:
-        # It passed: this worker has no trainer.
+        # It passed the check, but this worker has no trainer.
         code = await refused(channel, METHODS["one request, one answer"], request, good)
     assert code is grpc.StatusCode.UNIMPLEMENTED
 

@@ -1,4 +1,4 @@
-"""Nobody calls a worker without its secret: every method of every service, by its descriptor."""
+"""No method of any service answers without the worker's secret."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WRONG = {
 
 
 class Open(trainer_pb2_grpc.TrainerServicer):
-    """Answers everybody: what stands before it is tested."""
+    """Answers everybody, because the test is about the interceptor before it."""
 
     async def Describe(self, request, context):
         return trainer_pb2.DescribeTrainerReply(architecture="open")

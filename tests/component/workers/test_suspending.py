@@ -1,4 +1,4 @@
-"""Workers that cannot sleep by themselves are suspended by their agent, all processes or none."""
+"""An agent suspends workers that cannot sleep: all of their processes or none."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
-# The program, as far as it is used: the state of a process is a file of its number. A file "fail
-# lock 7" lets it fail to lock 7, "hang lock 7" take for ever; "deaf lock 7" leaves 7 as it was.
+# Imitates the used parts of cuda-checkpoint. The file "7" has the state of process 7. A file "fail
+# lock 7" makes its lock fail, "hang lock 7" makes it hang, and "deaf lock 7" makes it do nothing.
 PROGRAM = """#!/bin/sh
 folder=$(dirname "$0")
 for pid; do :; done
@@ -43,7 +43,7 @@ esac > "$folder/$pid"
 
 
 class Machine:
-    """Processes and their states, as the program sees them."""
+    """Processes and their states, from the program's point of view."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +92,7 @@ async def test_all_processes_are_locked_before_the_first_is_moved_and_all_go_on_
     assert machine.states(7, 8) == ["running"] * 2
     await machine.suspender.resume([7, 8], timeout=60)
     back = [call for call in machine.calls() if "--action" in call][4:]
-    for pid in ("7", "8"):  # each by itself
+    for pid in ("7", "8"):  # each on its own
         own = [call.split()[1] for call in back if call.endswith(f"--pid {pid}")]
         assert own == ["restore", "unlock"]
     assert len(back) == 4
@@ -165,7 +165,7 @@ def test_where_it_cannot_be_used_it_says_why():
 
 @pytest.fixture
 async def agent(machine, tmp_path, monkeypatch):
-    """A gateway's launcher, whose agent starts dummies, and the agent's own."""
+    """A gateway's launcher, through an agent that starts dummies."""
     monkeypatch.setattr(
         tandem.agent.launcher, "uses_gpu", lambda pid: (machine.folder / str(pid)).exists()
     )

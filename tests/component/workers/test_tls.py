@@ -1,4 +1,4 @@
-"""Who may call whom with which certificate."""
+"""Certificates and the calls that they permit."""
 
 from __future__ import annotations
 

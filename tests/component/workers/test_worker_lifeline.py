@@ -36,7 +36,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 AT_ONCE = [(f"grpc.{bound}_reconnect_backoff_ms", 100) for bound in ("initial", "min", "max")]
-"""Calls a worker as soon as it listens. Without, the longer it takes to start, the later."""
+"""Reconnects soon. By default, a call waits longer the longer a worker takes to start."""
 
 CHILD = """
 child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: signal.pause()'])
@@ -51,7 +51,7 @@ def run(code: str, **options) -> subprocess.Popen[bytes]:
 
 
 def ends(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status. Everything of its group is gone afterwards, or the test fails."""
+    """The exit status of a process. Fails if anything in its group survives."""
     status = process.wait(60)
     wait_until(lambda: not group_members(process.pid), what="the group has ended")
     process.stdout.close()
@@ -195,7 +195,7 @@ def test_a_rank_dies_with_the_worker_that_started_it():
         "while True: signal.pause()"
     )
     pid = int(worker.stdout.readline())
-    assert group_members(pid) == [pid]  # a group of its own: only the kernel connects the two
+    assert group_members(pid) == [pid]  # a separate group, connected only by the kernel
     worker.kill()
     assert ends(worker) == -signal.SIGKILL
     wait_until(lambda: not group_members(pid), what="the rank has ended")
@@ -203,14 +203,14 @@ def test_a_rank_dies_with_the_worker_that_started_it():
 
 
 def test_a_rank_whose_worker_is_gone_already_ends_at_once():
-    rank = run("die_with_parent(os.getppid() + 1)\nsys.exit(0)")  # that is not our parent
+    rank = run("die_with_parent(os.getppid() + 1)\nsys.exit(0)")  # not our parent
     assert ends(rank) == -signal.SIGKILL
     rank.stdin.close()
 
 
 def in_a_container(tmp_path: Path, behaviour: str, **changes: object) -> subprocess.Popen[bytes]:
-    """A dummy worker whose specification is a file, as in a pod; `report` is where it leaves why it
-    ends."""
+    """A dummy worker with its specification in a file, as in a pod. It writes the reason of its end
+    to `report`."""
     spec = specification().model_copy(update=changes)
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     files = ["--spec-file", str(tmp_path / "spec.json"), "--report-file", str(tmp_path / "report")]
@@ -267,7 +267,7 @@ def test_a_worker_that_no_gateway_calls_any_more_ends_itself(tmp_path):
         ask = partial(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest())
         called_at = time.monotonic()
         ask(metadata=((SECRET_METADATA_KEY, "s3cret"),), timeout=60, wait_for_ready=True)
-        while worker.poll() is None:  # who does not know the secret is no gateway
+        while worker.poll() is None:  # a caller without the secret is no gateway
             with suppress(grpc.RpcError):
                 ask(metadata=((SECRET_METADATA_KEY, "another"),), timeout=60)
             time.sleep(0.1)
