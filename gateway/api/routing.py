@@ -53,8 +53,8 @@ from tandem.errors import (
 from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
 Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
-"""The required key: none; none from this machine and any from elsewhere; a signed address; or a key
-with this role or one that includes it.
+"""The required key: `none` needs no key, `local` none from this machine and any from elsewhere, and
+`signature` a signed address. Other values need a key with this role or one that includes it.
 """
 OPEN_ROLES = frozenset({"none", "local", "signature"})
 _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {

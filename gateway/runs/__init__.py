@@ -13,10 +13,10 @@ rows (`resumption`). A gateway that ends saves its runs or leaves them to the ne
 
 To add a kind of operation:
 
-1. `operations.Kind` and, if it has fields, a class in `operations.Body`;
-2. its method of `runner.OperationRunner`, called by `carry_out`;
-3. the RPC in `protos/tandem/v1/trainer.proto`;
-4. the route in `api/tinker/training.py`;
-5. its name in `usage.meter.UsageKind`, if it is metered under its own name;
-6. the trainer's handler in `trainer_service/`.
+1. Extend `operations.Kind`. If it has fields, add a class to `operations.Body`.
+2. Add a method to `runner.OperationRunner`, called by `carry_out`.
+3. Add the RPC to `protos/tandem/v1/trainer.proto`.
+4. Add the route to `api/tinker/training.py`.
+5. Add its name to `usage.meter.UsageKind`, if it is metered under its own name.
+6. Write the trainer's handler in `trainer_service/`.
 """

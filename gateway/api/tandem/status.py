@@ -1,4 +1,4 @@
-"""Status, base models, settings and version, under /api/tandem/v1; /metrics; /openapi.json.
+"""Status, base models, settings and version, under /api/tandem/v1. Also /metrics and /openapi.json.
 
 For the command line and scripts. Times are in seconds since 1970.
 """

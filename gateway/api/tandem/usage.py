@@ -14,8 +14,8 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class OwnerUsage(Answer):
-    """Trained tokens; the samples' prompt tokens (`cached_tokens` of them from the prefix cache)
-    and sampled tokens; accelerator seconds; current checkpoints.
+    """`training_tokens` were trained. Samples used `prompt_tokens`, `cached_tokens` of them from
+    the prefix cache, and returned `sampled_tokens`. `checkpoints` exist now.
     """
 
     owner: str

@@ -3,12 +3,11 @@
 The memory is the worker's largest need and so its limit, since a placed pod must be able to sleep.
 It derives from the number of weights in the headers of the model's files:
 
-  trainer   one tensor while loading; then the trainer's own formula
-            (`tandem/backends/memory.py`): on a CPU all parts, on a GPU the snapshot, the
-            offloaded parts, and all states while the trainer sleeps
-  sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
-            while the engine samples; on a CPU the weights, those of the next version, and a KV
-            cache for each of its ranks
+- trainer: one tensor while loading, or, if larger, the trainer's own formula
+  (`tandem/backends/memory.py`). On a CPU all its parts count. On a GPU its parts on the host count:
+  the snapshot, offloaded parts, and all states while it sleeps.
+- sampler: on a GPU the weights while it sleeps, and those of the next version, which is read while
+  the engine samples. On a CPU the weights, those of the next version, and a KV cache per rank.
 
 The processes are added, one per rank, and the tenth that a trainer's plan leaves free.
 `tandem.host_memory` and `tandem.sampler_host_memory` replace the result.
