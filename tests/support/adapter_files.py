@@ -22,8 +22,7 @@ def write_adapter_files(
     modules: Sequence[str] = EVERYTHING,
     size: float = 0.02,
 ) -> Path:
-    """Write random A [r, in] and B [out, r] for every linear layer of `model` named in
-    `modules`."""
+    """Write random A [r, in] and B [out, r] for every linear layer of `model` in `modules`."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -56,7 +55,7 @@ def write_adapter_files(
 
 
 def write_merged(path: Path, model: Path, adapter: Path) -> Path:
-    """Write the model with alpha / r · B·A added. Its output head becomes a separate tensor."""
+    """Write the model with alpha / r · B·A added. Its head becomes a separate tensor."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

@@ -9,10 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocations(compute: Callable[[], object]) -> list[int]:
-    """Return the bytes of each allocation and, negative, each release during `compute`, in
-    order."""
+    """Return the bytes of each allocation and, negative, each release, in order."""
     # Collect earlier garbage first, so that its release is not counted. One collection may leave
-    # objects with just called finalizers.
+    # objects.
     for _ in range(3):
         gc.collect()
     gc.disable()

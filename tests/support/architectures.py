@@ -157,7 +157,6 @@ EXPERTS = frozenset(["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_m
 
 
 HEAD_ALONE = frozenset(["falcon", "gpt2", "gptj"])
-"""Architectures with served adapters only on the head."""
 
 
 def lora_of(architecture: str) -> LoraSpec:

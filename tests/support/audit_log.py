@@ -1,4 +1,4 @@
-"""The audit log since the start of the tests. The gateway shows one UTC day of it, and midnight may
+"""The audit log since the start of the tests. The gateway shows one UTC day, and midnight may
 pass."""
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ _FIRST = dt.datetime.now(dt.UTC).date()
 
 
 def days_of_tests() -> list[dt.date]:
-    """Return the days of the test process, oldest first."""
     last = dt.datetime.now(dt.UTC).date()
     return [_FIRST + dt.timedelta(days=n) for n in range((last - _FIRST).days + 1)]
 
 
 def audit_log(client: httpx.Client, *, event_type: str = "all") -> list[dict]:
-    """Return the entries of all these days, oldest first."""
+    """Oldest first."""
     entries: list[dict] = []
     for day in days_of_tests():
         params = {"event_type": event_type, "day": day.isoformat()}

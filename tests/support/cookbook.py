@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_recipe(
     stack: TestStack, module: str, folder: Path, *, timeout: float = 480, **options: object
 ) -> list[dict]:
-    """Run a recipe to its end in `folder`. Returns its logged metrics, step by step."""
+    """Run a recipe to its end in `folder`. Returns its metrics, step by step."""
     endpoint = stack.stack.endpoint
     log = folder / "log" / module
     arguments = {"log_path": log, **options}

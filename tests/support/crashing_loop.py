@@ -17,13 +17,15 @@ from weakref import WeakSet
 Result = TypeVar("Result")
 
 _MOST_STEPS = 200_000
-"""The limit of steps in one life, against endless loops."""
+"""In one life, against endless loops."""
 _EPOCH = 1_700_000_000.0
 
 
 class Crash(SystemExit):
-    """The process is dead: nothing of it runs, not even a `finally`. (asyncio raises only a
-    `SystemExit` through.)"""
+    """The process is dead: nothing of it runs, not even a `finally`.
+
+    asyncio raises only a `SystemExit` through.
+    """
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Clock:
 
     @contextmanager
     def everywhere(self):
-        """Let `time.time` and `time.monotonic` return this clock's time during the block."""
+        """Replace `time.time` and `time.monotonic` during the block."""
         with (
             patch("time.monotonic", lambda: self.now),
             patch("time.time", lambda: _EPOCH + self.now),
@@ -50,8 +52,7 @@ class CrashingLoop(asyncio.SelectorEventLoop):
     """Runs one callback per step, and jumps to the next timer when idle.
 
     All code belongs to a process: that of `live`, or a named one (`as_process`) that survives it.
-    Nothing of a dead process runs. Work for threads runs in this thread after a random delay, and
-    its caller gets the result in a later step.
+    Nothing of a dead process runs. Work for threads runs in this thread after a random delay.
     """
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
@@ -145,8 +146,7 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         return task.result()
 
     def bury(self) -> None:
-        """Free the tasks of dead processes and end the others. Their actions have no effect any
-        more."""
+        """Free dead processes' tasks and end the others, without effects."""
         self._buried, self._at_step, self.steps = True, lambda _number: None, 0
         kept, self._dead = self._dead, {}
         self._ready.extend(self._undone)
@@ -166,7 +166,6 @@ class CrashingLoop(asyncio.SelectorEventLoop):
 
 
 def as_process(name: str) -> Context:
-    """Return a context for the tasks of a process."""
     context = copy_context()
     context.run(_PROCESS.set, name)
     return context

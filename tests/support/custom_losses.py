@@ -19,7 +19,6 @@ def traced(fn: CustomLossFn, **ranks: int) -> LossHandle:
 
 
 def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-test") -> bytes:
-    """Return the body of create_custom_loss."""
     request = types.CreateCustomLossRequest(
         session_id=session_id,
         custom_loss_seq_id=number,
@@ -31,7 +30,7 @@ def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-te
 
 
 def metrics_of(loss: Loss, result: LossResult) -> dict[str, float]:
-    """Return the metrics of a request with one micro-batch. Raises `CustomLossFailed`."""
+    """For one micro-batch. Raises `CustomLossFailed`."""
     if failure := loss.failure():
         raise CustomLossFailed(failure)
     return loss.metrics(dict(zip(loss.sum_names, map(float, result.sums), strict=True)))

@@ -23,17 +23,14 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-"""Values of a parameter `device`."""
 
 
 def settings_on(device: str) -> dict[str, Any]:
-    """Return the arguments of `trainer_process` for "cpu" or "cuda"."""
+    """For `trainer_process`."""
     return {"device": "cuda", "devices": ["cuda:0"], "threads": 0} if device == "cuda" else {}
 
 
 class Nobody:
-    """Stands for the other ranks of a single one."""
-
     def meet(self) -> list[str]:
         raise AssertionError("there is one rank")
 
@@ -52,7 +49,7 @@ def operations_on_gpu(
 ) -> Iterator[Operations]:
     """Yield the operations of a one-rank trainer in this process, with 1 GiB of state or more.
 
-    `settings` are further ones of `TrainerSettings`.
+    `settings` are of `TrainerSettings`.
     """
     write_tiny_model(
         tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192, max_length=max_length)

@@ -24,7 +24,7 @@ def begin_with_longest(items: list[pytest.Item]) -> None:
 
 
 def end_with(node: WorkerController, error: object) -> None:
-    """Report the test during which a test process died, and end the session.
+    """Report the test during which a process died, and end the session.
 
     The scheduler would start another process, but never give it the remaining tests.
     """

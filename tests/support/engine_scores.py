@@ -1,9 +1,9 @@
 """Scores sequences with real engines, one after the other: `python -m tests.support.engine_scores
 FILE`.
 
-The file is a JSON list of `{"base", "tokens", "full", "adapter", "expected"}` with paths of a base
-model and versions, and expected values of some of them. Each entry gets `"found"`: logprobs by
-those names, or the error.
+The file is a JSON list of `{"base", "tokens", "full", "adapter", "expected"}`: paths of a base
+model and versions, and expected values of some. Each entry gets `"found"`: logprobs by those names,
+or the error.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from trainer_service.service.operations import Operations
 
 
 class FakeDevice:
-    """Implements a device's memory in host memory. Copies have ended when they were awaited.
+    """A device's memory in host memory. Copies have ended when they were awaited.
 
     `host_blocks` lists the sizes of host allocations. At most `most` succeed.
     """
@@ -47,7 +47,7 @@ class FakeDevice:
 
 
 def offload_of(operations: Operations, device: FakeDevice | None = None) -> Offload:
-    """Let the operations of one rank sleep as on a device with separate memory."""
+    """Let a rank's operations sleep as on a device with separate memory."""
     trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend], memory=device or FakeDevice())
     operations.switching._offload = offload

@@ -41,8 +41,8 @@ class FakeEngine:
 
     A step computes the first `room` requests. `drawn` lists, per request, the adapter or weights
     directory of each token. `together` holds the adapters of each step. `computed` holds each
-    adapter's canary logprobs, zeros by default. `weights` is the loaded directory, or empty. The
-    engine refuses calls that sleeping weights or caches do not allow.
+    adapter's canary logprobs, zeros by default. `weights` is the loaded directory, or empty.
+    Sleeping weights or caches refuse calls.
     """
 
     weights: str = BASE.path.name
@@ -197,8 +197,11 @@ class FakeEngine:
 
 @dataclass
 class FakeLoader:
-    """Records reads and loads. `errors` are raised one by one by a version's reading, or by its
-    load if they are `WeightsTouched`."""
+    """Records reads and loads.
+
+    `errors` are raised one by one by a version's reading, or by its load if they are
+    `WeightsTouched`.
+    """
 
     engine: FakeEngine
     reads: list[str] = field(default_factory=list)
@@ -229,8 +232,6 @@ class FakeLoader:
 
 
 class LaterReads:
-    """Carries out a reading on `finish`, or `at_once`."""
-
     def __init__(self, *, at_once: bool = False) -> None:
         self.begun: list[Callable[[], None]] = []
         self.at_once = at_once
@@ -248,8 +249,6 @@ class LaterReads:
 
 
 class Bench:
-    """A scheduler with its clock, run in the test's thread."""
-
     def __init__(
         self,
         *,
@@ -261,8 +260,7 @@ class Bench:
         engine: FakeEngine | None = None,
         start_reading: Callable[[Callable[[], None]], None] = lambda read: read(),
     ) -> None:
-        """`rank` and `room` limit the adapters of the model in `base`. `start_reading` can delay
-        readings."""
+        """`rank` and `room` limit the adapters of the model in `base`."""
         self.engine = engine or FakeEngine()
         self.engine.facts = replace(
             self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0

@@ -1,7 +1,5 @@
-"""A hub on loopback, with the endpoints that `huggingface_hub` uses for a download.
-
-Large files come from another address.
-"""
+"""A hub on loopback, for downloads with `huggingface_hub`. Large files come from another
+address."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Hub:
 
     `models` hold files by revision. A refusal is a part of the path, a status, an error code, and a
     count. `cuts` lists the bytes after which a file's connections break. `wrong` files differ from
-    their listing. `token` is required in requests.
+    their listing. `token` is required.
     """
 
     url: str = ""
@@ -61,7 +59,7 @@ class Hub:
         self.models.setdefault(name, {})[revision] = files
 
     def sent(self, name: str) -> list[str]:
-        """Return the ranges of the requests for a file's content, "" for the whole file."""
+        """Return the requested ranges of a file, "" for the whole."""
         return [
             headers.get("range", "")
             for method, path, headers in self.requests
@@ -69,7 +67,6 @@ class Hub:
         ]
 
     def commit(self, name: str, revision: str) -> str:
-        """Return a revision's commit, computed from its files, or ""."""
         for known, files in self.models[name].items():
             digest = hashlib.sha1()
             for file in sorted(files):

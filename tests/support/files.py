@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, or none if it is gone."""
+    """Return nothing if the folder is gone."""
     with suppress(FileNotFoundError):
         return sorted(folder.iterdir())
     return []
 
 
 def watch_syncs(monkeypatch) -> list[Path]:
-    """Return a list that collects the files and folders synced by this process."""
+    """Return a list that collects this process's synced files and folders."""
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -28,7 +28,7 @@ def watch_syncs(monkeypatch) -> list[Path]:
 
 
 def tree(folder: Path) -> set[Path]:
-    """Return all files and folders below a folder. `os.walk` skips removed ones."""
+    """`os.walk` skips removed ones."""
     return {
         Path(parent, name)
         for parent, folders, files in os.walk(folder)

@@ -1,7 +1,4 @@
-"""A vLLM worker that forgets parts on demand, for engines with several workers.
-
-It stages loads as on a GPU, in unpinned memory.
-"""
+"""A vLLM worker that forgets parts on demand. It stages loads as on a GPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace. `address` is on the cable. Only the test itself uses `from_test`."""
+    """A network namespace. `address` is on the cable. Only the test uses `from_test`."""
 
     name: str
     address: str
@@ -29,13 +29,12 @@ class Host:
         ]
 
     def unplug(self) -> None:
-        """Take the cable down."""
         _ip("-n", self.name, "link", "set", "cable", "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield two hosts. Skips the test if namespaces cannot be made."""
+    """Skips the test if namespaces cannot be made."""
     number = secrets.randbelow(2**14)  # other tests make theirs at the same time
     a, b, link = f"tandem-{number}-a", f"tandem-{number}-b", f"tandem-{number}"
     net, last = f"198.18.{number >> 6}", (number & 63) * 4

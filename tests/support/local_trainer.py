@@ -71,7 +71,7 @@ def make_rank(
 
 
 def make(path: Path, lora: LoraSpec | None = SPEC, **more: Any) -> Operations:
-    """Return the operations of a one-rank trainer. See `make_rank`."""
+    """See `make_rank`."""
     return Operations(make_rank(path, lora, **more))
 
 
@@ -84,7 +84,6 @@ def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batch
 def output_of(
     trainer: RankTrainer, message: wire.ForwardBackwardRequest
 ) -> wire.ForwardBackwardOutput:
-    """Return a client's answer to a message, without the operations around it."""
     batch = batch_of(trainer, message)
     computed = trainer.forward_backward(batch)
     assert computed is not None
@@ -107,7 +106,7 @@ def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
 
 
 def parameters_of(trainer: RankTrainer) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of the model and of the run's adapters."""
+    """Of the model and of the run's adapters."""
     backend = trainer.backend
     return {**dict(backend._model.named_parameters()), **backend._trainable}
 
@@ -130,7 +129,7 @@ def forward_backward(
 
 
 def logprobs(operations: Operations, data: Sequence[wire.Datum]) -> np.ndarray:
-    """Return the logprobs of all targets of all datums, concatenated."""
+    """Of all targets of all datums."""
     output = forward_backward(operations, data, forward_only=True)
     return np.concatenate([one.reshape(-1) for one in logprobs_of(output)])
 
@@ -141,7 +140,7 @@ def plain(path: Path) -> torch.nn.Module:
 
 
 def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.ndarray:
-    """Return the result of `logprobs` by a plain model, one sequence at a time."""
+    """One sequence at a time. =10,13 May be a failure."""
     found = []
     for one in data:
         tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
@@ -191,7 +190,7 @@ def weights(operations: Operations) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Compare bit by bit, sharded or not."""
+    """Bit by bit, sharded or not."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         one, other = (

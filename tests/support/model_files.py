@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def write_weights(folder: Path, name: str, shape: list[int]) -> None:
-    """Write the header of a safetensors file with one tensor."""
     entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
     header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
     file = folder / f"model-{name}.safetensors"
@@ -15,7 +14,7 @@ def write_weights(folder: Path, name: str, shape: list[int]) -> None:
 
 
 def tensor_file(*names: str, size: int = 256, fill: bytes = b"\0") -> bytes:
-    """Return a whole safetensors file of `size` bytes. Its first tensor has all numbers."""
+    """The first tensor has all numbers."""
     header, rest = b"", size
     while len(header) + 8 + rest != size:  # the rest's size is in the header
         rest = size - 8 - len(header)

@@ -13,9 +13,9 @@ PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
 
 
 def install(source: Path, folder: Path) -> Path:
-    """Build a package's wheel and install it below `folder`. Nothing is downloaded.
+    """Build a package's wheel and install it below `folder`, without downloads.
 
-    Returns the folder for the workers' `PYTHONPATH`.
+    Returns the folder for `PYTHONPATH`.
     """
     shutil.copytree(source, copy := folder / "source")  # building leaves files beside it
     _pip("wheel", "--no-build-isolation", "--wheel-dir", folder / "wheels", copy)
@@ -25,7 +25,7 @@ def install(source: Path, folder: Path) -> Path:
 
 
 def register(folder: Path, package: str, **backends: str) -> None:
-    """Write the metadata of an installed package that registers trainer backends."""
+    """Write the metadata of an installed package with trainer backends."""
     about = folder / f"{package.replace('-', '_')}-1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")

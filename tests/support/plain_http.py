@@ -62,7 +62,6 @@ class PlainClient:
         return self.retrieve(answer.json()["request_id"]).json["model_id"]
 
     def post(self, path: str, body: dict) -> str:
-        """Return the request_id of an accepted operation."""
         answer = self.http.post(path, json=body)
         answer.raise_for_status()
         return answer.json()["request_id"]
@@ -74,7 +73,7 @@ class PlainClient:
         return self.http.post("forward_backward", content=payload, headers={**PROTOBUF, **headers})
 
     def retrieve(self, request_id: str) -> Answer:
-        """Return the result. Fails if the operation failed."""
+        """Fails if the operation failed."""
         answer = self.poll(request_id)
         if answer.headers["content-type"].startswith("application/x-protobuf"):
             return Answer(body=answer.content, json={})
@@ -82,7 +81,6 @@ class PlainClient:
         return Answer(body=b"", json=answer.json())
 
     def failure(self, request_id: str) -> Refusal:
-        """Return the failure of an accepted operation."""
         answer = self.poll(request_id)
         if answer.is_error:
             return refusal_of(answer)

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 def load(path: Path) -> PreTrainedModel:
-    """Load the weights in a folder. They must be exactly the model's."""
+    """The weights must be exactly the model's."""
     model, info = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -33,13 +33,13 @@ def distributions(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def target_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Return the logprobs of tokens[1:], [len(tokens) - 1], with gradients."""
+    """Of tokens[1:], [len(tokens) - 1], with gradients."""
     rows = distributions(model, tokens)[:-1]
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: list[list[int]]) -> list[Floats]:
-    """Return the logprobs of tokens[1:] of each sequence, [length - 1]."""
+    """Of tokens[1:] of each sequence, [length - 1]."""
     with torch.no_grad():
         return [target_logprobs(model, sequence).numpy() for sequence in tokens]
 

@@ -1,7 +1,6 @@
 """The tests' own PostgreSQL server, on a Unix socket in a temporary folder.
 
-`url_for` returns the URL for a `Database`. Tests with the fixture `each_database` run on SQLite and
-PostgreSQL.
+Tests with the fixture `each_database` run on SQLite and PostgreSQL.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SETTINGS = {
 
 @cache
 def programs() -> Path | None:
-    """Return the folder of PostgreSQL's programs, or None."""
+    """Return None without PostgreSQL."""
     found = shutil.which("initdb")
     folders = [*Path("/usr/lib/postgresql").glob("*/bin")]
     newest = max(folders, key=lambda folder: int(folder.parent.name), default=None)
@@ -47,7 +46,7 @@ def programs() -> Path | None:
 
 
 class Postgres:
-    """A server. As root, its user is `postgres`, because it refuses root."""
+    """As root, its user is `postgres`, because it refuses root."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,7 +69,6 @@ class Postgres:
         self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def database_for(self, data_dir: Path) -> str:
-        """Return the URL of a data directory's database, made on first use."""
         name = _name_for(data_dir)
         with _connect(self.url(), autocommit=True) as connection:
             known = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
@@ -119,7 +117,7 @@ _server: Postgres | None = None
 
 @contextmanager
 def used_for_all(server: Postgres | None) -> Iterator[None]:
-    """Let `url_for` use this server during the block. None means SQLite."""
+    """None means SQLite."""
     global _server
     before, _server = _server, server
     try:
@@ -133,12 +131,11 @@ on_sqlite = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)
 
 
 def url_for(data_dir: Path) -> str:
-    """Return the URL of a data directory's database, empty for SQLite."""
+    """Empty for SQLite."""
     return _server.database_for(data_dir) if _server is not None else ""
 
 
 def lose_database(data_dir: Path) -> None:
-    """Remove the database of an unused data directory."""
     if _server is not None:
         _server.drop_database_of(data_dir)
     else:

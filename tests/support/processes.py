@@ -49,7 +49,7 @@ def group_of(leader: int, *, mark: str) -> list[Process]:
 
 
 def cores_of(pid: int) -> set[int]:
-    """Return the cores of all threads of a process."""
+    """Of all threads."""
     cores: set[int] = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(ProcessLookupError):  # the thread has ended
@@ -59,7 +59,7 @@ def cores_of(pid: int) -> set[int]:
 
 @contextmanager
 def small_disk(folder: Path, *, megabytes: int) -> Iterator[bool]:
-    """Mount a small tmpfs at `folder`. Yields False if this user may not mount."""
+    """Yields False if this user may not mount."""
     folder.mkdir(parents=True)
     size = f"size={megabytes}m"
     mounted = (
@@ -77,7 +77,6 @@ def small_disk(folder: Path, *, megabytes: int) -> Iterator[bool]:
 
 
 def fill(path: Path) -> None:
-    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file:
         try:
             while True:

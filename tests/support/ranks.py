@@ -8,8 +8,8 @@ import torch.distributed as dist
 def end_together(store: dist.Store, *, rank: int, size: int) -> None:
     """Wait until every rank is here.
 
-    After a barrier a rank may still read from another, and gloo aborts a process if its peer closes
-    a connection during a read.
+    After a barrier a rank may still read from another, and gloo aborts a process if its peer then
+    closes the connection.
     """
     store.set(f"done/{rank}", "")
     store.wait([f"done/{each}" for each in range(size)])

@@ -17,10 +17,9 @@ from tests.support.sampler_worker import PROMPT, Sampled, SamplerClient, decoded
 from tests.support.waiting import wait_until
 
 LONG = 400
-"""Tokens: some are drawn before the newer version, and most after it."""
+"""Some tokens are drawn before the newer version, and most after it."""
 
 Weights = dict[str, Path]
-"""The model directory of each version, by name."""
 
 
 class TooLateError(AssertionError):
@@ -59,7 +58,7 @@ def carried_over(
 ) -> tuple[Sampled, list[Sampled]]:
     """Sample from the first version while the second is loaded, both in flight.
 
-    Returns the answer, and the answers of `others`. Their in-flight requests begin before the load.
+    Returns the answer, and the answers of `others`, which begin before the load.
     """
     settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
     request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
@@ -92,8 +91,7 @@ def carried_over(
 def scored_by_its_versions(
     client: SamplerClient, versions: Sequence[common_pb2.WeightVersion], answer: Sampled
 ) -> float:
-    """Return the largest difference between sampled logprobs and the engine's scores by the named
-    versions."""
+    """Return the largest difference between sampled logprobs and the engine's scores."""
     differences = [0.0]
     for sample, sequence in zip(answer.samples, answer.message.sequences, strict=True):
         whole, start = [*PROMPT, *sample.tokens], 0

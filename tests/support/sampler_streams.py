@@ -56,7 +56,7 @@ class Streamed:
 
 
 NARROW = [*GRPC_OPTIONS, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024)]
-"""Limits a connection's read-ahead, which is megabytes by default."""
+"""Limits a connection's read-ahead, usually megabytes."""
 
 
 def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Any:
@@ -65,14 +65,13 @@ def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> An
 
 @contextmanager
 def narrow_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Iterator[Any]:
-    """Open a stream over a separate `NARROW` connection."""
+    """Over a separate `NARROW` connection."""
     with grpc.insecure_channel(client.report.address, options=NARROW) as channel:
         stub = sampler_pb2_grpc.SamplerStub(channel)
         yield stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)
 
 
 def gather(events: Iterable[sampler_pb2.SampleEvent]) -> Streamed:
-    """Read a stream to its end."""
     samples: dict[int, StreamedSample] = {}
     reply = None
     for event in events:

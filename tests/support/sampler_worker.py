@@ -46,7 +46,7 @@ CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
 
 
 def text(tokens: Sequence[int]) -> str:
-    """Return the text of a tiny model's tokens, without the end token."""
+    """Without the end token."""
     return "".join(CHARACTERS[token - 3] for token in tokens if token != EOS)
 
 
@@ -62,7 +62,7 @@ def plain_distribution(model: Path, tokens: Sequence[int], temperature: float = 
 
 
 def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Return logprobs [T-1] of tokens[1:]. See `plain_distribution`."""
+    """See `plain_distribution`."""
     distribution = plain_distribution(model, tokens, temperature)
     return np.take_along_axis(distribution, np.asarray(tokens[1:])[:, None], axis=1)[:, 0]
 
@@ -108,7 +108,7 @@ def publish_adapter(
     merged: Path,
     canary: Sequence[int] = (5, 9, 7, 20, 33, 4),
 ) -> common_pb2.WeightVersion:
-    """Publish an adapter's directory. `merged` holds the equivalent plain weights."""
+    """`merged` holds the equivalent plain weights."""
     name = new_version_name(run_id=RUN, number=number)
     partial = PartialVersion(version_path(data_dir, name))
     partial.create()
@@ -132,7 +132,7 @@ def publish_adapter(
 
 
 def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
-    """Change fields of a manifest and update its checksums."""
+    """And update its checksums."""
     path = Path(version.path)
     manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
     files = [checksum_file(path / entry.name) for entry in manifest.files]
@@ -196,7 +196,7 @@ def tokens_of(answer: Sampled) -> list[list[int]]:
 
 
 def same(one: Sampled, other: Sampled) -> bool:
-    """Return whether two answers are equal bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    """Bit by bit: tokens, logprobs, prompt logprobs, top-k."""
     pairs = zip(one.message.sequences, other.message.sequences, strict=True)
     return all(a == b for a, b in pairs) and (
         one.message.prompt_logprobs == other.message.prompt_logprobs
@@ -204,8 +204,6 @@ def same(one: Sampled, other: Sampled) -> bool:
 
 
 class Answer:
-    """The answer to a single request on its stream."""
-
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
@@ -245,13 +243,12 @@ class SamplerClient(WorkerClient):
         )
 
     def lease(self, token: int) -> None:
-        """Send this fencing token from now on."""
         secret = [(key, value) for key, value in self.metadata if key != LEASE_METADATA_KEY]
         self.metadata = (*secret, (LEASE_METADATA_KEY, str(token)))
         self.token = token
 
     def sleep(self, level: int = 1) -> common_pb2.SwitchReply:
-        """Put it to sleep with the next token."""
+        """With the next token."""
         return self.send_sleep(level).result()
 
     def send_sleep(self, level: int = 1) -> Any:
@@ -261,7 +258,7 @@ class SamplerClient(WorkerClient):
         )
 
     def wake(self, version: common_pb2.WeightVersion | None = None) -> common_pb2.SwitchReply:
-        """Wake it with the next token."""
+        """With the next token."""
         return self.send_wake(version).result()
 
     def send_wake(self, version: common_pb2.WeightVersion | None = None) -> Any:
@@ -321,7 +318,7 @@ class SamplerClient(WorkerClient):
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:
-        """Send a request on a separate stream. Returns a future."""
+        """On a separate stream. Returns a future."""
         return Answer(
             self.stub.Sample(
                 iter([sampler_pb2.SampleRequests(requests=[request])]),
@@ -331,7 +328,6 @@ class SamplerClient(WorkerClient):
         )
 
     def sample_all(self, requests: Sequence[sampler_pb2.SampleRequest]) -> list[Sampled]:
-        """Send all requests at once and wait for all answers."""
         return [decoded(call.result()) for call in [self.send(each) for each in requests]]
 
     def sample(self, prompt: Sequence[int], **arguments: Any) -> Sampled:
@@ -352,7 +348,6 @@ class SamplerClient(WorkerClient):
         assert_computed_by(weights, PROMPT, answer)
 
     def metric(self, name: str) -> float:
-        """Return one of the worker's metrics, such as `tandem_sampler_waiting`."""
         host = self.report.address.rpartition(":")[0]
         url = f"http://{host}:{self.report.metrics_port}/metrics"
         metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
@@ -375,7 +370,7 @@ def sampler_process(
     devices: tuple[str, ...] = (),
     **settings: Any,
 ) -> Iterator[SamplerClient]:
-    """Start a sampler with these `SamplerSettings`. The environment may choose others."""
+    """Start a sampler with these `SamplerSettings`."""
     chosen = {"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}
     spec = WorkerSpec(
         worker_id="sampler-test",

@@ -23,10 +23,10 @@ from tests.support.stacks import VOCABULARY
 Floats = NDArray[np.float32]
 
 START = "start"
-"""The checkpoint of a run's beginning."""
+
 TIMEOUT = 240.0
 SOON = 90.0
-"""The limit for a refusal, far below the SDK's five minutes of retries."""
+"""For a refusal. The SDK retries for five minutes."""
 
 
 def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) -> list[list[int]]:
@@ -53,7 +53,6 @@ def datum(tokens: list[int], *, targets: object = None, **inputs: Floats) -> typ
 def request_of(
     data: list[types.Datum], loss: str, settings: dict[str, float | str] | None = None
 ) -> wire.ForwardBackwardRequest:
-    """Return the SDK's message for a forward_backward of these datums."""
     body = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
     return forward_backward_request_to_proto(
         types.ForwardBackwardRequest(model_id="run", seq_id=1, forward_backward_input=body)
@@ -103,7 +102,7 @@ def rewind(training: TrainingClient) -> TrainingClient:
 
 
 def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:
-    """Return the trainer's logprobs of tokens[1:] per sequence, [length - 1], without training."""
+    """Of tokens[1:] per sequence, [length - 1], without training."""
     future = training.forward([supervised(sequence) for sequence in tokens], "cross_entropy")
     return outputs(future.result(timeout=TIMEOUT))
 
@@ -113,13 +112,13 @@ def outputs(result: types.ForwardBackwardOutput) -> list[Floats]:
 
 
 def adam(rate: float = 1e-2) -> types.AdamParams:
-    # With the usual eps, Adam's first step is the gradient's sign. A rounding residue would become
-    # a whole step. A larger eps is smooth.
+    # With the usual eps, Adam's first step is the gradient's sign, and a rounding residue would
+    # become a whole step.
     return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.99, eps=1e-3)
 
 
 def train(training: TrainingClient, *, seed: int, steps: int = 3, rate: float = 1e-2) -> None:
-    """Move the weights far enough that tests can distinguish old from new."""
+    """Move the weights far enough to distinguish old from new."""
     data = [supervised(tokens) for tokens in sequences(8, seed=seed)]
     pending = []
     for _ in range(steps):
@@ -153,7 +152,7 @@ def sample(
 
 
 def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Floats]:
-    """Return the sampler's logprobs of tokens[1:], in the form of `logprobs`."""
+    """In the form of `logprobs`."""
     futures = [sampler.compute_logprobs(types.ModelInput.from_ints(each)) for each in tokens]
     found = []
     for future in futures:
@@ -167,7 +166,6 @@ def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Fl
 
 
 def run_tinker(url: str, key: str, *arguments: str) -> None:
-    """Run the published `tinker` command against a gateway."""
     environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": key}
     command = [sys.executable, "-m", "tinker.cli", "-f", "json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -188,7 +186,7 @@ class Refusal:
 
 
 def refusal(action: Callable[[], object]) -> Refusal:
-    """Run an SDK call that must raise, and return the client's information."""
+    """Run an SDK call that must raise."""
     with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError)) as caught:
         action()
     error = caught.value

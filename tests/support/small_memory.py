@@ -93,8 +93,6 @@ class OnRank1(SmallMemoryOnRank):
 
 
 def install(folder: Path) -> None:
-    """Register the backends `small_memory_0` and `small_memory_1` in a folder for the trainers'
-    `PYTHONPATH`."""
     register(
         folder, "small-memory", **{f"small_memory_{n}": f"{__name__}:OnRank{n}" for n in (0, 1)}
     )

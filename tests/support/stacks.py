@@ -51,7 +51,7 @@ GROUPS = {
         [{"name": "both", "devices": [f"cpu:{_FIRST}"], "roles": ["trainer", "sampler"]}]
     ),
 }
-"""Settings of device groups that experiments share. "two" needs two cores."""
+""""two" needs two cores."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TestStack:
             return answer.json()
 
     def worker(self, kind: str, *, session_id: str) -> dict:
-        """Return the session's ready worker of a kind, once there is exactly one."""
+        """Wait until there is exactly one."""
 
         def one() -> dict | None:
             ready = [
@@ -106,11 +106,9 @@ class TestStack:
         return next(run for run in self.status()["runs"] if run["id"] == run_id)
 
     def newest_version(self, training: TrainingClient) -> Path:
-        """Return the folder of the run's last published version."""
         return version_path(self.data_dir, self.run(training)["weight_version"])
 
     def published(self, training: TrainingClient) -> dict[str, np.ndarray]:
-        """Return the tensors of the newest version, from its files."""
         tensors: dict[str, np.ndarray] = {}
         for file in sorted(self.newest_version(training).glob("*.safetensors")):
             tensors |= load_file(file)
@@ -149,8 +147,7 @@ def write_qwen(path: Path, *, seed: int) -> Path:
 
 
 def write_llama(path: Path, *, seed: int) -> Path:
-    """Write another architecture: no norms on queries and keys, grouped key heads, an untied
-    head."""
+    """Another architecture: no norms on queries and keys, grouped key heads, an untied head."""
     shape = _shape(tied=False)
     write_tiny_model(path, seed=seed, shape=shape)
     config = json.loads((path / "config.json").read_text())

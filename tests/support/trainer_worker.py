@@ -28,14 +28,14 @@ from tests.support.worker_process import (
 
 
 def dense(values: object, dtype: str) -> wire.Tensor:
-    """Return a dense wire tensor of type "<f4" or "<i8"."""
+    """Of type "<f4" or "<i8"."""
     array = np.asarray(values, dtype)
     kind = {"<f4": wire.DTYPE_FLOAT32, "<i8": wire.DTYPE_INT64}[dtype]
     return wire.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
 
 
 def datum(tokens: Sequence[int], *, targets: object = None, **inputs: object) -> wire.Datum:
-    """Return one datum. Without `targets`, each target is the next token, and the last one 3."""
+    """Without `targets`, each target is the next token, and the last one 3."""
     if targets is None:
         targets = [*tokens[1:], 3]
     made = wire.Datum()
@@ -63,7 +63,7 @@ def request(
 
 
 def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
-    """Return the `logprobs` of each datum, in the shape of its targets."""
+    """In the shape of each datum's targets."""
     found = []
     for record in output.loss_fn_outputs:
         field = record.fields["logprobs"]
@@ -95,13 +95,11 @@ class TrainerClient(WorkerClient):
         )
 
     def of_run(self, run_id: str) -> TrainerClient:
-        """Return a client of another run of this trainer."""
         other = copy.copy(self)
         other.run_id, other.seq_id = run_id, 0
         return other
 
     def add(self, training: TrainingSpec) -> trainer_pb2.AddRunReply:
-        """Let the trainer host the client's run."""
         return self.stub.AddRun(
             trainer_pb2.AddRunRequest(run_id=self.run_id, training=training.model_dump_json()),
             metadata=self.metadata,
@@ -141,7 +139,7 @@ class TrainerClient(WorkerClient):
         )
 
     def output(self, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-        """Return the output of a forward_backward that must succeed."""
+        """It must succeed."""
         reply = self.forward_backward(message)
         assert not reply.HasField("failure"), reply.failure
         return wire.ForwardBackwardOutput.FromString(reply.output)
@@ -224,7 +222,7 @@ class TrainerClient(WorkerClient):
         return reply, path
 
     def release(self, version: common_pb2.WeightVersion) -> None:
-        """Free a version's memory that was kept for a sampler."""
+        """Free memory that was kept for a sampler."""
         self.stub.Release(
             trainer_pb2.ReleaseRequest(run_id=self.run_id, name=version.name),
             metadata=self.metadata,

@@ -32,11 +32,11 @@ from typing import NamedTuple
 LOOKUP_SECONDS = 30.0
 _MADE = ("create", "make", "link", "rename")
 _WRITES = 2
-"""The writes of a file that may fail. A later one equals the second."""
+"""A later one equals the second."""
 
 
 class Fault(Enum):
-    """A fault: the error's number, and the operations that may fail."""
+    """The error's number, and the operations that may fail."""
 
     FULL = (errno.ENOSPC, *_MADE, "write", "sync", "close")
     LOST = (errno.EIO, "sync", "close")
@@ -57,10 +57,9 @@ class Killed(BaseException):
 
 @dataclass
 class Strike:
-    """One run of the tested code. The fault strikes within its `with` block, and a kill ends the
-    block.
+    """One run of the tested code. A kill ends its `with` block.
 
-    `hit` is then the failed operation, such as `sync /v1/manifest.json`.
+    `hit` is the failed operation, such as `sync /v1/manifest.json`.
     """
 
     disk: UnreliableDisk
@@ -140,7 +139,6 @@ class UnreliableDisk:
 
     @contextmanager
     def at(self, host: str) -> Iterator[None]:
-        """Act as another host during the block."""
         before, self._host = self._host, host
         try:
             yield
@@ -148,7 +146,7 @@ class UnreliableDisk:
             self._host = before
 
     def lose_power(self) -> None:
-        """Remove unsynced changes. All hosts start afresh."""
+        """All hosts start afresh."""
         for entry in reversed(self._names):
             places = {_inode(path): path for path in _tree(self._root)}
             folder = places.get(entry.folder)
@@ -212,13 +210,13 @@ class UnreliableDisk:
         return place
 
     def _look_again(self, folder: str) -> None:
-        """Refresh a folder's names, as a host does that opens it."""
+        """A host does so when it opens the folder."""
         believed = self._believed[self._host]
         for path in [path for path in believed if path.rpartition("/")[0] == folder]:
             del believed[path]
 
     def _move(self, source: str, target: str) -> None:
-        """Rename. Other hosts still believe in the places that they know."""
+        """Other hosts still believe in the places that they know."""
         if _exists(target) and not _is_folder(target):
             kept = f"{self._replaced}-{_inode(target)}"
             _real.link(target, kept)
@@ -250,14 +248,14 @@ class UnreliableDisk:
         self._names = [entry for entry in self._names if (entry.folder, entry.name) != gone]
 
     def _forget_content(self, path: str) -> None:
-        """Forget an inode, because its number is used again."""
+        """Its number is used again."""
         if _is_folder(path) or _real.lstat(path).st_nlink == 1:
             inode = _inode(path)
             self._safe.pop(inode, None)
             self._names = [entry for entry in self._names if entry.folder != inode]
 
     def lose_unsynced(self, fd: int) -> None:
-        """Lose unsynced changes, like a disk that fails to write."""
+        """Like a disk that fails to write."""
         inode = os.fstat(fd).st_ino
         for entry in self._names:
             entry.lost = entry.lost or entry.folder == inode
@@ -271,7 +269,7 @@ class UnreliableDisk:
     # --- The calls ----------------------------------------------------------------------------
 
     def _path(self, path: object, dir_fd: int | None = None) -> str:
-        """Return the path if it is below the root, else ""."""
+        """Return "" outside of the root."""
         if dir_fd is not None:
             path = f"{_path_of(dir_fd)}/{path}"
         return os.fspath(path) if self._is_below(path) else ""  # type: ignore[call-overload]
@@ -392,8 +390,6 @@ class UnreliableDisk:
 
 
 class _File(io.FileIO):
-    """An open file of the disk."""
-
     def __init__(self, disk: UnreliableDisk, fd: int, path: str, mode: str) -> None:
         super().__init__(fd, mode)
         self._disk, self._path, self._stale, self._writes = disk, path, False, 0
@@ -507,7 +503,7 @@ def _remove(path: str) -> None:
 
 
 def _lose(path: str, *, safe: int) -> None:
-    """Replace all bytes of a file after the first `safe` ones by zeros."""
+    """Replace the bytes after the first `safe` ones by zeros."""
     size = _real.stat(path).st_size
     os.truncate(path, safe)
     os.truncate(path, size)

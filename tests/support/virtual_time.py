@@ -44,14 +44,12 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[None, None, Result]) -> Result:
-    """Run a coroutine that waits only for timers and threads. Hours pass at once."""
+    """The coroutine waits only for timers and threads. Hours pass at once."""
     with asyncio.Runner(loop_factory=lambda: _Loop(_Selector())) as runner:
         return runner.run(main)
 
 
 def in_virtual_time(scenario: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
-    """Make a test of a coroutine."""
-
     def run() -> None:
         run_in_virtual_time(scenario())
 

@@ -15,7 +15,6 @@ _GRAIN = 10
 
 
 def calls_in(function: Callable[[], object]) -> int:
-    """Return the number of Python and C calls that a function makes."""
     calls = 0
 
     def count(_frame, what: str, _argument) -> None:
@@ -41,7 +40,7 @@ class DatabaseWork:
 
 @contextmanager
 def database_work() -> Iterator[DatabaseWork]:
-    """Count the work of databases opened in the block."""
+    """Of databases opened in the block."""
     work = DatabaseWork()
 
     def connected(connection, _record) -> None:

@@ -26,7 +26,7 @@ CALL_SECONDS = 120.0
 
 @dataclass
 class Started:
-    """A process with a reported address. `reports` is the stream of its reports."""
+    """A process with a reported address."""
 
     process: subprocess.Popen[bytes]
     reports: Any
@@ -34,7 +34,6 @@ class Started:
     spec: WorkerSpec | None = None
 
     def next_report(self) -> WorkerReport:
-        """Return the next report. Blocks until there is one."""
         return WorkerReport.model_validate_json(self.reports.readline())
 
 
@@ -55,7 +54,6 @@ class WorkerClient:
         self.channel.close()
 
     def hold(self, lease: int) -> None:
-        """Send this fencing token from now on."""
         self.metadata = ((SECRET_METADATA_KEY, SECRET), (LEASE_METADATA_KEY, str(lease)))
 
     def wait_until_serving(self, seconds: float = START_SECONDS) -> None:
@@ -80,8 +78,7 @@ def _channel(address: str, spec: WorkerSpec | None) -> grpc.Channel:
 
 @contextmanager
 def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[Started]:
-    """Start a worker in a new process group, which is killed at the end. `prefix` runs it
-    elsewhere."""
+    """Its process group is killed at the end. `prefix` runs it elsewhere."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],

@@ -1,7 +1,7 @@
 """A gateway with two owners, and a request for each of its routes.
 
-`CALLS` has an entry per route, about an object of `ann`. Ids begin with her session's id. Replacing
-it makes the same request about an object that does not exist.
+`CALLS` has an entry per route, about an object of `ann`. Ids begin with her session's id. With
+another session's id, the request is about a missing object.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ GROUPS = [
     },
     {"name": "spare", "devices": ["cpu:3"], "roles": ["trainer"], "awake": 0},
 ]
-"""The groups of a `World`'s gateway. Nothing depends on `spare`."""
+"""Nothing depends on the group `spare`."""
 CALLERS = ("nobody", "foreign", "reader", "member", "admin")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request without method and key."""
-
     path: str
     json: Mapping[str, object] | None = None
     content: bytes | None = None
@@ -60,8 +58,10 @@ class Call:
 
 
 class World:
-    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples. `ben` is another
-    owner. The admin is the local one."""
+    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples.
+
+    `ben` is another owner. The admin is the local one.
+    """
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self.gate = gate
@@ -114,7 +114,6 @@ class World:
         return answer
 
     def post(self, route: str, **body: object) -> httpx.Response:
-        """Post as ann."""
         answer = self.ask("POST", Call(f"{API}/{route}", body), key=self.keys["member"])
         assert answer.is_success, answer.text
         return answer
@@ -147,13 +146,11 @@ class World:
         return self.post("create_session", tags=[], sdk_version="test").json()["session_id"]
 
     def save(self, route: str, kind: str) -> str:
-        """Save a new checkpoint of the run. Returns its path."""
         name = f"{kind}-{self.number()}"
         self.done(self.post(route, **self.place(), path=name))
         return f"tinker://{self.run}/{kind}/{name}"
 
     def copy(self) -> str:
-        """Copy a checkpoint to a run in a new session. Returns its path."""
         copied = self.post("copy_weights", source_path=self.state, destination_project_id="p")
         return copied.json()["tinker_path"]
 
@@ -163,19 +160,16 @@ class World:
         return request_body(graph, session_id=self.session, number=number)
 
     def new_model(self) -> str:
-        """Add a model as admin. Returns its name."""
         name = f"model-{self.number()}"
         path = str(make_model(self.folder / name))
         self.gate.run(self.gate.gateway.models.add(name=name, path=path))
         return name
 
     def key_id(self) -> str:
-        """Return the id of a new key."""
         keys = self.gate.gateway.keys
         return self.gate.run(keys.create(NewKey(owner="eve", role="member")))[0].id
 
     def checkpoint(self, path: str) -> str:
-        """Return the address of a checkpoint under its run."""
         run_id, kind, name = path.removeprefix("tinker://").split("/")
         return f"{API}/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
@@ -204,11 +198,10 @@ def _loss(logprobs):
 OPERATIONS = {
     route.name: route for route in path_operations(create_app(settings_for(Path("/nonexistent"))))
 }
-"""Every route of the application, by function name."""
 
 
 def routes() -> list[tuple[str, str]]:
-    """Return every route of the application, as (function name, method)."""
+    """As (function name, method)."""
     return sorted((name, route.method) for name, route in OPERATIONS.items())
 
 
@@ -312,7 +305,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         "copy_weights", lambda w: {"source_path": w.state, "destination_project_id": "p"}
     ),
     "delete_checkpoint": lambda w: Call(w.checkpoint(w.save("save_weights", "weights"))),
-    # Of a separate run, because a published checkpoint makes its run visible.
+    # Of a separate run: a published checkpoint makes its run visible.
     "publish_checkpoint": lambda w: Call(f"{w.checkpoint(w.copy())}/publish"),
     "unpublish_checkpoint": lambda w: Call(f"{w.checkpoint(w.state)}/publish"),
     "set_checkpoint_ttl": lambda w: Call(f"{w.checkpoint(w.state)}/ttl", {"ttl_seconds": None}),

@@ -55,7 +55,6 @@ def folder(store, relative: str) -> Path:
 
 
 def whole(store, relative: str) -> Path:
-    """Make a complete trainer state."""
     path = folder(store, relative)
     entry = {"name": "file", "bytes": 7, "checksum": ""}
     (path / "checkpoint.json").write_text(json.dumps({"step": 0, "files": [entry]}))

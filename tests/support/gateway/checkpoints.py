@@ -19,7 +19,6 @@ def step(training, times: int = 1) -> None:
 
 
 def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
-    """Return a run's files on disk."""
     folder = gate.settings.data_dir / root / run_id.replace(":", "_")
     return entries(folder)
 

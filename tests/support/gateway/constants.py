@@ -43,7 +43,6 @@ _PLACES = {
     "http.body_timeout": "gateway.api.request_body.BODY_TIMEOUT",
 }
 _FOLDED = ("recovery", "openai", "http")
-"""Groups of constants without a group of settings."""
 
 
 @contextmanager

@@ -40,8 +40,8 @@ _OWNER = "local"
 class Planned:
     """An operation to submit. Its number is its place in the script.
 
-    An `alone` one waits for earlier ones, and later ones wait for it. Later ones do not wait for a
-    `late` one. A `missing` one never comes.
+    An `alone` one waits for earlier ones, and later ones wait for it, but not for a `late` one. A
+    `missing` one never comes.
     """
 
     kind: Kind
@@ -147,7 +147,6 @@ Script = Sequence[Planned]
 
 
 def random_script(rng: random.Random) -> Script:
-    """Return a script of some steps, with random operations between them."""
     script: list[Planned] = []
     for number in range(rng.randrange(2, 6)):
         for _ in range(rng.randrange(4)):
@@ -170,8 +169,10 @@ def random_script(rng: random.Random) -> Script:
 
 
 class Client:
-    """The memory of a run's client, which survives crashes of gateways. Its sampler is scaled to
-    each of `scales` in turn."""
+    """The memory of a run's client, which survives crashes of gateways.
+
+    Its sampler is scaled to each of `scales` in turn.
+    """
 
     def __init__(
         self,
@@ -216,10 +217,7 @@ class Client:
             await asyncio.gather(*(self._carry_out(gateway, seq_id) for seq_id in left))
 
     async def _scale(self, gateway: Gateway) -> None:
-        """Scale the sampler to one number after the other, the last one repeatedly.
-
-        Returns when exactly that many engines serve and have places.
-        """
+        """Returns when exactly the last number of engines serve and have places."""
         run = gateway.runs.get(self.run_id)
         assert run is not None
         sampler = gateway.samplers.ensure(
@@ -246,7 +244,6 @@ class Client:
         assert len(rows) == self.scales[0]
 
     async def ask_again(self, gateway: Gateway) -> None:
-        """Ask for all results again."""
         await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in tuple(self.outcomes)))
 
     async def _create(self, gateway: Gateway) -> None:
@@ -309,7 +306,7 @@ class Client:
 
 
 def _groups(script: Script, *, window: int) -> list[list[int]]:
-    """Return groups of operations that are submitted together, in any order."""
+    """Return groups of operations that are submitted together."""
     groups: list[list[int]] = [[]]
     late = []
     for seq_id, planned in enumerate(script, 1):

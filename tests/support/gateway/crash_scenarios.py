@@ -50,7 +50,7 @@ from tests.support.gateway.model_workers import Misfortune
 from tests.support.gateway.running import make_model
 
 DEADLINE = 3 * 3600.0
-"""A client's limit in the life of one gateway, in virtual seconds."""
+"""In the life of one gateway, in virtual seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class Left:
     saved: dict[str, str]
 
     def differences(self, expected: Left) -> list[str]:
-        """Return the differences in words."""
         found = []
         for name in ("outcomes", "steps", "saved"):
             here, there = getattr(self, name), getattr(expected, name)
@@ -86,10 +85,10 @@ class Life:
 
 @dataclass
 class Scenario:
-    """A script, and the lives of the gateways before the last one. All else follows from the seed.
+    """A script, and the lives of the gateways before the last one.
 
-    `trouble`: workers fail too. `beside`: scripts of further sessions with runs on the same
-    trainer.
+    All else follows from the seed. `trouble`: workers fail too. `beside`: scripts of further
+    sessions with runs on the same trainer.
     """
 
     script: Script
@@ -107,7 +106,7 @@ class Scenario:
         self.files: list[int] = []
         """The steps at which a file was half written."""
         self.log: list[dict[str, Any]] = []
-        """The log of all gateways."""
+        """- =9,10 Raises any fault."""
         self._rng = random.Random(self.seed)
         self._clock = Clock()
         self._misfortune = Misfortune(
@@ -179,7 +178,7 @@ class Scenario:
         return engine
 
     def _write_file(self, file: Path, content: bytes, *, synced: bool = False) -> None:
-        """Write like the gateway, which may die in the middle."""
+        """The gateway may die in the middle."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_name(f".{file.name}").write_bytes(content[: len(content) // 2])
         self._loop.step()
@@ -187,7 +186,6 @@ class Scenario:
         write_file(file, content, synced=synced)
 
     def _live(self, life: Life | None) -> list[Left] | None:
-        """Run one gateway to its end."""
         stopping = asyncio.Event()
 
         def at_step(number: int) -> None:
@@ -243,7 +241,7 @@ class Scenario:
             client.ended = True
 
     async def _left(self, gateway: Gateway) -> list[Left]:
-        """Return the leftovers. Only saved checkpoints and ended operations may remain."""
+        """Only saved checkpoints and ended operations may remain."""
         database, data_dir = gateway.database, self.folder
         await gateway.database.flush()
         await gateway.collector.empty_trash()
@@ -298,7 +296,7 @@ class Scenario:
 
 @contextmanager
 def _logged_to(log: list[dict[str, Any]]) -> Iterator[None]:
-    """Collect log entries in the block, with the traceback of each exception as `fault`."""
+    """Collect log entries in the block, with each exception's traceback as `fault`."""
 
     def collect(_logger: object, level: str, entry: dict[str, Any]) -> NoReturn:
         if entry.pop("exc_info", None):
@@ -315,7 +313,6 @@ def _logged_to(log: list[dict[str, Any]]) -> Iterator[None]:
 
 
 _SQL: dict[Any, Any] = {}
-"""Statements compiled by SQLAlchemy, shared by all gateways: compiling takes a third of the
-time."""
+"""Shared by all gateways: compiling takes a third of the time."""
 _FAULTS = {"write_failed", "file_work_failed", "writes_lost"}
 _ROOTS = ("operations", "snapshots", "checkpoints", "weights")

@@ -35,7 +35,7 @@ def of_version(version: str, *, protocol: int = PROTOCOL) -> tuple[tuple[str, st
 
 
 class FakeHealth(health_pb2_grpc.HealthServicer):
-    """Answers while `answering` is set. `about` is its metadata, as `WorkerServer` sends it."""
+    """Answers while `answering` is set. `about` is its metadata."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Event()
@@ -103,7 +103,6 @@ class FakeLauncher:
         await self._end(worker_id)
 
     async def kill(self, worker_id: str, reason: str) -> None:
-        """Let a worker end unrequested."""
         await self._end(worker_id)
         self._exits.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
 

@@ -18,8 +18,8 @@ from tests.support.gateway.sample_streams import answered
 class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
     """Answers a prompt with its reversed tokens, or the result of `speak`.
 
-    `gate` holds samples back (streams after their first token), and `slow_loads` the loads with
-    these numbers, until their events are set. Token i has the logprob -i. Alternatives are the
+    Until their events are set, `gate` holds samples back (streams after their first token), and
+    `slow_loads` the loads with these numbers. Token i has the logprob -i. Alternatives are the
     tokens 0, 1, … with logprobs 0, -1, ….
     """
 
@@ -111,7 +111,6 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         )
 
     async def SampleStream(self, request, context):
-        """Stream token by token, each sample in turn."""
         gate, self.gate = self.gate, asyncio.Event()
         self.gate.set()
         try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def after(history: str, kind: str, seq_id: int) -> str:
-    """Return the hash that represents weights after one more operation."""
+    """Return the hash of weights after one more operation."""
     return hashlib.sha256(f"{history} {kind} {seq_id}".encode()).hexdigest()
 
 
@@ -217,7 +217,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         return self.spec.training is not None and self.spec.training.lora is not None
 
     def _write_version(self, version, delta_of: str) -> Manifest:
-        """Write weights with the number of steps, and their manifest. A delta holds a three-byte
+        """Write the number of steps as weights, and a manifest. A delta holds a three-byte
         patch."""
         partial = PartialVersion(Path(version.path))
         partial.create()
@@ -287,8 +287,6 @@ async def die(trainer: FakeTrainer, reason: str) -> None:
 
 
 def dies_at(seq_id: int) -> type[FakeTrainer]:
-    """Return a trainer class that dies at this batch."""
-
     class Fragile(FakeTrainer):
         async def ForwardBackward(self, request, context):
             if request.header.seq_id - 1 == seq_id:

@@ -37,8 +37,6 @@ PATIENCE = 50.0
 
 
 def with_freezing_agent(scenario):
-    """Make a test of a coroutine that gets a `World`."""
-
     def run(tmp_path) -> None:
         world = World(tmp_path)
 
@@ -93,8 +91,6 @@ class FreezingAgent(ModelLauncher):
 
 
 class World:
-    """A fleet with an agent that may freeze, and two trainers on one group's devices."""
-
     def __init__(self, folder) -> None:
         self.settings = GatewaySettings(data_dir=folder)
         self.model = BaseModelEntry(name="tiny", path=str(folder / "tiny"), max_length=None)
@@ -181,8 +177,7 @@ class Trainer:
         self.client = await self.host.join(self.run, on_exit=lambda _reason: None)
 
     async def bring_back(self, calls: int) -> int:
-        """Replay `calls` calls with a process that can sleep. Reading each from the journal takes 5
-        s."""
+        """Replay `calls` calls with a process that can sleep. Reading each takes 5 s."""
 
         async def moves(_request) -> common_pb2.SwitchReply:
             return common_pb2.SwitchReply()

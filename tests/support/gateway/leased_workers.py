@@ -64,12 +64,11 @@ class MemoryRecords:
 
 @dataclass(eq=False)
 class Process:
-    """A worker's process.
+    """A worker's process. A call takes `delay` to arrive, and a switch takes `work`.
 
-    A call takes `delay` to arrive, and a switch takes `work`. Directions in `fails` end in an
-    error. A `frozen` process does nothing until it is killed. An `unreachable` one is dead, but
-    unreported. It has `host` bytes of host memory and a file of `disk` bytes. Asleep, it leaves
-    `left` bytes on the device, of which `stuck` never leave.
+    Directions in `fails` end in an error. A `frozen` process does nothing until it is killed. An
+    `unreachable` one is dead, but unreported. It has `host` bytes of host memory and a file of
+    `disk` bytes. Asleep, it leaves `left` bytes on the device, of which `stuck` never leave.
     """
 
     devices: Devices
@@ -231,7 +230,6 @@ class Worker:
                 self.lease.worker_ended()
 
     def freeze(self) -> None:
-        """Let its process hang. The gateway notices in the end."""
         if self.process is not None and not self.process.frozen:
             self.process.frozen, self.silent_for = True, 1e3
             asyncio.get_running_loop().call_later(300, self._give_up, self.process)
@@ -307,7 +305,7 @@ class World:
         return self.devices.disk
 
     async def restart(self) -> None:
-        """Replace the gateway. Its pending work is lost."""
+        """Its pending work is lost. =15,16 Nobody waits."""
         await self.group.close_all()
         for worker in self.workers.values():  # all workers hear of the next gateway before it asks
             if worker.process is not None:

@@ -26,15 +26,13 @@ from tests.support.gateway.sample_streams import answered
 
 
 class ModelHost:
-    """A host of workers, which end with their gateway only if they are killed."""
-
     def __init__(self, misfortune: Misfortune) -> None:
         self.misfortune = misfortune
         self.workers: dict[str, ModelWorker] = {}
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
 
     def kill(self, worker_id: str) -> None:
-        """Let a worker die. The report follows a little later."""
+        """The report follows a little later."""
         if (worker := self.workers.pop(worker_id, None)) is not None:
             worker.die()
             exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
@@ -46,8 +44,6 @@ class ModelHost:
 
 
 class ModelLauncher:
-    """Implements `Launcher` for one gateway."""
-
     def __init__(self, host: ModelHost) -> None:
         self._host = host
         self._misfortune = host.misfortune
@@ -123,7 +119,7 @@ class ModelCall:
 
 
 class ModelChannel:
-    """Stands for a `grpc.aio.Channel`, with a slow network."""
+    """With a slow network."""
 
     def __init__(
         self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]
@@ -156,7 +152,6 @@ class ModelChannel:
         return lambda *args, **more: ModelCall(call(*args, **more))
 
     def stream_stream(self, method: str, *_args, **_more) -> Callable[..., AsyncIterator[Any]]:
-        """Carry each request separately."""
         name = method.rpartition("/")[2]
 
         async def stream(requests, *, metadata):

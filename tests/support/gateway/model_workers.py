@@ -1,7 +1,7 @@
 """Model workers in the gateway's process, without gRPC, for tests in virtual time.
 
-`model_host` starts them. A trainer's weights are a hash of all changes in order. So two trainers
-have equal weights only after equal changes. Results show the weights.
+A trainer's weights are a hash of all changes in order, so two trainers have equal weights only
+after equal changes. Results show the weights.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _BYTES = 100
 POISON = b"poison"
 """The start of a payload that kills its worker."""
 LONG = b"long"
-"""The start of a payload that takes almost the allowed time."""
+"""A payload that takes almost the allowed time begins like this."""
 ENDLESS = b"endless"
-"""The start of a payload that never ends."""
+
 FORWARD = b"forward"
-"""The start of a forward pass's payload."""
+
 UNREADABLE = b" that is no message"
 """The end of an unreadable payload."""
 EMPTY = b" without a datum"
@@ -53,13 +53,13 @@ EMPTY = b" without a datum"
 
 
 def after(*what: object) -> str:
-    """Return the hash that represents weights or gradients made from all this."""
+    """Return the hash that represents weights or gradients."""
     return hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()[:12]
 
 
 @dataclass
 class Misfortune:
-    """The faults of workers, with limits, each occurring with a `chance`.
+    """The faults of workers, with limits, each with a `chance`.
 
     More would fail an operation: a trainer may die three times at one, an engine twice.
     """
@@ -83,8 +83,10 @@ class Misfortune:
 
 
 class ModelWorker:
-    """A started worker. Its tasks end when `died` is done. It serves once `serving` is set, and
-    hangs while `frozen`."""
+    """A started worker. Its tasks end when `died` is done.
+
+    It serves once `serving` is set, and hangs while `frozen`.
+    """
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         self.spec = spec
@@ -101,7 +103,7 @@ class ModelWorker:
         return WorkerHandle.of(self.spec, address=self.spec.worker_id)
 
     def task(self, work) -> asyncio.Task[Any]:
-        """Begin work of this process, independent of the caller's fate."""
+        """Begin work of this process, independent of the caller."""
         task = asyncio.create_task(work, context=as_process(self.spec.worker_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -205,15 +207,13 @@ class ModelSampler(ModelWorker):
 
 @dataclass
 class State:
-    """The content of a checkpoint or snapshot."""
-
     weights: str = "base"
     step: int = 0
 
 
 @dataclass
 class Held(State):
-    """A trainer's further state: gradients, and the reason why they are incomplete."""
+    """And gradients, and the reason why they are incomplete."""
 
     gradients: str = ""
     refused: str = ""
@@ -231,8 +231,6 @@ class ModelTrainer(ModelWorker):
         self.engine = asyncio.Lock()
 
     def __getattr__(self, name: str) -> Callable[[Any], Awaitable[Any]]:
-        """Return the method of the run that a call names."""
-
         async def call(request):
             run_id = request.header.run_id if hasattr(request, "header") else request.run_id
             if run_id not in self.runs:

@@ -20,12 +20,10 @@ from tandem.settings.gateway import GatewaySettings
 from tests.support.waiting import PATIENCE
 
 WHOLE_MACHINE = groups_of(GatewaySettings(), Host("host", cores=(0, 1)))
-"""The groups of a machine without declared groups."""
 
 
 class Rows:
-    """A dictionary as a database of places, drained groups and scaled samplers. It refuses
-    transactions while `full`."""
+    """A dictionary as a database of places. It refuses transactions while `full`."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, object]] = {}
@@ -82,7 +80,7 @@ TRAIN, SAMPLE = group("train", "trainer"), group("sample", "sampler")
 
 
 class World:
-    """Places on some groups. The clock stands still."""
+    """The clock stands still."""
 
     def __init__(self, *groups: DeviceGroup, host: int = 0, engines: int = 99, starting: int = 99):
         self.now = 0.0
@@ -117,8 +115,6 @@ async def quiet() -> None:
 
 
 class Asking:
-    """A task that requests places."""
-
     task: asyncio.Task | None = None
 
     async def ask(self):

@@ -37,8 +37,6 @@ class Raw:
         return int(first.split()[1]), headers, json.loads(body)
 
     def protocol_in(self, gate):
-        """Return the gateway's side of this connection."""
-
         def found():
             connections = tuple(gate.server.server_state.connections)
             return [one for one in connections if one.client == self.socket.getsockname()]

@@ -1,7 +1,7 @@
 """A gateway with workers that do arithmetic instead of learning.
 
-The gateway is real, on a real port, in a thread. The workers are gRPC servers of the real protos in
-this process. A fake launcher "starts" them.
+The gateway is real, on a real port, in a thread. The workers are gRPC servers in this process. A
+fake launcher "starts" them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gate:
         return self.server.url
 
     def run(self, coroutine):
-        """Run a coroutine or plain function in the gateway's loop."""
+        """A coroutine or plain function."""
         if callable(coroutine):
 
             async def call(function=coroutine):
@@ -74,8 +74,10 @@ class Gate:
             wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
 
     def worker(self, kind: str, index: int = -1):
-        """Return the newest worker of a kind or id prefix. A sampling session's engine is started
-        if needed."""
+        """Return the newest worker of a kind or id prefix.
+
+        A sampling session's engine is started if needed.
+        """
         if kind.startswith("sampler"):
             self.start_engines(kind.partition("-")[2], newest=1)
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
@@ -124,7 +126,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "max_engines": 10_000,
         "min_free_bytes": 0,
         "stop_timeout": 0,  # a test may leave unfinished operations
-        # Longer than any test holds an operation back, even on a slow machine.
+        # Longer than any test holds an operation back.
         "operation_timeout": 2 * PATIENCE,
     }
     return GatewaySettings(**(values | changes))
@@ -149,10 +151,10 @@ def running_gateway(
     end: Callable[[], object] = lambda: None,
     **changes,
 ) -> Iterator[Gate]:
-    """Run a gateway on a free port with the model `tiny`. A `standby` replaces one that has it.
+    """Run a gateway on a free port with the model `tiny`.
 
-    `end` is called when another gateway has replaced this one. `changes` are settings and constants
-    (`constants.py`).
+    A `standby` replaces one that has it. `end` is called when another gateway has replaced this
+    one. `changes` are settings and constants (`constants.py`).
     """
     with changed(_CONSTANTS | changes) as chosen:
         settings = settings_for(tmp_path, **chosen)

@@ -44,7 +44,6 @@ class Run:
         return self.gate.retrieve(f"{self.id}:{seq_id}")
 
     def die(self, reason: str = "it was killed by SIGKILL") -> None:
-        """Let the newest trainer of the run die."""
         worker_id, _ = self.gate.worker(f"trainer-{self.session_id}")
         self.gate.run(self.gate.launcher.kill(worker_id, reason))
 
@@ -64,7 +63,7 @@ class Run:
 
 
 def train(run: Run, *numbers: int) -> list[dict]:
-    """Run steps of two operations each: a batch 2n-1 and a step 2n. Returns their outcomes."""
+    """Each step is a batch 2n-1 and a step 2n. Returns their outcomes."""
     for number in numbers:
         assert run.backward(2 * number - 1).status_code == 200
         run.outcome(2 * number - 1)

@@ -13,7 +13,7 @@ Answer = Callable[[sampler_pb2.SampleRequest], Awaitable[sampler_pb2.SampleReply
 async def answered(
     batches: AsyncIterator[sampler_pb2.SampleRequests], answer: Answer
 ) -> AsyncIterator[sampler_pb2.SampleReplies]:
-    """Yield each reply when it is ready. An error of an answer ends the stream."""
+    """Yield each reply when it is ready. An error ends the stream."""
     tasks: dict[int, asyncio.Task[None]] = {}
     ready: asyncio.Queue[sampler_pb2.SampleReply | Exception | None] = asyncio.Queue()
 

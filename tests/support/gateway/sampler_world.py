@@ -64,7 +64,7 @@ class AtOnce(Misfortune):
 class World:
     """A host with engines of an earlier gateway, and the next gateway's router.
 
-    The router knows the model `tiny` and the sessions s-1 and s-2, which want `replicas` engines.
+    It knows the model `tiny` and the sessions s-1 and s-2, which want `replicas` engines.
     `implicit` has no client.
     """
 
@@ -137,7 +137,6 @@ class World:
         return BaseModelEntry(name="tiny", path=str(self.folder / "tiny"), max_length=None)
 
     def version(self, name: str) -> common_pb2.WeightVersion:
-        """Write a version to disk."""
         folder, run_id = self.folder / name, "s-1:train:0"
         folder.mkdir(exist_ok=True)
         manifest = Manifest(
@@ -200,7 +199,7 @@ class World:
         samples: int = 1,
         in_flight: bool = False,
     ) -> str:
-        """Ask for a sample with a seed. Returns its result, or the type of its error."""
+        """Returns the result, or the type of its error."""
         sampler = self.sampler(session_id)
         request = sampler_pb2.SampleRequest(
             operation_id=f"s-{next(self.numbers)}",

@@ -1,7 +1,4 @@
-"""Models with a tokenizer and a chat template, for the OpenAI-compatible routes.
-
-The tokenizers are of different kinds, made without training.
-"""
+"""Models with a tokenizer and a chat template, for the OpenAI-compatible routes."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per byte, as in GPT-2, and a few longer tokens."""
+    """A token per byte, as in GPT-2, and a few longer ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, "th", "the", "Ġthe", "âĤ"]  # the last: two bytes of a euro sign
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("â", "Ĥ")]
@@ -46,8 +43,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Return a tokenizer of Llama's kind: words with a mark for the blank before them, and
-    bytes."""
+    """Of Llama's kind: words with a mark for the blank before them, and bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁hello", "▁world", "hello", "!", "a", "▁a"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -69,7 +65,6 @@ def sentence_tokenizer() -> Tokenizer:
 
 
 def letter_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per letter."""
     pieces = ["<unk>", "<eos>", *"abcdefghijklmnopqrstuvwxyz "]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -86,7 +81,7 @@ def write_speaking_model(
     window: int = 64,
     **config: object,
 ) -> Path:
-    """Write a model's folder without weights. `window` is its longest sequence."""
+    """Without weights. `window` is the longest sequence."""
     make_model(folder, window=window)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<eos>", "bos_token": "<bos>"}
@@ -100,7 +95,7 @@ def write_speaking_model(
 
 @contextmanager
 def speaking_gateway(tmp_path: Path, **changes):
-    """Run a gateway with `speaker`, a byte-token model, and `tiny`, which has no tokenizer."""
+    """It has `speaker`, with a token per byte, and `tiny`, without a tokenizer."""
     with running_gateway(tmp_path, **changes) as gate:
         folder = write_speaking_model(tmp_path / "speaker", byte_tokenizer())
         gate.run(gate.gateway.models.add(name="speaker", path=str(folder)))

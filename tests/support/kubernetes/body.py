@@ -1,8 +1,5 @@
-"""Tests of a launcher of pods for any cluster: the one in memory (`tests/unit`) and a real one
-(`tests/cluster`).
-
-A `Stage` stands for the cluster.
-"""
+"""Tests of a launcher of pods for any cluster: in memory (`tests/unit`) or real
+(`tests/cluster`)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ class Stage(Protocol):
     """A cluster with at least two nodes, each with two devices of `device_class`."""
 
     def gateway(self, *, epoch: int = 1, **settings: float) -> Gateway:
-        """Return a gateway. Its workers only do the actions in `maker.lives`."""
+        """Its workers only do the actions in `maker.lives`."""
         ...
 
     async def left(self) -> dict[str, list[str]]:

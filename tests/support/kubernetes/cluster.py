@@ -16,7 +16,7 @@ _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "": 1.0
 
 @dataclass
 class Node:
-    """A node. `prepare_error` is the driver's error for a claim's devices, if any."""
+    """`prepare_error` is the driver's error for a claim's devices."""
 
     name: str
     memory: float = 64 * 2**30
@@ -36,7 +36,7 @@ class Image:
 
 
 class FakeCluster(FakeServer):
-    """A cluster. `images` lists images that must be pulled.
+    """`images` lists images that must be pulled.
 
     `at_once` pods can be bound to one claim in one moment. More conflict.
     """
@@ -83,7 +83,6 @@ class FakeCluster(FakeServer):
         return {each: sorted(self.objects[each]) for each in kinds if self.objects[each]}
 
     def exit(self, name: str, *, code: int, message: str = "", reason: str = "") -> None:
-        """End the worker's container."""
         pod = self.objects["pods"].get(name)
         if pod is None or pod["status"]["phase"] in ("Failed", "Succeeded"):
             return
@@ -95,7 +94,6 @@ class FakeCluster(FakeServer):
         self._release(pod)
 
     def report(self, name: str, error: str) -> None:
-        """Let the worker report an error and end."""
         message = json.dumps({"error": error, "error_type": "WorkerStartFailed"})
         self.exit(name, code=1, message=message)
 
@@ -285,7 +283,6 @@ class FakeCluster(FakeServer):
         await self._live(pod)
 
     async def _live(self, pod: dict) -> None:
-        """Act like the worker's container."""
         name = pod["metadata"]["name"]
         variables = pod["spec"]["containers"][0].get("env", [])
         life = next((each["value"] for each in variables if each["name"] == LIFE), "")
@@ -337,7 +334,7 @@ class FakeCluster(FakeServer):
     # --- Its parts ----------------------------------------------------------------------------
 
     def _release(self, pod: dict) -> None:
-        """Act like the controller of claims: a claim without consumers loses its allocation."""
+        """A claim without consumers loses its allocation."""
         for each in pod["spec"].get("resourceClaims", []):
             claim = self.get("resourceclaims", each["resourceClaimName"])
             if claim is None or "status" not in claim:
@@ -363,7 +360,7 @@ class FakeCluster(FakeServer):
     def _condition(
         self, pod: dict, kind: str, status: bool, reason: str = "", message: str = ""
     ) -> bool:
-        """Set a condition. Returns whether that changed it."""
+        """Returns whether that changed it."""
         conditions = pod["status"].setdefault("conditions", [])
         condition = {"type": kind, "status": str(status), "reason": reason, "message": message}
         if condition in conditions:

@@ -55,7 +55,7 @@ while True:
 
 
 class PlainMaker:
-    """Makes a minimal worker. With `claims`, a group is a claim."""
+    """With `claims`, a group is a claim."""
 
     def __init__(self, *, epoch: int, claims: bool, nodes: int, idle: float) -> None:
         self.epoch = epoch
@@ -171,7 +171,7 @@ class PlainMaker:
 
 
 class Gateway:
-    """A launcher of an epoch, and the exits reported by it."""
+    """A launcher, and the exits reported by it."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Gateway:
         return handle
 
     async def die(self) -> None:
-        """Kill the process. Its planned actions are lost."""
+        """Its planned actions are lost."""
         await self.launcher._reconciler.close()
         await self.launcher._api.close()
         if self._hearing is not None:
@@ -260,7 +260,6 @@ def spec(worker_id: str, *, group: str = "train-0", **about) -> WorkerSpec:
 
 
 async def until(condition, *, seconds: float = 300.0) -> None:
-    """Wait for a condition."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while not condition():

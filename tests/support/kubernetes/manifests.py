@@ -25,15 +25,13 @@ _KEY = base64.b64encode(b"an example").decode()
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects of an overlay."""
-
     objects: list[dict]
 
     def all(self, kind: str) -> list[dict]:
         return [one for one in self.objects if one["kind"] == kind]
 
     def names(self, kind: str) -> list[str]:
-        """Return the names without a generated digest."""
+        """Without a generated digest."""
         return [_plain_name(one) for one in self.all(kind)]
 
     def one(self, kind: str, name: str) -> dict:
@@ -52,7 +50,6 @@ class Rendered:
 
     @staticmethod
     def selects(selector: dict, labels: dict[str, str]) -> bool:
-        """Return whether a label selector matches these labels."""
         if not selector.get("matchLabels", {}).items() <= labels.items():
             return False
         for term in selector.get("matchExpressions", []):
@@ -89,7 +86,7 @@ def render_overlay(name: str, folder: Path) -> Rendered:
 
 
 def pods_of(objects: list[dict]) -> dict[str, dict]:
-    """Return the pod templates of all objects that make pods, by name."""
+    """Return the pod templates of all objects, by name."""
     kinds = ("Deployment", "StatefulSet", "Job")
     return {
         one["metadata"].get("name") or one["metadata"]["generateName"]: one["spec"]["template"]
@@ -99,20 +96,18 @@ def pods_of(objects: list[dict]) -> dict[str, dict]:
 
 
 def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
-    """Return the pods of `workers`, by name."""
     made = workers(settings).values()
     return {pod["metadata"]["name"]: pod for worker in made for pod in worker.pods}
 
 
 def worker_policies(settings: dict[str, str]) -> list[dict]:
-    """Return the network policies of `workers`."""
     return [each.policy for each in workers(settings).values() if each.policy is not None]
 
 
 def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
-    """Return workers as a gateway with these settings makes them, by worker id.
+    """Return workers as a gateway makes them, by worker id.
 
-    They are two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler.
+    Two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler.
     """
     prefix = "TANDEM_KUBERNETES_"
     chosen = {
@@ -162,8 +157,7 @@ def reaches(
     *,
     from_namespace: str = "tandem",
 ) -> bool:
-    """Return whether a pod with labels `source` may connect to one of Tandem's with labels
-    `target`.
+    """Return whether a pod with labels `source` may connect to one with labels `target`.
 
     The rules of both pods count.
     """

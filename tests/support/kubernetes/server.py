@@ -1,7 +1,8 @@
-"""An API server in memory for the real client. There is no port: `Session` stands for connections.
+"""An API server in memory for the real client.
 
-Every change has a version, from which a watch can continue. `compact` forgets old versions, and a
-watch from there answers 410. `calls` lists all requests. `meddle` causes faults.
+There is no port: `Session` stands for connections. Every change has a version, from which a watch
+can continue. `compact` forgets old versions, and a watch from there answers 410. `calls` lists all
+requests. `meddle` causes faults.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A request. `verb` is RBAC's. `number` counts requests without watches."""
+    """`verb` is RBAC's. `number` counts requests without watches."""
 
     verb: str
     resource: str
@@ -93,8 +94,7 @@ class Refusal(Exception):
 
 
 class FakeServer:
-    """`meddle` is called before each request. It may return another answer, or raise `Lost` or
-    `Hangs`.
+    """`meddle` is called before each request. It may return another answer, or raise `Lost`.
 
     `strict` checks fields against the schemas.
     """
@@ -132,7 +132,6 @@ class FakeServer:
         return list(self.objects[plural].values())
 
     def put(self, plural: str, body: dict) -> dict:
-        """Make an object without checks."""
         metadata = body["metadata"]
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": self.clock()}
         metadata["namespace"] = self.namespace
@@ -141,7 +140,6 @@ class FakeServer:
         return body
 
     def change(self, plural: str, body: dict) -> None:
-        """Report a change of an object that exists."""
         if self.objects[plural].get(body["metadata"]["name"]) is body:
             self._note(plural, "MODIFIED", body)
 
@@ -151,7 +149,7 @@ class FakeServer:
             self._note(plural, "DELETED", body)
 
     def delete(self, plural: str, name: str, *, grace: int | None = None) -> dict | None:
-        """Delete like the API: a pod on a node, or a claim in use, is only marked."""
+        """A pod on a node, or a claim in use, is only marked."""
         body = self.objects[plural].get(name)
         if body is None:
             return None
@@ -175,7 +173,7 @@ class FakeServer:
         return body
 
     def collect(self, owner: str) -> None:
-        """Delete the objects of a missing owner, like the garbage collector."""
+        """Like the garbage collector."""
         for plural, objects in self.objects.items():
             for name, body in tuple(objects.items()):
                 owners = body["metadata"].get("ownerReferences", [])
@@ -183,7 +181,6 @@ class FakeServer:
                     self.delete(plural, name)
 
     def compact(self) -> None:
-        """Forget earlier versions."""
         self._oldest = self.version + 1
         self._history.clear()
         self.version += 1
@@ -333,7 +330,7 @@ _known_shapes: set[str] = set()
 
 
 def _check_fields(body: dict) -> None:
-    """Check an object against the schemas, once per shape, because they are slow to read."""
+    """Once per shape, because the schemas are slow to read."""
     shape = json.dumps(_shape_of(body), sort_keys=True)
     if shape in _known_shapes:
         return
@@ -369,11 +366,10 @@ def _selected(body: dict, query: dict[str, str]) -> bool:
 
 
 class Session:
-    """Stands for the connections of one client.
+    """The connections of one client.
 
     A `severed` one reaches nobody, like a killed gateway. From request `sever_at` on it is severed,
-    and that request may still be carried out. While not `awake`, all its messages wait, as on a
-    paused machine.
+    and that request may still be carried out. While not `awake`, all its messages wait.
     """
 
     def __init__(self, server: FakeServer) -> None:

@@ -11,7 +11,6 @@ MOST_RESULTS = 32
 
 
 def faults_of(kind: str, body: dict) -> list[str]:
-    """Return the faults of an object, none if it is accepted."""
     return [*_metadata(body["metadata"]), *_OF_KIND.get(kind, lambda _body: [])(body)]
 
 

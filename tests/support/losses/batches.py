@@ -53,8 +53,7 @@ def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[w
 
 
 def mixed_request(name: str, data: list[wire.Datum] | None = None) -> wire.ForwardBackwardRequest:
-    """Return the request of `REQUESTS` for these or the usual datums. Other names mean a custom
-    loss."""
+    """Names that are not in `REQUESTS` mean a custom loss."""
     loss, settings = REQUESTS.get(name, ("custom", {}))
     message = request(data or mixed_data(spans=loss == "stable_reinforce"), loss)
     for key, value in settings.items():

@@ -35,7 +35,6 @@ class Data:
     sizes: tuple[int, ...]
 
     def pick(self, datums: Sequence[int]) -> Data:
-        """Return some of the datums, in the given order."""
         ends = np.cumsum(self.sizes)
         places = [
             place

@@ -1,7 +1,4 @@
-"""A trainer backend of another package: a plain float32 model on every rank, without FSDP.
-
-It implements only the duties of a `TrainerBackend`.
-"""
+"""A trainer backend of another package: a plain float32 model on every rank, without FSDP."""
 
 from __future__ import annotations
 
