@@ -21,7 +21,7 @@ LONGEST_TTL = 315_576_000
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Literal example: `tinker://s-ab12:train:0/weights/warm-up`."""
+    """Example: `tinker://s-ab12:train:0/weights/warm-up`."""
 
     run_id: str
     kind: CheckpointKind
@@ -73,7 +73,7 @@ def check_model_name(name: str) -> None:
 def split_model_name(name: str) -> tuple[str, bool]:
     """Return the registered name, and whether it requests full-parameter training.
 
-    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for other
+    Example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for other
     suffixes.
     """
     base, colon, suffix = name.partition(":")

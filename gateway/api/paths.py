@@ -33,6 +33,6 @@ def plain_path(path: str) -> str:
     """Return an encoded path with single slashes and none at its end. Encoded slashes stay, as
     parts of names.
 
-    Literal example: `plain_path("//v1//models/")` is `"/v1/models"`.
+    Example: `plain_path("//v1//models/")` is `"/v1/models"`.
     """
     return _REPEATED.sub("/", path).rstrip("/") or "/"

@@ -62,7 +62,7 @@ def training_from(
 
 
 def _describe(lora: LoraSpec) -> str:
-    """Literal example: "rank 32 on attention, mlp and unembedding"."""
+    """Example: "rank 32 on attention, mlp and unembedding"."""
     kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
     listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else "".join(kinds)
     return f"rank {lora.rank} on {listed}"

@@ -250,7 +250,7 @@ def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) ->
 def retry_after(per_second: float, *, waiting: int) -> float:
     """Return the whole seconds, from 1 to 10, until a tenth of the queue completes.
 
-    Literal example: 1000 wait and 20 complete per second: 5 seconds.
+    Example: 1000 wait and 20 complete per second: 5 seconds.
     """
     seconds = waiting / 10 / (per_second if per_second > 0 else _ASSUMED_RATE)
     return float(math.ceil(min(max(seconds, _MIN_RETRY_AFTER), _MAX_RETRY_AFTER)))

@@ -110,7 +110,7 @@ class DeviceGroup:
         }
 
     def describe(self) -> str:
-        """Literal examples: "train (2 devices)", "train (4 nodes with 8 devices each)"."""
+        """Examples: "train (2 devices)", "train (4 nodes with 8 devices each)"."""
         count = len(self.devices)
         if self.whole_machine:
             about = f"the whole machine, up to {self.most_ranks} ranks"
@@ -199,7 +199,7 @@ def _claim(pool: ClaimPoolSettings, number: int) -> DeviceGroup:
 
 
 def _repeated(what: str, names: Iterable[str]) -> str:
-    """Literal example: "2 groups have the name 'train'"; "" if all names differ."""
+    """Example: "2 groups have the name 'train'"; "" if all names differ."""
     counted = Counter(names).items()
     return next((f"{n} {what} have the name {name!r}" for name, n in counted if n > 1), "")
 

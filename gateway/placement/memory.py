@@ -245,7 +245,7 @@ class HostMemory:
         return True
 
     def shortage(self) -> str:
-        """Literal example: "workers have 118 GiB of the 120 GiB of host memory that they may have
+        """Example: "workers have 118 GiB of the 120 GiB of host memory that they may have
         (TANDEM_HOST_MEMORY_BYTES)"."""
         return (
             f"workers have {_gib(self.used)} of the {_gib(self.budget)} of host memory that they "

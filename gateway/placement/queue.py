@@ -68,7 +68,7 @@ class PlaceQueue:
     def explain(self, key: str) -> str:
         """Say what a run, or an engine, that has no place yet waits for; "" if it does not wait.
 
-        Literal example: "2nd in the queue for a place on group train: 16 workers are there
+        Example: "2nd in the queue for a place on group train: 16 workers are there
         (TANDEM_GROUPS workers)".
         """
         ask = self._asks.get(key)
@@ -227,7 +227,7 @@ class PlaceQueue:
 
 
 def _ordinal(number: int) -> str:
-    """Literal examples: 1st, 2nd, 3rd, 4th, 11th."""
+    """Examples: 1st, 2nd, 3rd, 4th, 11th."""
     ending = (
         "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     )

@@ -253,7 +253,7 @@ class Progress:
         return self.tokens_done / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """Literal examples: `4,096 of 65,536 tokens, 512 tokens/s, 8 s`; `compiling, 20 s`."""
+        """Examples: `4,096 of 65,536 tokens, 512 tokens/s, 8 s`; `compiling, 20 s`."""
         if self.compiling:
             return f"compiling, {self.seconds:.0f} s"
         if not self.tokens:
@@ -285,7 +285,7 @@ class Call:
     begun: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def describe(self) -> str:
-        """Literal example: `forward_backward 12: the trainer is at work on it (4,096 of 65,536
+        """Example: `forward_backward 12: the trainer is at work on it (4,096 of 65,536
         tokens, 512 tokens/s, 8 s)`.
         """
         why = self.explain() if self.explain is not None else self.waiting_for

@@ -62,7 +62,7 @@ async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) 
 
 
 def _waiting_for(runs: list[TrainingRun], waited: float, timeout: float) -> str:
-    """Literal example: "1 run is being saved (s-ab:train:0 at step 7): 3 s of at most 30 s; …"."""
+    """Example: "1 run is being saved (s-ab:train:0 at step 7): 3 s of at most 30 s; …"."""
     named = [f"{run.id} at step {run.step}" for run in runs[:_NAMED]]
     named += [f"{len(runs) - _NAMED} more"] * (len(runs) > _NAMED)
     return (

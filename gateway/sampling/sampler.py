@@ -42,7 +42,7 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True)
 class SamplerKey:
-    """Literal example, as a place key: "s-ab12/qwen/8b/16"."""
+    """Example, as a place key: "s-ab12/qwen/8b/16"."""
 
     session_id: str
     model_name: str

@@ -1,6 +1,6 @@
-"""Every literal example in the product's docstrings runs and has its stated value.
+"""Every example in the product's docstrings runs and has its stated value.
 
-`Literal use` and `Literal example` mark them: code in backticks with a call is Python."""
+`Example:` marks them. Code in backticks with a call is Python."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def examples() -> list[Example]:
         for file in sorted((ROOT / package).rglob("*.py")):
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             for line, text in docstrings(ast.parse(file.read_text())):
-                marked = re.search(r"Literal (use|examples?).*", text)
+                marked = re.search(r"\bExamples?:.*", text)
                 spans = re.findall(r"`([^`]+)`", marked.group()) if marked else []
                 code = tuple(span for span in spans if is_call(span))
                 if code:

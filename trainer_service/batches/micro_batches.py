@@ -19,7 +19,7 @@ from trainer_service.models.packing import bounds_of
 def ranges(*, starts: Int64Array, sizes: Int64Array) -> Int64Array:
     """The indices `starts[i] … starts[i] + sizes[i] - 1` of all i, one after the other.
 
-    Literal example: starts [5, 0], sizes [2, 3] give [5, 6, 0, 1, 2].
+    Example: starts [5, 0], sizes [2, 3] give [5, 6, 0, 1, 2].
     """
     ends = np.cumsum(sizes)
     shifts = np.repeat(starts - (ends - sizes), sizes)
@@ -47,7 +47,7 @@ def plan_batch(
     longer group. Padding counts unless `packed`. All ranks get equally many micro-batches, because
     collectives must match. The empty ones are `()`.
 
-    Literal example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`.
+    Example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`.
     """
     assert len(lengths) % group == 0, "validated"
     starts = range(0, len(lengths), group)

@@ -409,7 +409,7 @@ def _commit(
 def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:
     """The owner of each unit: largest first, each to the rank with the fewest bytes so far.
 
-    Literal example: with units a, b and c of 5, 3 and 3 bytes, two ranks get `{"a": 0, "b": 1, "c":
+    Example: with units a, b and c of 5, 3 and 3 bytes, two ranks get `{"a": 0, "b": 1, "c":
     1}`.
     """
     sizes: dict[str, int] = {}

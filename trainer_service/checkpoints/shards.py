@@ -4,7 +4,7 @@ torch plans which rank writes and reads which part. torch's own files are pickle
 any function of the reader. In ours, each file's header says everything: a shard's type, shape and
 place, and its part of the tensor.
 
-Literal example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
+Example: `model.embed_tokens.weight@64,0` is the part of that parameter from row 64 on. A
 part that starts at the origin has only the tensor's name.
 
 `read_layout` reads only headers and trusts nothing in them. Ranks trust each other and exchange

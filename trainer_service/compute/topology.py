@@ -16,7 +16,7 @@ class Topology:
     """`ranks` in all, equally many on each of `nodes`. This is number `node`. Node 0 listens at
     `host` and `port`.
 
-    Literal example: with 4 ranks on 2 nodes, `Topology(nodes=2, node=1, ranks=4, host="trainer-a",
+    Example: with 4 ranks on 2 nodes, `Topology(nodes=2, node=1, ranks=4, host="trainer-a",
     port=29500).local` is `range(2, 4)`.
     """
 

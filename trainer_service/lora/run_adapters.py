@@ -35,7 +35,7 @@ class RunAdapters:
         self.targets: Sequence[str] = target_names(list(self.by_module), all_modules=names)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Literal example of a name: `model.layers.0.mlp.up_proj.lora_A`."""
+        """Example of a name: `model.layers.0.mlp.up_proj.lora_A`."""
         return {
             f"{name}.lora_{side}": parameter
             for name, adapter in self.by_module.items()

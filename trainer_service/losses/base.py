@@ -110,7 +110,7 @@ class DatumLayout:
     `sizes`: entries of each datum. `widths`: K of each datum's [N, K] targets, 0 for [N].
     `arrays`: inputs of shape "free", one tensor of the client's shape per datum, on the host.
 
-    Literal example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
+    Example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
     """
 
     datum: Tensor

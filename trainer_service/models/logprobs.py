@@ -125,7 +125,7 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
 class ChunkedLogprobs:
     """Log probabilities in chunks of `rows` rows. Thread-safe.
 
-    Literal use: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`. `parameters`
+    Example: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`. `parameters`
     returns the trainable parameters that `logits_of` computes with.
     """
 

@@ -34,14 +34,14 @@ Run = tuple[int, int]
 
 
 def bounds_of(lengths: Sequence[int]) -> NDArray[np.int32]:
-    """The start of each sequence of a row, and the end of the last. Literal example: [9, 4, 4]
+    """The start of each sequence of a row, and the end of the last. Example: [9, 4, 4]
     gives [0, 9, 13, 17].
     """
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
 def runs_of(bounds: Sequence[int]) -> list[Run]:
-    """Groups equal neighbours. Literal example: [0, 9, 13, 17] gives [(1, 9), (2, 4)]."""
+    """Groups equal neighbours. Example: [0, 9, 13, 17] gives [(1, 9), (2, 4)]."""
     lengths = (stop - start for start, stop in pairwise(bounds))
     return [(len(list(group)), length) for length, group in groupby(lengths)]
 

@@ -211,7 +211,7 @@ def _styles_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _general(name: str) -> str:
-    """Literal example: `model.layers.3.mlp` is `model.layers.*.mlp`."""
+    """Example: `model.layers.3.mlp` is `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

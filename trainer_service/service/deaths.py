@@ -45,7 +45,7 @@ class RankReport(BaseModel):
 def trace(error: BaseException) -> str:
     """Return an error of any library on one line: type, sentence and traceback, and its causes'.
 
-    Literal example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
+    Example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
     """
     told: list[str] = []
     at: BaseException | None = error

@@ -207,5 +207,5 @@ def digest_of(secret: bytes) -> bytes:
 
 
 def id_of(digest: bytes) -> str:
-    """Literal example: `k-9f86d081884c`."""
+    """Example: `k-9f86d081884c`."""
     return f"k-{digest[:6].hex()}"

@@ -181,6 +181,6 @@ class SessionRegistry:
 
 
 def why_ended(session_id: str, *, reason: str, detail: str) -> str:
-    """Literal example: "session s-ab12 has ended (expired: no heartbeat for 60 s); make a …"."""
+    """Example: "session s-ab12 has ended (expired: no heartbeat for 60 s); make a …"."""
     more = f": {detail}" if detail else ""
     return f"session {session_id} has ended ({reason}{more}); make a new ServiceClient"

@@ -207,7 +207,7 @@ class SampleMeter:
 class TimeShares:
     """Divides a worker's busy time between its concurrent tasks.
 
-    While n tasks run, each gets 1/n of the time. The cost does not depend on n. Literal example:
+    While n tasks run, each gets 1/n of the time. The cost does not depend on n. Example:
     two samples that start together and take 4 s get 2 s each.
     """
 

@@ -131,7 +131,7 @@ def _now() -> int:
 
 
 def target_of(request_id: str) -> Target | None:
-    """Return a sample's target, or None. Literal example: `s-ab12:sample:0:2000000007` belongs to
+    """Return a sample's target, or None. Example: `s-ab12:sample:0:2000000007` belongs to
     the second client of `s-ab12:sample:0`.
     """
     parts = split_request_id(request_id)

@@ -31,7 +31,7 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 def object_name(worker_id: str) -> str:
     """Return the name of a worker's objects: its id, if valid.
 
-    Literal examples: `trainer-s-ab12-0` stays; `sampler-Ann_1-0` becomes
+    Examples: `trainer-s-ab12-0` stays; `sampler-Ann_1-0` becomes
     `sampler-ann-1-0-3f2a9c51d0`.
     """
     if _NAME.fullmatch(worker_id) and len(worker_id) <= _LONGEST_NAME:
@@ -58,7 +58,7 @@ def pod_name(worker_id: str, node: int) -> str:
 
 
 def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str) -> str:
-    """Literal examples: `tandem-train-0`; with several nodes per claim `tandem-train-0-1`."""
+    """Examples: `tandem-train-0`; with several nodes per claim `tandem-train-0-1`."""
     name = f"{instance}-{group}"
     return name if pool.nodes == 1 else f"{name}-{node}"
 

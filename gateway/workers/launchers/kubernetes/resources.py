@@ -127,7 +127,7 @@ def _known(model: ModelSize | None, spec: WorkerSpec) -> ModelSize:
 
 
 def _cores(count: float) -> str:
-    """Literal examples: "4", "500m"."""
+    """Examples: "4", "500m"."""
     return f"{math.ceil(count * 1000)}m" if count % 1 else str(int(count))
 
 

@@ -35,7 +35,7 @@ class Template:
     body: Object
 
     def fault(self, path: str, what: str) -> InvalidRequest:
-        """Literal example: "trainer-pod.yaml: spec.restartPolicy: the gateway sets it"."""
+        """Example: "trainer-pod.yaml: spec.restartPolicy: the gateway sets it"."""
         return InvalidRequest(f"{self.source}: {path}: {what}")
 
 
