@@ -31,7 +31,7 @@ SENTENCE = "tandem gateway: "
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
-"""Until a kill, in addition to TANDEM_STOP_TIMEOUT."""
+"""Seconds until an ending process is killed, in addition to TANDEM_STOP_TIMEOUT."""
 _MOST_ENDS = 5
 
 

@@ -137,7 +137,7 @@ def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerat
 
 
 def free_memory_bytes() -> int:
-    """Within the limit of a container."""
+    """Return the host's free memory, within a container's limit."""
     bounds = [int(psutil.virtual_memory().available)]
     with suppress(OSError, ValueError, KeyError):  # no such cgroup, or "max"
         limit = int((_CGROUP / "memory.max").read_text())

@@ -168,7 +168,7 @@ class ProcessLauncher:
     async def _switch(
         self, worker_id: str, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
     ) -> None:
-        """Completes even if the caller goes away, and later callers wait."""
+        """Suspend or resume a worker, even if the caller goes away. Later callers wait."""
         worker = self._workers.get(worker_id)
         if worker is None:
             raise SuspendFailed(f"worker {worker_id} does not run")
@@ -200,7 +200,7 @@ class ProcessLauncher:
         return True
 
     def ids(self) -> tuple[str, ...]:
-        """Includes workers without an address."""
+        """Return all workers, also those without an address."""
         return tuple(self._workers)
 
     def told_ids(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ _STDERR = 2
 _NICENESS = 5
 """Added to the agent's, so that a gateway on these cores answers while workers compute."""
 _IMPORTING_NICENESS = 15
-"""Of an importing idle process. Other processes get 30 times its share of a core."""
+"""For an importing idle process. Other processes get 30 times its share of a core."""
 _LEAST_FREE_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.5
 _PRELOAD_SECONDS = 900.0

@@ -23,7 +23,7 @@ from tandem.telemetry import get_log
 _SHARED_MEMORY = Path("/dev/shm")
 _NOTES, _PID = ".shared-memory", ".pid"
 _NAME_WITH_PID = re.compile(r"(?:__KMP_REGISTERED_LIB_|torch_)(\d+)_.*", re.ASCII)
-"""Names by OpenMP and torch, with the process's number."""
+"""Names made by OpenMP and torch, with the process's number."""
 _LOOKS = 5
 """After that many looks without an owner among our processes, a name belongs to somebody else."""
 

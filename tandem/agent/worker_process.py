@@ -31,7 +31,7 @@ from tandem.telemetry import get_log
 _MAX_REPORT_BYTES = 2**20
 _LAST_REPORT_SECONDS = 1.0
 _GROUP_GONE_SECONDS = 10.0
-"""For killed processes to disappear before a report. GPU memory is freed meanwhile."""
+"""Time for killed processes to disappear before a report. GPU memory is freed meanwhile."""
 _POLL_SECONDS = 0.01
 _LONG_POLL_SECONDS = 1.0
 _TAIL_BYTES = 4096
@@ -42,7 +42,8 @@ _NATIVE_CRASHES = frozenset(
 
 _RETRY_SECONDS = 0.1
 _WATCH_SECONDS = 60.0
-"""Of one health call. A long load needs several, because the calls may be the worker's lifeline."""
+"""The limit of one health call. A long load needs several, because the calls may be the worker's
+lifeline."""
 _FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -260,7 +261,7 @@ def kill_group(pgid: int) -> None:
 
 
 def group_members(pgid: int) -> list[int]:
-    """Without zombies."""
+    """Return the pids of the group's running processes, without zombies."""
     try:
         os.killpg(pgid, 0)  # much cheaper than a look at every process
     except (ProcessLookupError, PermissionError):

@@ -130,7 +130,7 @@ class TrainerMemory:
 
     @property
     def width(self) -> int:
-        """In the compute dtype."""
+        """The bytes of a number in the compute dtype."""
         return compute_width(self.settings.dtype, device=self.device)
 
     @property
@@ -223,7 +223,7 @@ class TrainerMemory:
 
     @property
     def _kept_width(self) -> int:
-        """Of the sharded weights."""
+        """The bytes of a number of the sharded weights."""
         return self.width if self.training.lora is not None else self.training.state_bytes.weight
 
     def _activations(self, tokens: int, *, checkpointed: bool) -> int:
@@ -238,7 +238,8 @@ class TrainerMemory:
         return round(self.width * kept)
 
     def _logits(self, tokens: int) -> int:
-        """Of a logits chunk and the head's gradient, in float32 and the compute dtype."""
+        """Return the bytes of a logits chunk and the head's gradient, in float32 and the compute
+        dtype."""
         model = self.model
         limit = self.settings.logits_bytes or LOGITS_BYTES[self.device]
         chunk = min(limit, _FLOAT32 * tokens * model.vocabulary)
@@ -267,7 +268,7 @@ class TrainerMemory:
         return gathered
 
     def _groups(self) -> list[int]:
-        """Of the blocks that FSDP gathers together."""
+        """Return the sizes of the groups of blocks that FSDP gathers together."""
         groups, size = [], 0
         for block in self.model.blocks:
             size += block

@@ -22,7 +22,7 @@ def known_backends() -> dict[str, str]:
 
 
 def registered(name: str) -> list[EntryPoint]:
-    """Usually one or none."""
+    """Return the packages' registrations of a name, usually one or none."""
     return list(entry_points(group=ENTRY_POINT_GROUP, name=name))
 
 

@@ -29,7 +29,7 @@ def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 def new_commands(about: str) -> typer.Typer:
-    """Help texts are printed without rich's markup."""
+    """Return a group of commands with help texts without rich's markup."""
     return typer.Typer(
         help=about,
         no_args_is_help=True,
@@ -80,7 +80,7 @@ def resolve_data_dir(data_dir: Path | None) -> Path:
 
 
 def running_gateway(data_dir: Path | None) -> Endpoint:
-    """Raises `ServerError` if none runs."""
+    """Return the running gateway's endpoint. Raises `ServerError` if none runs."""
     directory = resolve_data_dir(data_dir)
     endpoint = read_endpoint(directory)
     if endpoint is None:

@@ -237,13 +237,13 @@ def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -
 
 
 def _bytes_there(folder: Path, files: list[str]) -> int:
-    """Including unfinished files."""
+    """Count unfinished files too."""
     paths = [folder / name for name in files]
     return sum(map(_written, [*paths, *(folder / _PARTS).glob("*.incomplete")]))
 
 
 def _written(path: Path) -> int:
-    """Without reserved bytes."""
+    """Return a file's bytes on disk, without reserved ones."""
     try:
         status = path.stat()
     except FileNotFoundError:

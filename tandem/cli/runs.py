@@ -162,7 +162,7 @@ def _weights(weights: Row) -> str:
 
 
 def _memory(plan: Row) -> str:
-    """Largest parts first."""
+    """Return a trainer's needed and available memory, largest parts first."""
     blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
     lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
     for place in ("device", "host"):

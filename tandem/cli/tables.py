@@ -71,7 +71,7 @@ def show_table(
 
 
 def moment(value: object) -> str:
-    """In UTC, such as `2026-07-13 09:30`."""
+    """Return a time to the minute, in UTC, such as `2026-07-13 09:30`."""
     if not value:
         return ""
     at = (

@@ -47,7 +47,7 @@ def item(owner: object, index: object) -> object:
 
 
 def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
-    """To another dtype, or another tensor's. The device stays."""
+    """Convert to another dtype, or another tensor's. The device stays."""
     for value in (*wanted, keywords.get("dtype"), keywords.get("other")):
         if isinstance(value, torch.dtype):
             return tensor.to(value)

@@ -252,7 +252,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """Without a copy."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 

@@ -23,7 +23,7 @@ class Rollout:
 
 
 def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> types.Datum:
-    """For cross_entropy. Label tokens have the weight `weight`, prompt tokens 0."""
+    """Return a datum for cross_entropy. Label tokens have the weight `weight`, prompt tokens 0."""
     from tinker import types
 
     inputs, targets = _shift(prompt, label)
@@ -39,7 +39,7 @@ def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> t
 
 
 def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
-    """For a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
+    """Return a datum for a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
     from tinker import types
 
     inputs, targets = _shift(rollout.prompt, rollout.tokens)

@@ -290,7 +290,7 @@ def _train(
 
 
 def _status(client: httpx.Client) -> Status:
-    """Also during the gateway's restart."""
+    """Return the gateway's status, also during its restart."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -105,7 +105,8 @@ def _write_config(path: Path, shape: TinyShape) -> None:
 
 
 def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
-    """In the order of drawing. Tensors of one dimension are norms and filled with ones."""
+    """Return all tensors' shapes, in the order of drawing. Norms have one dimension and are filled
+    with ones."""
     hidden, width = shape.hidden, shape.heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):

@@ -49,7 +49,7 @@ def secure_channel(
 
 
 def server_credentials(own: Certificate, *, clients: bool) -> grpc.ServerCredentials:
-    """With `clients`, callers need the gateway's certificate."""
+    """Return a server's credentials. With `clients`, callers need the gateway's certificate."""
     return grpc.ssl_server_credentials(
         [(own.key.encode(), own.certificate.encode())],
         root_certificates=own.authority.encode() if clients else None,

@@ -93,7 +93,7 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
 
 
 class PipeLink:
-    """For a child process. `stdin` defaults to standard input."""
+    """The link of a child process. `stdin` defaults to standard input."""
 
     def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
         self._report_fd = report_fd
@@ -115,7 +115,7 @@ class PipeLink:
 
 
 class PooledLink(PipeLink):
-    """For a process that waits for its worker.
+    """The link of a process that waits for its worker.
 
     Standard input is only the lifeline. The specification arrives later over a socket, with the
     file for the worker's output. The process sends one byte when it is idle, and one when it has
@@ -154,7 +154,7 @@ class PooledLink(PipeLink):
 
 
 class FileLink:
-    """For a container. Without `report`, an error is only in the log."""
+    """The link of a container. Without `report`, an error is only in the log."""
 
     def __init__(self, *, spec: Path, report: Path | None = None) -> None:
         self._spec = spec

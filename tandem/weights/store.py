@@ -34,7 +34,7 @@ from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum
 _PARTIAL_PREFIX = ".partial-"
 _SYNCS_AT_ONCE = 16
 MOST_RECORD_BYTES = 16 * 2**20
-"""Of a manifest or another record: enough for 100,000 tensors."""
+"""The limit of a manifest or another record: enough for 100,000 tensors."""
 _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 
 Item = TypeVar("Item")
@@ -157,7 +157,7 @@ class PartialVersion:
         self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
 
     def create(self) -> None:
-        """It need not survive a power failure."""
+        """Make the partial directory. It need not survive a power failure."""
         if not self.path.parent.is_dir():
             make_folder(self.path.parent)
         self.path.mkdir()

@@ -16,7 +16,7 @@ def days_of_tests() -> list[dt.date]:
 
 
 def audit_log(client: httpx.Client, *, event_type: str = "all") -> list[dict]:
-    """Oldest first."""
+    """Return all entries, oldest first."""
     entries: list[dict] = []
     for day in days_of_tests():
         params = {"event_type": event_type, "day": day.isoformat()}

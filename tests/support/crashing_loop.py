@@ -17,7 +17,7 @@ from weakref import WeakSet
 Result = TypeVar("Result")
 
 _MOST_STEPS = 200_000
-"""In one life, against endless loops."""
+"""The limit of one life's steps, against endless loops."""
 _EPOCH = 1_700_000_000.0
 
 

@@ -30,7 +30,7 @@ def request_body(handle: LossHandle, *, number: int = 0, session_id: str = "s-te
 
 
 def metrics_of(loss: Loss, result: LossResult) -> dict[str, float]:
-    """For one micro-batch. Raises `CustomLossFailed`."""
+    """Return the metrics of one micro-batch. Raises `CustomLossFailed`."""
     if failure := loss.failure():
         raise CustomLossFailed(failure)
     return loss.metrics(dict(zip(loss.sum_names, map(float, result.sums), strict=True)))

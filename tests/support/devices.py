@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 def settings_on(device: str) -> dict[str, Any]:
-    """For `trainer_process`."""
+    """Return arguments for `trainer_process`."""
     return {"device": "cuda", "devices": ["cuda:0"], "threads": 0} if device == "cuda" else {}
 
 

@@ -106,7 +106,7 @@ def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
 
 
 def parameters_of(trainer: RankTrainer) -> dict[str, torch.nn.Parameter]:
-    """Of the model and of the run's adapters."""
+    """Return the parameters of the model and of the run's adapters."""
     backend = trainer.backend
     return {**dict(backend._model.named_parameters()), **backend._trainable}
 
@@ -129,7 +129,7 @@ def forward_backward(
 
 
 def logprobs(operations: Operations, data: Sequence[wire.Datum]) -> np.ndarray:
-    """Of all targets of all datums."""
+    """Return the logprobs of all targets of all datums."""
     output = forward_backward(operations, data, forward_only=True)
     return np.concatenate([one.reshape(-1) for one in logprobs_of(output)])
 
@@ -140,7 +140,7 @@ def plain(path: Path) -> torch.nn.Module:
 
 
 def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.ndarray:
-    """One sequence at a time. =10,13 May be a failure."""
+    """Return `logprobs` by a plain model, one sequence at a time."""
     found = []
     for one in data:
         tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
@@ -190,7 +190,7 @@ def weights(operations: Operations) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Bit by bit, sharded or not."""
+    """Compare bit by bit, sharded or not."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         one, other = (

@@ -33,13 +33,13 @@ def distributions(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def target_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Of tokens[1:], [len(tokens) - 1], with gradients."""
+    """Return the logprobs of tokens[1:], [len(tokens) - 1], with gradients."""
     rows = distributions(model, tokens)[:-1]
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: list[list[int]]) -> list[Floats]:
-    """Of tokens[1:] of each sequence, [length - 1]."""
+    """Return the logprobs of tokens[1:] of each sequence, [length - 1]."""
     with torch.no_grad():
         return [target_logprobs(model, sequence).numpy() for sequence in tokens]
 

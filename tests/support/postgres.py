@@ -117,7 +117,7 @@ _server: Postgres | None = None
 
 @contextmanager
 def used_for_all(server: Postgres | None) -> Iterator[None]:
-    """None means SQLite."""
+    """Let `url_for` use this server during the block. None means SQLite."""
     global _server
     before, _server = _server, server
     try:
@@ -131,7 +131,7 @@ on_sqlite = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)
 
 
 def url_for(data_dir: Path) -> str:
-    """Empty for SQLite."""
+    """Return a data directory's database URL, empty for SQLite."""
     return _server.database_for(data_dir) if _server is not None else ""
 
 

@@ -49,7 +49,7 @@ def group_of(leader: int, *, mark: str) -> list[Process]:
 
 
 def cores_of(pid: int) -> set[int]:
-    """Of all threads."""
+    """Return the cores of all threads."""
     cores: set[int] = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(ProcessLookupError):  # the thread has ended

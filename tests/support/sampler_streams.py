@@ -65,7 +65,7 @@ def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> An
 
 @contextmanager
 def narrow_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Iterator[Any]:
-    """Over a separate `NARROW` connection."""
+    """Stream over a separate `NARROW` connection."""
     with grpc.insecure_channel(client.report.address, options=NARROW) as channel:
         stub = sampler_pb2_grpc.SamplerStub(channel)
         yield stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)

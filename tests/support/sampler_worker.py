@@ -46,7 +46,7 @@ CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
 
 
 def text(tokens: Sequence[int]) -> str:
-    """Without the end token."""
+    """Return the tokens' text, without the end token."""
     return "".join(CHARACTERS[token - 3] for token in tokens if token != EOS)
 
 
@@ -132,7 +132,7 @@ def publish_adapter(
 
 
 def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
-    """And update its checksums."""
+    """Change a manifest and update its checksums."""
     path = Path(version.path)
     manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
     files = [checksum_file(path / entry.name) for entry in manifest.files]
@@ -196,7 +196,7 @@ def tokens_of(answer: Sampled) -> list[list[int]]:
 
 
 def same(one: Sampled, other: Sampled) -> bool:
-    """Bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    """Compare bit by bit: tokens, logprobs, prompt logprobs, top-k."""
     pairs = zip(one.message.sequences, other.message.sequences, strict=True)
     return all(a == b for a, b in pairs) and (
         one.message.prompt_logprobs == other.message.prompt_logprobs
@@ -248,7 +248,7 @@ class SamplerClient(WorkerClient):
         self.token = token
 
     def sleep(self, level: int = 1) -> common_pb2.SwitchReply:
-        """With the next token."""
+        """Put it to sleep with the next token."""
         return self.send_sleep(level).result()
 
     def send_sleep(self, level: int = 1) -> Any:
@@ -258,7 +258,7 @@ class SamplerClient(WorkerClient):
         )
 
     def wake(self, version: common_pb2.WeightVersion | None = None) -> common_pb2.SwitchReply:
-        """With the next token."""
+        """Wake it with the next token."""
         return self.send_wake(version).result()
 
     def send_wake(self, version: common_pb2.WeightVersion | None = None) -> Any:
@@ -356,7 +356,7 @@ class SamplerClient(WorkerClient):
 
     @property
     def resident_bytes(self) -> int:
-        """Includes the engine's own process."""
+        """Include the engine's own process."""
         sampler = psutil.Process(self.process.pid)
         return sum(each.memory_info().rss for each in (sampler, *sampler.children(recursive=True)))
 

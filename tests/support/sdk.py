@@ -26,7 +26,7 @@ START = "start"
 
 TIMEOUT = 240.0
 SOON = 90.0
-"""For a refusal. The SDK retries for five minutes."""
+"""The limit for a refusal. The SDK retries for five minutes."""
 
 
 def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) -> list[list[int]]:
@@ -102,7 +102,7 @@ def rewind(training: TrainingClient) -> TrainingClient:
 
 
 def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:
-    """Of tokens[1:] per sequence, [length - 1], without training."""
+    """Return the trainer's logprobs of tokens[1:], [length - 1], without training."""
     future = training.forward([supervised(sequence) for sequence in tokens], "cross_entropy")
     return outputs(future.result(timeout=TIMEOUT))
 
@@ -152,7 +152,7 @@ def sample(
 
 
 def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Floats]:
-    """In the form of `logprobs`."""
+    """Return the sampler's logprobs in the form of `logprobs`."""
     futures = [sampler.compute_logprobs(types.ModelInput.from_ints(each)) for each in tokens]
     found = []
     for future in futures:

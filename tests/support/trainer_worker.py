@@ -28,7 +28,7 @@ from tests.support.worker_process import (
 
 
 def dense(values: object, dtype: str) -> wire.Tensor:
-    """Of type "<f4" or "<i8"."""
+    """Return a dense tensor of type "<f4" or "<i8"."""
     array = np.asarray(values, dtype)
     kind = {"<f4": wire.DTYPE_FLOAT32, "<i8": wire.DTYPE_INT64}[dtype]
     return wire.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
@@ -63,7 +63,7 @@ def request(
 
 
 def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
-    """In the shape of each datum's targets."""
+    """Return the logprobs in the shape of each datum's targets."""
     found = []
     for record in output.loss_fn_outputs:
         field = record.fields["logprobs"]
@@ -139,7 +139,7 @@ class TrainerClient(WorkerClient):
         )
 
     def output(self, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-        """It must succeed."""
+        """Return the output of an operation that must succeed."""
         reply = self.forward_backward(message)
         assert not reply.HasField("failure"), reply.failure
         return wire.ForwardBackwardOutput.FromString(reply.output)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 LOOKUP_SECONDS = 30.0
 _MADE = ("create", "make", "link", "rename")
 _WRITES = 2
-"""A later one equals the second."""
+"""The writes of a file that may fail. A later one equals the second."""
 
 
 class Fault(Enum):
@@ -248,14 +248,14 @@ class UnreliableDisk:
         self._names = [entry for entry in self._names if (entry.folder, entry.name) != gone]
 
     def _forget_content(self, path: str) -> None:
-        """Its number is used again."""
+        """Forget an inode, because its number is used again."""
         if _is_folder(path) or _real.lstat(path).st_nlink == 1:
             inode = _inode(path)
             self._safe.pop(inode, None)
             self._names = [entry for entry in self._names if entry.folder != inode]
 
     def lose_unsynced(self, fd: int) -> None:
-        """Like a disk that fails to write."""
+        """Lose unsynced changes, like a disk that fails to write."""
         inode = os.fstat(fd).st_ino
         for entry in self._names:
             entry.lost = entry.lost or entry.folder == inode

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Nothing is measured with it."""
+"""Seconds until a test gives up. Nothing is measured with it."""
 
 
 def wait_until(
@@ -27,7 +27,7 @@ def wait_until(
 async def until(
     condition: Callable[[], T], *, what: str = "the condition holds", timeout: float = PATIENCE
 ) -> T:
-    """Within a running event loop."""
+    """Wait like `wait_until`, in a running event loop."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"

@@ -40,7 +40,7 @@ class DatabaseWork:
 
 @contextmanager
 def database_work() -> Iterator[DatabaseWork]:
-    """Of databases opened in the block."""
+    """Count the work of databases opened in the block."""
     work = DatabaseWork()
 
     def connected(connection, _record) -> None:

@@ -78,7 +78,8 @@ def _channel(address: str, spec: WorkerSpec | None) -> grpc.Channel:
 
 @contextmanager
 def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[Started]:
-    """Its process group is killed at the end. `prefix` runs it elsewhere."""
+    """Start a worker in a new process group, which is killed at the end. `prefix` runs it
+    elsewhere."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],

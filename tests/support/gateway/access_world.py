@@ -201,7 +201,7 @@ OPERATIONS = {
 
 
 def routes() -> list[tuple[str, str]]:
-    """As (function name, method)."""
+    """Return (function name, method) of every route."""
     return sorted((name, route.method) for name, route in OPERATIONS.items())
 
 

@@ -50,7 +50,7 @@ from tests.support.gateway.model_workers import Misfortune
 from tests.support.gateway.running import make_model
 
 DEADLINE = 3 * 3600.0
-"""In the life of one gateway, in virtual seconds."""
+"""A client's limit in the life of one gateway, in virtual seconds."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class Scenario:
         self.files: list[int] = []
         """The steps at which a file was half written."""
         self.log: list[dict[str, Any]] = []
-        """- =9,10 Raises any fault."""
         self._rng = random.Random(self.seed)
         self._clock = Clock()
         self._misfortune = Misfortune(

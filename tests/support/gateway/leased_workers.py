@@ -305,7 +305,7 @@ class World:
         return self.devices.disk
 
     async def restart(self) -> None:
-        """Its pending work is lost. =15,16 Nobody waits."""
+        """Replace the gateway. Its pending work is lost."""
         await self.group.close_all()
         for worker in self.workers.values():  # all workers hear of the next gateway before it asks
             if worker.process is not None:

@@ -119,7 +119,7 @@ class ModelCall:
 
 
 class ModelChannel:
-    """With a slow network."""
+    """A channel with a slow network."""
 
     def __init__(
         self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]

@@ -213,7 +213,7 @@ class State:
 
 @dataclass
 class Held(State):
-    """And gradients, and the reason why they are incomplete."""
+    """A state with gradients, and the reason why they are incomplete."""
 
     gradients: str = ""
     refused: str = ""

@@ -43,7 +43,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Of Llama's kind: words with a mark for the blank before them, and bytes."""
+    """Return a tokenizer of Llama's kind: words with a mark for the blank before them, and
+    bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁hello", "▁world", "hello", "!", "a", "▁a"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -81,7 +82,7 @@ def write_speaking_model(
     window: int = 64,
     **config: object,
 ) -> Path:
-    """Without weights. `window` is the longest sequence."""
+    """Write a model's folder without weights. `window` is its longest sequence."""
     make_model(folder, window=window)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<eos>", "bos_token": "<bos>"}
@@ -95,7 +96,7 @@ def write_speaking_model(
 
 @contextmanager
 def speaking_gateway(tmp_path: Path, **changes):
-    """It has `speaker`, with a token per byte, and `tiny`, without a tokenizer."""
+    """Run a gateway with `speaker`, which has a token per byte, and `tiny`, without a tokenizer."""
     with running_gateway(tmp_path, **changes) as gate:
         folder = write_speaking_model(tmp_path / "speaker", byte_tokenizer())
         gate.run(gate.gateway.models.add(name="speaker", path=str(folder)))

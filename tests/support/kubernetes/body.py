@@ -17,7 +17,7 @@ class Stage(Protocol):
     """A cluster with at least two nodes, each with two devices of `device_class`."""
 
     def gateway(self, *, epoch: int = 1, **settings: float) -> Gateway:
-        """Its workers only do the actions in `maker.lives`."""
+        """Return a gateway. Its workers only do the actions in `maker.lives`."""
         ...
 
     async def left(self) -> dict[str, list[str]]:

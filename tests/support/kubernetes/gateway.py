@@ -55,7 +55,7 @@ while True:
 
 
 class PlainMaker:
-    """With `claims`, a group is a claim."""
+    """Makes minimal workers. With `claims`, a group is a claim."""
 
     def __init__(self, *, epoch: int, claims: bool, nodes: int, idle: float) -> None:
         self.epoch = epoch
@@ -235,7 +235,7 @@ class Gateway:
         return handle
 
     async def die(self) -> None:
-        """Its planned actions are lost."""
+        """Kill the process. Its planned actions are lost."""
         await self.launcher._reconciler.close()
         await self.launcher._api.close()
         if self._hearing is not None:

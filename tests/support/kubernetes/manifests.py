@@ -31,7 +31,7 @@ class Rendered:
         return [one for one in self.objects if one["kind"] == kind]
 
     def names(self, kind: str) -> list[str]:
-        """Without a generated digest."""
+        """Return the names without a generated digest."""
         return [_plain_name(one) for one in self.all(kind)]
 
     def one(self, kind: str, name: str) -> dict:

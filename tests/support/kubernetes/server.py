@@ -173,7 +173,7 @@ class FakeServer:
         return body
 
     def collect(self, owner: str) -> None:
-        """Like the garbage collector."""
+        """Delete the objects of a missing owner, like the garbage collector."""
         for plural, objects in self.objects.items():
             for name, body in tuple(objects.items()):
                 owners = body["metadata"].get("ownerReferences", [])
@@ -330,7 +330,7 @@ _known_shapes: set[str] = set()
 
 
 def _check_fields(body: dict) -> None:
-    """Once per shape, because the schemas are slow to read."""
+    """Check each shape of object once, because the schemas are slow to read."""
     shape = json.dumps(_shape_of(body), sort_keys=True)
     if shape in _known_shapes:
         return

@@ -53,7 +53,7 @@ def mixed_data(count: int = 12, seed: int = 0, *, spans: bool = False) -> list[w
 
 
 def mixed_request(name: str, data: list[wire.Datum] | None = None) -> wire.ForwardBackwardRequest:
-    """Names that are not in `REQUESTS` mean a custom loss."""
+    """Return a request. Names that are not in `REQUESTS` mean a custom loss."""
     loss, settings = REQUESTS.get(name, ("custom", {}))
     message = request(data or mixed_data(spans=loss == "stable_reinforce"), loss)
     for key, value in settings.items():
