@@ -84,7 +84,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch):
 
 
 def test_each_part_is_written_when_it_ends(monkeypatch, tmp_path):
-    """If the machine is taken away midway, earlier measurements stay."""
+    """The machine may be taken away midway."""
 
     def taken_away(*_: object) -> None:
         raise KeyboardInterrupt
@@ -143,7 +143,7 @@ def test_a_whole_version_in_place_of_a_delta_is_not_counted_as_one():
 
 
 def test_causal_attention_counts_half():
-    """Of a sequence's T² token pairs, T²/2 are computed: 2 products of 2 operations for each
+    """A sequence has T² token pairs, and T²/2 are computed: 2 products of 2 operations for each
     element of a head, and twice that backward."""
     shape, length = SIZES["tiny"], 100
     pairs = length * length / 2

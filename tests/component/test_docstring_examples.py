@@ -1,6 +1,6 @@
 """Every example in the product's docstrings runs and has its stated value.
 
-`Example:` marks them. Code in backticks with a call is Python."""
+After `Example:`, code in backticks with a call is Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINE = "sampler_service.vllm.engine"
 
 @dataclass(frozen=True)
 class Example:
-    """A docstring's pieces of code, in order, and some of their values."""
+    """A docstring's pieces of code, and some of their values."""
 
     module: str
     line: int
@@ -50,7 +50,7 @@ def is_call(text: str) -> bool:
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield also docstrings of attributes, which are bare strings."""
+    """Also docstrings of attributes, which are bare strings."""
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -76,7 +76,7 @@ EXAMPLES = examples()
 
 
 def given(folder: Path) -> dict[str, Any]:
-    """Names that examples use without defining or importing them."""
+    """Names that examples neither define nor import."""
     Authority.create(folder / "authority")
     write_tiny_model(folder / "models/tiny")
     head = torch.nn.Linear(4, 7, bias=False)
@@ -93,7 +93,7 @@ def given(folder: Path) -> dict[str, Any]:
 
 
 async def run(code: str, namespace: dict[str, Any]) -> Any:
-    """Run a piece, which may contain `await`. Return its value if it is an expression."""
+    """Run a piece, even with `await`. Return an expression's value."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         value = eval(compile(code, "example", "eval", flags=flags), namespace)
@@ -126,7 +126,7 @@ def test_an_example_runs_and_has_the_value_that_it_states(example, tmp_path, mon
 
 
 def test_the_example_of_an_engine_runs_in_a_plain_script(tmp_path):
-    """In a plain environment that nothing has prepared for vLLM."""
+    """Nothing has prepared the environment for vLLM."""
     write_tiny_model(tmp_path / "models/tiny", head_dim=32)
     (example,) = [each for each in EXAMPLES if each.module == ENGINE]
     make, add, step = example.code

@@ -1,5 +1,3 @@
-"""`tandem doctor` on the tests' machine."""
-
 from __future__ import annotations
 
 import json

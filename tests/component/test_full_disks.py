@@ -1,4 +1,4 @@
-"""Logs of real processes while a disk is full for some time."""
+"""Logs of real processes while a disk is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU tests on a machine with few installed packages."""
+"""GPU tests on a machine with few packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem models add ORG/NAME` downloads from a hub, checks, and registers with the gateway."""
+"""`tandem models add ORG/NAME`: downloads from a hub, and registers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def place(tmp_path) -> Path:
 
 
 def add(place: Path, *arguments: str) -> dict:
-    """Run the command and return its output. Raises `AssertionError` with its error."""
+    """Return the command's output. Raises `AssertionError` with its error."""
     command = ["models", "add", *(arguments or [NAME]), "--dir", str(place), "--json"]
     if "--data-dir" not in arguments:
         command += ["--data-dir", str(place.parent)]
@@ -312,7 +312,7 @@ def test_the_gateway_that_runs_knows_a_model_at_once(hub, tmp_path):
 
 
 def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_path, monkeypatch):
-    """As after a Job on a shared volume, which knows no gateway."""
+    """As after a Job on a shared volume."""
     monkeypatch.setattr("gateway.housekeeping._MODELS_INTERVAL", 0.05)
     with running_gateway(tmp_path, models_dir=place) as gate, gate.http() as client:
         assert not add(place, NAME, "--data-dir", str(tmp_path / "other"))["registered"]
@@ -322,7 +322,7 @@ def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_
 
 
 def test_a_gateway_in_another_container_is_not_taken_for_one_here(hub, place):
-    """On a volume, both its process number and its loopback address mean nothing here."""
+    """Its process number and loopback address mean nothing here."""
     announced = {
         "url": "http://127.0.0.1:9",
         "pid": os.getpid(),

@@ -1,4 +1,4 @@
-"""`tandem config --resources`: the resource requests of a model's pods."""
+"""`tandem config --resources`."""
 
 from __future__ import annotations
 

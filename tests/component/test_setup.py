@@ -1,4 +1,4 @@
-"""The set-up script with stand-ins for Python, pip and uv: its sources, and its notes on sizes."""
+"""The set-up script, with stand-ins for Python, pip and uv."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ echo "$(basename "$0") $*" >&2
 
 
 def set_up(folder: Path, *, build: str, refused: str) -> tuple[list[str], list[str]]:
-    """Run the script. Return the installed packages and its output."""
+    """Return the installed packages and the output."""
     (folder / "scripts").mkdir()
     shutil.copytree(ROOT / "constraints", folder / "constraints")
     for name in ("scripts/setup.sh", "scripts/install.sh", "pyproject.toml"):

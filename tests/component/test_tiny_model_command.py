@@ -1,4 +1,4 @@
-"""`python -m tandem.demo.tiny_model`, which writes the demo's model."""
+"""`python -m tandem.demo.tiny_model` writes the demo's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes with an environment variable of an unknown setting."""
+"""Environment variables of unknown settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For each module, a gateway with fake workers, alone or as a `World`, and SDK clients."""
+"""Fixtures: a gateway with fake workers for each module, a `World`, and SDK clients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ def rest(gate):
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a gateway in the test's folder."""
-
     def with_(**changes):
         return running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=20, **changes)
 
@@ -50,5 +48,5 @@ def start(tmp_path):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Retry failed starts of trainers without a wait."""
+    """Trainers' starts are retried at once."""
     monkeypatch.setattr("gateway.workers.backoff.Backoff.failed", lambda _: 0.0)

@@ -1,4 +1,4 @@
-"""A client with a key cannot make the gateway hold, start or repeat too much."""
+"""A client with a key cannot overload the gateway."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def test_of_many_wrong_values_few_are_reported(model, body):
 
 
 def saved_run(gate, client) -> tuple[str, str]:
-    """A session, and the path of one of its checkpoints."""
     session_id = gate.session_id()
     run_id = gate.run_id(session_id)
     saving = {"model_id": run_id, "seq_id": 1, "path": "kept"}

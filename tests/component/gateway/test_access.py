@@ -1,4 +1,4 @@
-"""Two owners on one gateway: ownership, publishing and lending."""
+"""Two owners: ownership, publishing and lending."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_models_are_listed_to_each_and_where_they_lie_to_admins_alone(world, tmp
 
 
 def test_one_owner_cannot_read_anothers_samples_by_guessing_their_names(world, ben):
-    """A session's id is enough to guess names of samples."""
+    """Names of samples follow from a session's id."""
     for request_id in (world.sample, f"{world.sample}0", world.request, "x", "", "s-1:sample:0:0"):
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
         answer = world.ask("POST", ask, key=world.keys["foreign"])

@@ -1,6 +1,6 @@
-"""Every route of the application × {no key, foreign owner, reader, member, admin}.
+"""Every route × {no key, foreign owner, reader, member, admin}.
 
-Routes come from the application itself. A route without a row here fails."""
+Routes come from the application. A route without a row fails."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ NOWHERE = "s-000000000000"
 
 
 def key_of(world: World, route: str, caller: str) -> str:
-    """The caller's key, or another one like it if the route deletes it."""
+    """The caller's key, or a copy if the route deletes it."""
     if route != "delete_own_key" or caller == "nobody":
         return world.keys[caller]
     owner = {"foreign": "ben", "admin": "eve"}.get(caller, "ann")

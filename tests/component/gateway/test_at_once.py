@@ -1,4 +1,4 @@
-"""Simultaneous requests, and requests while something ends: no loss, and no leftovers."""
+"""Simultaneous requests, and requests while something ends."""
 
 from __future__ import annotations
 
@@ -125,8 +125,6 @@ def test_a_session_that_is_ended_twice_at_once_has_ended_for_both(gate):
 
 
 class StopsSlowly(FakeLauncher):
-    """Trainers stop once the test sets `may_stop`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.may_stop = asyncio.Event()
@@ -141,7 +139,7 @@ class StopsSlowly(FakeLauncher):
 
 
 def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, monkeypatch):
-    """The session ends while the trainer of its failed run is still being stopped."""
+    """The session ends while its failed run's trainer is being stopped."""
     with running_gateway(tmp_path, launcher=StopsSlowly(), session_ttl=600) as gate:
         session, launcher = gate.session_id(), gate.launcher
         run_id = gate.run_id(session)
@@ -247,8 +245,6 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
 
 
 class DiesWhenReady(FakeLauncher):
-    """Its first sampler dies in the moment in which it becomes ready."""
-
     def __init__(self) -> None:
         super().__init__()
         self.died = False
@@ -337,7 +333,7 @@ def sampling_sessions_of(gate) -> dict[str, str]:
 
 
 def sample_from_two_models_and_remove_one(tmp_path) -> str:
-    """The id of an active session with sampling sessions of both models."""
+    """The id of an active session that samples from both models."""
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         path = str(make_model(tmp_path / "gone"))
         gate.run(gate.gateway.models.add(name="gone/model", path=path))
@@ -376,7 +372,7 @@ def test_a_model_of_the_settings_is_there_before_the_sessions_that_sample_from_i
 
 
 class EndsBeforeItAnswers(FakeTrainer):
-    """Its saves are complete on the disk, but unanswered, when the session ends."""
+    """Its saves are complete, but unanswered, when the session ends."""
 
     async def Publish(self, request, context):
         await super().Publish(request, context)

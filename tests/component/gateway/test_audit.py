@@ -1,4 +1,4 @@
-"""An admin's questions through the SDK: changes and their authors, and windows of usage."""
+"""An admin reads changes, their authors and usage through the SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that ask for a trainer backend which the trainers' host lacks."""
+"""Runs with a trainer backend that their host lacks."""
 
 from __future__ import annotations
 

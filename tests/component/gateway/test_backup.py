@@ -1,4 +1,4 @@
-"""A backup of a serving gateway, restored into a directory with later changes."""
+"""Backups of a serving gateway, restored over later changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("each_database")
 
 
 class Place:
-    """A data directory, its backups, and the commands for them."""
+    """A data directory with its backups and commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Place:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
     def files(self) -> set[Path]:
-        """Files of checkpoints and versions, relative to the data directory."""
+        """Checkpoint and version files, relative to the data directory."""
         found = [*self.data_dir.glob("weights/**/*"), *self.data_dir.glob("checkpoints/**/*")]
         return {path.relative_to(self.data_dir) for path in found if path.is_file()}
 
@@ -117,13 +117,12 @@ def test_a_restored_database_knows_what_was_saved_before_and_nothing_since_is_re
 
 
 def name_of(folder: str) -> str:
-    """The checkpoint name of a folder, or "v" for a weight version."""
+    """The checkpoint name of a folder, or "v" for a version."""
     leaf = folder.rpartition("/")[2]
     return "v" if folder.startswith("weights/") else leaf.rpartition("-")[0]
 
 
 def test_a_version_that_got_its_name_after_the_backup_stays(place):
-    """The restored database knows the version without its name."""
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)
@@ -221,7 +220,7 @@ def test_what_is_no_backup_of_this_release_is_refused_and_changes_nothing(place)
 
 @on_sqlite
 def test_a_directory_that_was_lost_but_for_the_weights_is_whole_again(place):
-    """Restoring puts manifests back beside their files."""
+    """Restoring also puts back manifests."""
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)

@@ -1,4 +1,4 @@
-"""Bodies that are small on the wire and large in memory, beside other clients' requests."""
+"""Bodies that are small on the wire and large in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compressed(body: bytes, *, states_size: bool = True) -> bytes:
 
 
 def noting_threads(function, seen: set[int]):
-    """Wraps a function, and notes the threads that call it."""
+    """Wraps a function to record its threads."""
 
     def noted(*arguments, **options):
         seen.add(threading.get_ident())

@@ -1,4 +1,4 @@
-"""`tandem checkpoints`, and parts of `tinker checkpoint` outside the conformance suite."""
+"""`tandem checkpoints`, and `tinker checkpoint` beyond the conformance suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints through the SDK: saved, listed, shared, loaded, copied, expired and removed."""
+"""Checkpoints through the SDK."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_a_sampler_serves_stays_until_its_session_ends(gate, service, train
 
 
 def states_in_use(gate) -> list[str]:
-    """The pinned saved states. Versions that the sampler serves are left out."""
+    """Pinned saved states, without versions that the sampler serves."""
     pinned = gate.gateway.checkpoints.pins.folders()
     return [folder for folder in pinned if folder.startswith("checkpoints/")]
 

@@ -1,4 +1,4 @@
-"""Many open connections lock nobody out: health, heartbeats and known clients go on."""
+"""Many open connections lock nobody out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @contextmanager
 def foreign_connections(gate, many: int, *, addresses: int):
-    """Connections without a request, opened by another process."""
+    """Another process opens connections and sends nothing."""
     host, port = gate.url.removeprefix("http://").split(":")
     command = [sys.executable, "-c", _OPENS_CONNECTIONS, host, port, str(many), str(addresses)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

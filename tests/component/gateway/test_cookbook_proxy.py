@@ -1,4 +1,4 @@
-"""Agents behind tinker-cookbook's proxy shorten a prompt if an error says it is too long."""
+"""Agents behind tinker-cookbook's proxy shorten prompts that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of checkpoints: every kind, once for each key, and independent of their source."""
+"""Copies of checkpoints are independent of their source."""
 
 from __future__ import annotations
 

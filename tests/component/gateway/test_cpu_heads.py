@@ -1,4 +1,4 @@
-"""A model with attention heads that vLLM cannot compute on CPUs is trained, but not sampled."""
+"""Models with attention heads that vLLM lacks on CPUs."""
 
 from __future__ import annotations
 

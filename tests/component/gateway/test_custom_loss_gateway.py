@@ -1,4 +1,4 @@
-"""create_custom_loss over HTTP and through the SDK, with fake workers: stored, sent, deleted."""
+"""create_custom_loss, over HTTP and with the SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a cut between clients and the gateway, everything goes on if clients return in time."""
+"""Short network cuts between clients and the gateway."""
 
 from __future__ import annotations
 

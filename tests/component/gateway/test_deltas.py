@@ -1,4 +1,4 @@
-"""The gateway's requests to a trainer and its answers about versions that may be deltas."""
+"""The gateway's handling of versions that may be deltas."""
 
 from __future__ import annotations
 

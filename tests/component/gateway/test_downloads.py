@@ -1,4 +1,4 @@
-"""External weights: exported by the SDK, and downloaded only through signed addresses."""
+"""External weights: exports, and downloads by signed address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.support.waiting import wait_until
 
 
 def get(url: str, **headers: str) -> httpx.Response:
-    """Without a key, like a browser or urllib."""
     return httpx.get(url, headers=headers, timeout=20)
 
 
@@ -85,7 +84,7 @@ def test_parts_of_a_file_are_served(training, rest):
 
 
 def test_a_signature_of_ours_does_not_lead_out_either(gate, training, rest):
-    """Only files in the manifest are served, even to the holder of the signing key."""
+    """Even the signing key opens only files in the manifest."""
     path = training.save_weights_external("listed").result().path
     url = rest.get_external_weights_urls(path).result().urls["config.json"]
     query = dict(parse_qsl(urlsplit(url).query))

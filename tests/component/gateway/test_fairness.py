@@ -1,4 +1,4 @@
-"""Owners take turns: one owner's long queue does not delay another's request.
+"""Owners take turns.
 
 The tests count earlier dispatches of other owners."""
 
@@ -57,8 +57,6 @@ def test_a_gate_lets_owners_in_by_turns_and_survives_one_that_gives_up():
 
 
 def test_a_transaction_has_something_of_every_owner(tmp_path):
-    """One owner queues a thousand writes. Another owner's write is in the next transaction."""
-
     async def committed_before() -> int:
         database = Database(url="", data_dir=tmp_path)
         await database.open()
@@ -82,7 +80,7 @@ def test_a_transaction_has_something_of_every_owner(tmp_path):
 
 
 def test_a_single_operation_goes_within_one_round_of_a_flood(tmp_path):
-    """One owner sends 1000 operations before another owner sends one."""
+    """One owner sends 1000 operations before another sends one."""
     with running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=600, long_poll=20) as gate:
         gateway = gate.gateway
         order: list[str] = []
@@ -115,7 +113,6 @@ def test_a_single_operation_goes_within_one_round_of_a_flood(tmp_path):
 
 
 def _owner(gate, name: str) -> tuple[str, str, str]:
-    """Returns the owner's name, session and run."""
     _key, secret = gate.run(gate.gateway.keys.create(NewKey(owner=name, role="member")))
     with gate.http(secret) as client:
         answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
@@ -127,7 +124,7 @@ def _owner(gate, name: str) -> tuple[str, str, str]:
 
 
 class _Noted(list):
-    """Notes a worker's requests in a common list."""
+    """Notes a worker's requests in a shared list."""
 
     def __init__(self, order: list[str], what: str) -> None:
         super().__init__()
@@ -148,7 +145,7 @@ def _submit(gateway, run_id: str, seq_id: int):
 
 
 def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path):
-    """Payloads under way are in memory, so their bytes are bounded, too."""
+    """Payloads under way are in memory."""
     changes = {"session_ttl": 600, "dispatch_window_bytes": 2**20}
     with running_gateway(tmp_path, **changes) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())

@@ -1,4 +1,4 @@
-"""Workers that die, engines that fail, and a gateway that restarts."""
+"""Dying workers, failing engines, and a restarting gateway."""
 
 from __future__ import annotations
 
@@ -273,8 +273,6 @@ def test_a_worker_of_another_version_is_told_of_and_works_on(tmp_path, capfd):
 
 
 class OldUntilKilled(FakeLauncher):
-    """Workers have today's version after the first kill."""
-
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         await super().stop(worker_id, at_once=at_once)
         self.health.about = of_version(own_version())
@@ -298,8 +296,6 @@ def test_a_worker_that_speaks_another_protocol_is_replaced(tmp_path):
 
 
 class FrozenUntilKilled(FakeLauncher):
-    """Workers answer heartbeats again after the first kill."""
-
     def __init__(self) -> None:
         super().__init__()
         self.relent = lambda: None

@@ -1,6 +1,4 @@
-"""`tandem up` and `tandem demo` on a machine with one simulated H200.
-
-NVIDIA's library is a fake, and no worker is started."""
+"""`tandem up` and `tandem demo` on a simulated H200, without workers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ BOTH = ["trainer", "sampler"]
 
 
 def sentence(*command: str, **variables: str) -> str:
-    """The sentence with which a command refuses to start."""
     environment = {name: value for name, value in os.environ.items() if name[:7] != "TANDEM_"}
     done = subprocess.run(
         [TANDEM, *command], env=environment | variables, capture_output=True, text=True, timeout=120

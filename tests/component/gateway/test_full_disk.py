@@ -1,4 +1,4 @@
-"""A full disk: clients get a clear error, and work continues once there is room."""
+"""A full disk, and work after there is room again."""
 
 from __future__ import annotations
 

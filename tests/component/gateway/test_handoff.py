@@ -1,4 +1,4 @@
-"""When a trainer keeps weights in memory for an engine, and when the gateway frees them."""
+"""When trainers keep weights in memory for an engine, and free them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_kept_is_named_to_the_engine_and_freed_after_the_load_well_or_no
 
 
 def test_a_gateway_that_ends_during_a_load_leaves_the_weights_to_the_engine(tmp_path: Path):
-    """The engine may still read them. The trainer frees them later by itself."""
+    """The engine may still read them. The trainer frees them later."""
     with running_gateway(tmp_path, weights_handoff="on") as gate:
         run_id = gate.run_id(gate.session_id())
         with gate.http() as client:

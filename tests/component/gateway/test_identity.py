@@ -51,7 +51,7 @@ def test_an_expired_token_is_told_apart_so_that_the_sdk_gets_a_new_one(gate):
 
 
 def test_the_sdk_replaces_a_token_that_the_gateway_refuses(gate):
-    """For example after a new signing key: the SDK exchanges once more, and the call succeeds."""
+    """For example after a new signing key."""
     rest = tinker.RestClient(base_url=gate.url, api_key=KEY + "")
     assert rest.whoami().result()
     gate.run(lambda: setattr(gate.gateway.identity, "_signing_key", b"n" * 32))

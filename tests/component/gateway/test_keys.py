@@ -1,4 +1,4 @@
-"""Keys: creation, lists, revocation and counts, by the API, the command and the SDK."""
+"""Keys, by the API, the command and the SDK."""
 
 from __future__ import annotations
 
@@ -163,7 +163,6 @@ def test_a_client_whose_key_is_revoked_while_it_works_is_told_at_once(gate):
 
 
 def answered(gate, status: int) -> float:
-    """The number of requests that the gateway has answered with this status."""
     return sum(
         sample.value
         for metric in gate.gateway.metrics.requests.collect()

@@ -1,4 +1,4 @@
-"""A gateway is killed again and again while it copies and deletes."""
+"""A gateway is repeatedly killed while it copies and deletes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 
 def work(stack: Stack, paths: list[str], done: threading.Semaphore) -> None:
-    """Copies checkpoints and deletes the copies, until the gateway is gone."""
+    """Copies checkpoints and deletes the copies until the gateway is gone."""
     headers = {"X-API-Key": KEY}
     base = f"{stack.endpoint.url}/api/v1"
     with httpx.Client(headers=headers, timeout=20) as client:
@@ -52,7 +52,7 @@ def work(stack: Stack, paths: list[str], done: threading.Semaphore) -> None:
 
 
 def on_the_disk(data_dir: Path) -> set[str]:
-    """The runs with files on the disk, once all partial files should be gone."""
+    """Runs with files, once all partial files should be gone."""
     folders = [*data_dir.glob("weights/s-*"), *data_dir.glob("checkpoints/s-*")]
     for folder in folders:
         assert not [child for child in folder.iterdir() if child.name.startswith(".")]

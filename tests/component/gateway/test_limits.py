@@ -1,4 +1,4 @@
-"""Errors for an owner at a limit, and bounds of queues and memory."""
+"""Limits of owners, and bounds of queues and memory."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_sdk_raises_a_limit_at_once_with_its_sentence(tmp_path):
 
 @pytest.fixture
 def held_run(tmp_path):
-    """A run with room for four operations. Its trainer waits for the test."""
+    """A run with room for four operations and a waiting trainer."""
     with limited(tmp_path, queued_operations=4) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())
         _, trainer = gate.worker("trainer")
@@ -271,7 +271,7 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
 
 
 def test_what_a_client_sends_ten_times_too_fast_is_not_held_in_memory(tmp_path):
-    """The client sends 40 MB of payloads to an idle trainer. Memory holds 64 kB of them."""
+    """An idle trainer gets 40 MB of payloads. Memory holds 64 kB."""
     limits = {"held_bytes": 64_000, "queued_bytes": 20 * 2**20}
     with limited(tmp_path, gap_timeout=1.0, **limits) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())

@@ -1,5 +1,3 @@
-"""The gateway keeps its folder of logs small."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Long answers about a run or a session are read and sent some rows at a time."""
+"""Long answers are read and sent some rows at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.gateway.running import KEY
 
 COUNT = 1_234
 AT_ONCE = 500
-"""The largest number of rows in memory for one answer."""
+"""Most rows in memory for one answer."""
 
 
 @pytest.fixture
 def rows_read(gate, monkeypatch):
-    """The number of rows of each query from now on."""
+    """Numbers of rows of later queries."""
     database, found = gate.gateway.database, []
     read = database.read
 
@@ -42,7 +42,7 @@ def write(gate, statement, rows) -> None:
 
 @pytest.fixture
 def run_id(gate):
-    """An ended run, so that nothing else reads its rows. It ended too recently to be removed."""
+    """A run that nothing else reads: it has ended, but too recently to be removed."""
     session_id = f"s-{secrets.token_hex(6)}"
     ended = {"owner": "local", "created_at": 0.0, "ended_at": time.time()}
     write(gate, insert(sessions), [ended | {"id": session_id, "state": "finished"}])
@@ -53,7 +53,7 @@ def run_id(gate):
 
 @pytest.fixture
 def saved(gate, run_id):
-    """The paths of the run's many checkpoints. Two at a time were saved at the same moment."""
+    """Many checkpoint paths. Each two were saved at the same moment."""
     paths = [f"tinker://{run_id}/weights/c{number:04}" for number in range(COUNT)]
     same = {"run_id": run_id, "kind": "weights", "base_model": "tiny", "folder": "", "version": ""}
     same |= {"step": 0, "bytes": 1, "optimizer": True, "owner": "local"}

@@ -1,4 +1,4 @@
-"""A researcher's loop: the real SDK and the real gateway, with fake workers."""
+"""A researcher's loop: real SDK, real gateway, fake workers."""
 
 from __future__ import annotations
 

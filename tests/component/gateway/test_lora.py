@@ -1,4 +1,4 @@
-"""LoRA runs and the engines that serve their adapters, with fake workers."""
+"""LoRA runs and their engines, with fake workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = types.SamplingParams(max_tokens=3)
 
 
 def engines(gate, session_id: str) -> list[int]:
-    """The largest ranks of the session's engines, in the order of their starts."""
+    """Largest ranks of the session's engines, in order of their starts."""
     return [
         spec.sampler.max_lora_rank
         for spec in gate.launcher.specs

@@ -1,4 +1,4 @@
-"""Checkpoints of LoRA runs: the parameters of a run that continues from one, and misfits."""
+"""Checkpoints of LoRA runs: continued runs, and misfits."""
 
 from __future__ import annotations
 

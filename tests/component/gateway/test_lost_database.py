@@ -1,4 +1,4 @@
-"""A gateway starts with another database than the one that lists its checkpoints."""
+"""A gateway starts with a database that lacks its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.support.gateway.running import KEY, running_gateway
 
 @pytest.fixture
 def saved(tmp_path):
-    """The data directory, run and paths of a stopped gateway."""
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny", rank=4).result()
         step(training, 2)

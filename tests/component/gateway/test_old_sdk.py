@@ -1,4 +1,4 @@
-"""An SDK that is too old gets only the advice which release to install."""
+"""SDKs that are too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A caller's models, a model in training, and the implicit sessions of requests."""
+"""A caller's models, models in training, and implicit sessions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from tests.support.waiting import until, wait_until
 
 
 class SpeakingWorld(World):
-    """The run of `ann` trains a model with a tokenizer."""
-
     def model(self, number: int) -> dict[str, object]:
         return super().model(number) | {"base_model": "speaker:full"}
 
@@ -128,7 +126,7 @@ def test_only_requests_of_one_owner_share_an_engine(world):
 
 
 def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeypatch):
-    """Otherwise one owner's long chats would occupy all threads, which also write files."""
+    """Otherwise one owner's chats would occupy all threads, which also write files."""
     begun, at_once = [], []
     refused = InvalidField("seen", param="prompt")
 

@@ -1,4 +1,4 @@
-"""Refusals in the `openai` package's typed exceptions, with the field or a time to retry."""
+"""Refusals as typed exceptions of the `openai` package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes, called with the `openai` package, with a fake sampler."""
+"""The OpenAI-compatible routes, with the `openai` package and a fake sampler."""
 
 from __future__ import annotations
 

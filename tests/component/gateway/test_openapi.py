@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, served, and the source of docs/api.md."""
+"""The OpenAPI document, from which docs/api.md is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operation log and the dispatcher, over HTTP and through the SDK, with fake workers."""
+"""The operation log and the dispatcher, with fake workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def gate(tmp_path_factory):
 
 @pytest.fixture
 def run(gate):
-    """A new run, its trainer, and a client."""
     session = gate.session_id()
     run_id = gate.run_id(session)
     worker_id, trainer = gate.worker(f"trainer-{session}")

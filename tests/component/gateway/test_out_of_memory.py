@@ -1,4 +1,4 @@
-"""A trainer runs out of memory: its batch is computed in smaller parts, or refused."""
+"""Trainers that run out of memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_rep
 
 def test_a_replay_that_runs_out_of_memory_goes_on_in_smaller_parts(start):
     class Shrinking(FakeTrainer):
-        """The first trainer has more memory than later ones."""
+        """The first trainer has more memory than the others."""
 
         def __init__(self, spec) -> None:
             super().__init__(spec)

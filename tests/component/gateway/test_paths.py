@@ -1,4 +1,4 @@
-"""Missing or extra slashes do not change a path's meaning or its rules."""
+"""Missing and extra slashes in paths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_slashes_count_once_and_none_at_the_end(sent, plain):
 
 
 def answer_of(gate, method: str, path: str, *, key: str | None = KEY, body: object = None):
-    """Status and content for a path that no client library normalizes."""
+    """Status and content, without a client library that normalizes paths."""
     host = gate.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=60)
     headers = {"Content-Type": "application/json", **({"X-API-Key": key} if key else {})}

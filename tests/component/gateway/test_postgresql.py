@@ -1,4 +1,4 @@
-"""A PostgreSQL server restarts, drops connections and refuses rows."""
+"""PostgreSQL restarts, drops connections and refuses rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ USED = {
 
 @pytest.fixture(scope="module")
 def server():
-    """A server that tests may stop."""
     if programs() is None:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     with running_postgres() as server, used_for_all(server):
@@ -77,7 +76,7 @@ async def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(databas
 
 
 async def test_connections_that_the_server_broke_off_are_made_anew(database, server, tmp_path):
-    """As after a restart between requests, or if a proxy closes idle connections."""
+    """As after a restart, or behind a proxy that closes idle connections."""
     await asyncio.gather(*(database.read(select(usage)) for _ in range(8)))
     with psycopg.connect(server.database_for(tmp_path)) as other:
         other.execute(

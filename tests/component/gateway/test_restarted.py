@@ -1,4 +1,4 @@
-"""Gateways end and return, and their runs go on, with fake workers."""
+"""Runs go on under the next gateway, with fake workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a gateway on the directory and port of the last one."""
+    """Start a gateway on the last one's directory and port."""
     port = known_port()
 
     def with_(**changes):
@@ -41,7 +41,7 @@ def new_run(gate) -> Run:
 
 
 def seen_by(gate, run: Run | str) -> Run:
-    """The run as its client sees it, after the client's first heartbeat to this gateway."""
+    """The run after its client's first heartbeat to this gateway."""
     run_id = run if isinstance(run, str) else run.id
     session_id = run_id.partition(":")[0]
     client = gate.http()
@@ -235,7 +235,6 @@ def test_a_custom_loss_is_computed_again_from_its_definition(start):
 
 
 def test_an_unmodified_script_goes_on_when_its_gateway_restarts(start):
-    """The script's next request first finds no gateway, and then the new one."""
     going, restarted, done = threading.Event(), threading.Event(), []
 
     def script(url: str) -> None:

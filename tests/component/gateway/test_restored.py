@@ -1,4 +1,4 @@
-"""Trainers die and are restored, under a gateway with fake workers."""
+"""Dead trainers are restored, with fake workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_client_is_told_what_is_restored(start):
     released = threading.Event()
 
     class Held(FakeTrainer):
-        """Starts, but restores nothing until it is released."""
+        """Restores nothing until it is released."""
 
         async def Restore(self, request, context):
             await until(released.is_set)
@@ -216,8 +216,6 @@ def test_a_load_that_meets_a_bad_disk_when_it_is_replayed_is_tried_again(start, 
     begun: list[FakeTrainer] = []
 
     class Unlucky(FakeTrainer):
-        """The second and the third trainer cannot read."""
-
         def __init__(self, spec):
             super().__init__(spec)
             begun.append(self)
@@ -241,8 +239,6 @@ def test_a_custom_loss_that_takes_too_long_when_it_is_replayed_is_tried_again(st
     begun: list[FakeTrainer] = []
 
     class Busy(FakeTrainer):
-        """The second trainer is too slow."""
-
         def __init__(self, spec):
             super().__init__(spec)
             begun.append(self)

@@ -1,6 +1,5 @@
-"""The resuming script of docs/training.md continues where it was.
-
-Ctrl-C, a dying trainer, and gateway restarts interrupt it, also between two of its runs."""
+"""The resuming script of docs/training.md, interrupted by Ctrl-C, a dying trainer, and gateway
+restarts, within and between two of its runs."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ BATCH = [
 
 
 class Batches:
-    """The script's `data`, which calls `happens` when batches are taken for the nth time."""
+    """The script's `data`. Calls `happens` at the nth iteration."""
 
     def __init__(self, at: int = -1, happens=lambda: None) -> None:
         self.taken, self._at, self._happens = 0, at, happens
@@ -50,7 +49,6 @@ class Batches:
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts a gateway on the same directory and port."""
     port = known_port()
     monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("TINKER_API_KEY", KEY)

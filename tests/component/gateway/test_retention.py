@@ -1,4 +1,4 @@
-"""A gateway starts on an old database, and answers questions about removed rows."""
+"""Old databases, and questions about removed rows."""
 
 from __future__ import annotations
 

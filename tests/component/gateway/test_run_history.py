@@ -1,4 +1,4 @@
-"""The optimizer steps of a run are kept with it, listed and shown."""
+"""The optimizer steps of a run, stored and listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATUM = types.Datum(
 
 @pytest.fixture
 def trained(training):
-    """A run of three steps, with a version after the first and a forward at the end."""
+    """Three steps, a version after the first, and a forward at the end."""
     for number in range(3):
         for _ in range(number + 1):
             training.forward_backward([DATUM], "cross_entropy")

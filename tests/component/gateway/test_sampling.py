@@ -1,4 +1,4 @@
-"""Sampling: parameters, clones, cancellation, bounds and polls, with a fake sampler."""
+"""Sampling with a fake sampler."""
 
 from __future__ import annotations
 
@@ -453,7 +453,7 @@ def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
 
 
 def refused(client, **changes) -> str:
-    """Return the immediate error for a sample of the model `tiny` (context: 64 tokens)."""
+    """The immediate error for a sample of `tiny` (context: 64 tokens)."""
     answer = client.post("/api/v1/asample", json={**SAMPLE, **changes})
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]

@@ -1,4 +1,4 @@
-"""Scaling a sampler over HTTP: device groups, gateway restarts, and foreign owners."""
+"""A sampler is scaled over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ OWN = "/api/tandem/v1"
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a gateway on the directory of the last one."""
     return lambda: running_gateway(tmp_path, groups=GROUPS, session_ttl=600)
 
 
@@ -30,7 +29,7 @@ def scale(gate, target: str, replicas: int, *, key: str = ""):
 
 
 def placed(gate) -> list[int]:
-    """The number of engines with a place on each sampler group."""
+    """Engines with a place on each sampler group."""
     groups = gate.http().get(f"{OWN}/groups").json()["groups"]
     return [group["placed"] for group in groups if group["roles"] == ["sampler"]]
 

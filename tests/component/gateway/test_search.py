@@ -1,4 +1,4 @@
-"""Sessions and runs: lists, searches, descriptions and moves, through the SDK."""
+"""Sessions and runs are listed, searched, described and moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sdk import supervised
 
 @pytest.fixture
 def mark() -> str:
-    """A mark that only this test's sessions have."""
+    """A mark of this test's sessions."""
     return uuid.uuid4().hex[:8]
 
 

@@ -1,4 +1,4 @@
-"""Signed addresses: every part altered, re-targeted, forged or expired."""
+"""Signed addresses, altered, re-targeted, forged or expired."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fields_of(url: str) -> dict[str, str]:
 
 
 def altered(text: str) -> Iterator[str]:
-    """Cut, extended, with single characters changed, in another case, and empty."""
+    """Cut, extended, with changed characters, in another case, and empty."""
     yield from ("", text[:-1], text[1:], text + "A", text + "=", " " + text, text + "\0")
     yield from (text.swapcase(), text.upper(), text.lower(), text[::-1])
     for index, old in [*enumerate(text)][::5]:
@@ -40,7 +40,6 @@ def altered(text: str) -> Iterator[str]:
 
 
 def fetch(url: str, method: str = "GET") -> httpx.Response:
-    """Without a key, like a browser."""
     return httpx.request(method, url, timeout=30, verify=False)
 
 
@@ -136,7 +135,7 @@ def test_a_field_given_twice_is_not_read_in_two_ways(addresses):
 
 
 def test_a_good_address_opens_no_other_door(world, addresses):
-    """Its signature replaces a key nowhere else."""
+    """Its signature is no key."""
     query = urlsplit(addresses["download"]).query
     for path in ("/api/v1/training_runs", "/api/tandem/v1/config", "/api/v1/audit"):
         answer = fetch(f"{world.gate.url}{path}?{query}")

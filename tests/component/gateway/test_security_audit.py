@@ -1,4 +1,4 @@
-"""Every request that changes something leaves a line in the audit log, even a refused one."""
+"""Every changing request leaves a line in the audit log, even if refused."""
 
 from __future__ import annotations
 

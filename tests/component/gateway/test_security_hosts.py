@@ -1,4 +1,4 @@
-"""Foreign pages read nothing, though their name leads here. Bad requests log a line a minute."""
+"""Foreign pages read nothing. Bad requests log a line a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links planted in the data directory are not followed for reading or removing."""
+"""Links planted in the data directory are not followed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ann(world) -> Iterator[Client]:
 
 @pytest.fixture
 def outside(world) -> Path:
-    """A folder beside the data directory that looks like weights, with a secret file."""
+    """A folder beside the data directory that looks like weights."""
     folder = world.folder / f"outside-{world.number()}"
     folder.mkdir()
     (folder / "secret").write_bytes(SECRET)
@@ -33,13 +33,12 @@ def outside(world) -> Path:
 
 
 def place(world: World, path: str) -> Path:
-    """Return the folder of a checkpoint."""
     found = world.gate.run(world.gate.gateway.checkpoints.find(parse_checkpoint_path(path)))
     return world.gate.settings.data_dir / found.relative_folder
 
 
 def urls(world: World, client: Client, path: str) -> dict[str, str]:
-    """Return the addresses, or none for damaged files, which are the server's fault."""
+    """The addresses. Damaged files have none, and are the server's fault."""
     answer = client.get(f"{world.checkpoint(path)}/external_weights_urls")
     assert answer.is_success or answer.json()["type"] == "checkpoint_damaged"
     assert str(world.folder) not in answer.json().get("error", "")

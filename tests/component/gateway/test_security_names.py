@@ -1,4 +1,4 @@
-"""Hostile names are refused, and nothing outside the data directory is written or read.
+"""Hostile names are refused, with no access outside the data directory.
 
 The requests come from the access table, so new routes are attacked, too."""
 
@@ -70,19 +70,19 @@ CHARACTERS = {
     "very long": "é" * 5_000,
 }
 HOSTILE = SLASHES | CHARACTERS
-"""All of them go to the parsers."""
+"""All go to the parsers."""
 SENT = [
     "dots", "absolute", "encoded", "twice encoded", "fullwidth slash", "only dots", "a hidden file",
     "nothing", "a line", "NUL", "right to left", "an address", "a wildcard", "long",
 ]  # fmt: skip
-"""One of each kind goes over the wire, in every place for a name."""
+"""One of each kind, sent in every place for a name."""
 
 every_kind = pytest.mark.parametrize("bad", [HOSTILE[name] for name in SENT], ids=SENT)
 
 
 @pytest.fixture(autouse=True)
 def nothing_moves(world) -> Iterator[None]:
-    """Check that nothing appears beside the data directory, and no odd name in it."""
+    """No new files beside the data directory, and no odd names in it."""
     (world.folder / "outside").write_text(SECRET)
     before = around(world.folder)
     yield
@@ -103,7 +103,7 @@ def names_something(value: object, world: World) -> bool:
 
 
 def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
-    """Yield the body with each of its names replaced in turn, wholly or in part."""
+    """The body with each name replaced, wholly or in part."""
     if isinstance(body, dict):
         for key, value in body.items():
             for changed in variants(value, bad, world):
@@ -122,7 +122,7 @@ def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
 
 
 def outcome(world: World, answer: httpx.Response) -> httpx.Response:
-    """Return the answer, or the failure of its operation."""
+    """The answer, or its operation's failure."""
     if answer.status_code != 200 or "request_id" not in answer.json():
         return answer
     failed = world.gate.retrieve(answer.json()["request_id"])
@@ -161,7 +161,7 @@ def test_every_name_in_a_body_is_refused(world, bad):
 
 @every_kind
 def test_every_name_in_a_path_is_refused(world, bad):
-    """Each name is encoded once and twice."""
+    """Encoded once and twice."""
     run, session, sampler = world.run, world.session, world.sampler
     good = f"training_runs/{run}/checkpoints/weights/{world.state.rpartition('/')[2]}"
     if bad in ("", "."):
@@ -199,7 +199,7 @@ def test_every_name_in_a_path_is_refused(world, bad):
 
 
 def test_paths_that_a_client_library_would_tidy_are_refused_as_they_are(world):
-    """Send raw bytes, so that no library resolves the dots."""
+    """Raw bytes, so that no library resolves the dots."""
     host, port = world.gate.server.servers[0].sockets[0].getsockname()[:2]
     for target in (
         "/api/v1/downloads/../../../../etc/passwd",
@@ -303,7 +303,7 @@ async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):
 
 
 def test_the_calls_of_the_table_are_good_when_nobody_tampers(world):
-    """Otherwise the refusals above would prove nothing."""
+    """Otherwise the refusals above prove nothing."""
     call: Call = CALLS["save_weights"](world)
     assert world.ask("POST", call, key=world.keys["member"]).status_code == 200
     assert world.ask("POST", CALLS["weights_info"](world), key=world.keys["member"]).is_success

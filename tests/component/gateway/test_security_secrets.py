@@ -1,4 +1,4 @@
-"""Secrets stay out of logs, errors and metrics. Only their owner can read the files."""
+"""Secrets stay out of logs, errors, metrics and others' files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOiJrLTEifQ.c2lnbmF0dXJlLW9mLWl0"
 
 @pytest.fixture
 def log(capfd):
-    """Capture this process's logs, in the gateway's configuration."""
+    """This process's logs, configured like a gateway's."""
     stream = io.StringIO()
     with logging_restored():
         configure_logging(service="gateway", level="debug", stream=stream)

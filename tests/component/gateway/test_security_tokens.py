@@ -1,4 +1,4 @@
-"""A running gateway refuses foreign or malformed tokens."""
+"""A running gateway refuses foreign and malformed tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def part(content: object) -> bytes:
 
 
 def signed(header: dict[str, object], body: dict[str, object], key: bytes) -> str:
-    """Sign tokens by hand that a library refuses to make."""
+    """Sign tokens that a library refuses to make."""
     raw = part(header) + b"." + part(body)
     signature = base64.urlsafe_b64encode(hmac.digest(key, raw, hashlib.sha256)).rstrip(b"=")
     return (raw + b"." + signature).decode()
 
 
 def status(world: World, token: str | bytes) -> set[int]:
-    """Return the statuses for every way to present the token."""
+    """Statuses for every way to present the token."""
     raw = token if isinstance(token, bytes) else token.encode()
     url = f"{world.gate.url}/api/v1/training_runs"
     ways = [{b"X-API-Key": raw}, {b"Authorization": b"Bearer " + raw}]
@@ -62,7 +62,7 @@ def test_no_signature_and_other_algorithms_are_refused(world):
 
 
 def test_a_public_key_is_no_shared_secret(world):
-    """RS256 taken for HS256: the attacker signs with the public key."""
+    """RS256 as HS256: the attacker signs with the public key."""
     private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     body = claims(world)

@@ -1,4 +1,4 @@
-"""Keys, sessions, runs, checkpoints and sampling sessions, with fake workers."""
+"""Keys, sessions, runs and checkpoints, with fake workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two owners' sessions share a group. Waiting requests give a reason, and an owner sees only its
-own share of the devices' history."""
+"""Two owners' sessions share a group. Each sees its own use and its reasons to wait."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ OWN = "/api/tandem/v1"
 
 
 class Experiment:
-    """A session of an owner, with a run on the group `gpu`, over HTTP."""
+    """A session with a run on the group `gpu`, over HTTP."""
 
     def __init__(self, gate, owner: str) -> None:
         self.gate = gate
@@ -59,7 +58,7 @@ class Experiment:
         return answer.json()
 
     def step(self) -> str:
-        """Send a batch and its optimizer step. Return the step's request id."""
+        """Send a batch and a step. Return the step's request id."""
         self.seq_id += 2
         body = forward_backward_bytes(self.run, self.seq_id - 1)
         self.client.post("/api/v1/forward_backward", content=body, headers=PROTO)
@@ -85,7 +84,7 @@ class Experiment:
         return self.client.post("/api/v1/retrieve_future", json={"request_id": request_id})
 
     def why_without_devices(self, request_id: str) -> str:
-        """Return the reason once a request is paused because others use the devices."""
+        """The reason, once a request waits for devices."""
 
         def why() -> str:
             answer = self.asked(request_id)
@@ -111,8 +110,6 @@ class Experiment:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a gateway on the same directory."""
-
     def started(**changes):
         sharing = {"quantum": 600, "max_wait": 600}
         return running_gateway(

@@ -1,4 +1,4 @@
-"""A slow client holds one piece of its answer, and only for a limited time."""
+"""Slow clients hold one piece of their answer for a limited time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 TOKENS = 1_500_000
-"""Tokens of a batch. Its logprobs (6 MB) exceed the kernel's buffers for a stalled client."""
+"""Logprobs of these tokens (6 MB) exceed the kernel's buffers."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def result(gate):
 
 
 def large_result(gate) -> tuple[str, bytes]:
-    """A large result: its request_id and bytes."""
+    """A request_id and the result's bytes."""
     run_id = gate.run_id(gate.session_id())
 
     async def large(_client, _method, _request, *, begun):
@@ -55,7 +55,7 @@ def large_result(gate) -> tuple[str, bytes]:
 
 
 def whole(gate, request_id: str) -> bytes:
-    """The result for a client that reads at once, or nothing if the machine is too slow."""
+    """The result, or nothing if this machine reads too slowly."""
     try:
         return gate.retrieve(request_id).content
     except httpx.TransportError:
@@ -63,7 +63,7 @@ def whole(gate, request_id: str) -> bytes:
 
 
 def ask(gate, request_id: str) -> socket.socket:
-    """A client that asks for a result, and reads nothing."""
+    """Asks for a result, and reads nothing."""
     host, port = gate.url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Snapshots of trainers, and other stored data for restoring a run."""
+"""Snapshots of trainers, and other data for restoring a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 
 
 def payloads(gate) -> list[int]:
-    """The operations with a stored payload."""
+    """Operations with a stored payload."""
     kept = select(operations.c.seq_id).where(operations.c.payload.is_not(None))
     return sorted(row["seq_id"] for row in gate.run(gate.gateway.database.read(kept)))
 

@@ -1,7 +1,7 @@
 """The Python of README.md and docs/ runs unchanged, with fake workers.
 
-A snippet gets the variables of its page (`service`, `training`, `prompt`, `data`, `client`).
-Placeholders become ids of this gateway. A warning of the SDK fails the test."""
+Snippets get their page's variables (`service`, `training`, `prompt`, `data`, `client`), and real
+ids for placeholders. A warning of the SDK fails the test."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def names(gate):
-    """The variables of all snippets."""
+    """The snippets' variables."""
     with gate.service() as service:
         training = service.create_lora_training_client("my/model").result()
         training.save_weights_for_sampler("final").result()

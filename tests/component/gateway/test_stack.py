@@ -22,7 +22,6 @@ def sentences() -> list[str]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory, sentences):
-    """A stack that each test leaves whole."""
     data_dir = tmp_path_factory.mktemp("stack")
     with Stack(data_dir=data_dir, settings={"port": "0"}, tell=sentences.append) as stack:
         yield stack
@@ -30,13 +29,12 @@ def stack(tmp_path_factory, sentences):
 
 @pytest.fixture
 def said(sentences) -> list[str]:
-    """The stack's sentences since the test began."""
+    """The stack's sentences in this test."""
     sentences.clear()
     return sentences
 
 
 def another(stack: Stack, old: int) -> bool:
-    """Whether a gateway with another pid answers."""
     return stack.endpoint.pid != old and answers(stack.endpoint)
 
 
@@ -52,7 +50,7 @@ def test_a_killed_gateway_comes_back_on_its_port_and_its_agent_has_stayed(stack,
 
 
 def agent_pid(stack: Stack) -> int:
-    """The answering agent's pid, as soon as one answers."""
+    """The answering agent's pid. Waits for an answer."""
     with grpc.insecure_channel(agent_address(stack.data_dir)) as channel:
         request = agent_pb2.DescribeAgentRequest()
         stub = agent_pb2_grpc.AgentStub(channel)

@@ -1,4 +1,4 @@
-"""Two gateways on one PostgreSQL database: one serves, the other waits."""
+"""Two gateways on one PostgreSQL database. One waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_postgres(postgres):
 
 @pytest.fixture
 async def lease_of(tmp_path):
-    """Makes leases of one database, each for another gateway."""
+    """Makes leases of one database for several gateways."""
     async with AsyncExitStack() as stack:
 
         async def open_(ttl: float = NEVER) -> GatewayLease:
@@ -74,7 +74,7 @@ async def test_a_holder_whose_beat_stands_still_loses_the_lease_and_learns_it(le
 
 
 async def test_a_holder_is_newer_than_all_before_it_also_in_another_database(lease_of):
-    """As when an agent remembers the epoch of SQLite, or an older dump is restored."""
+    """As with an epoch of SQLite that an agent remembers, or after an older dump."""
     first, second = await lease_of(), await lease_of()
     assert await first.take()
     assert first.epoch > epoch_without_lease()
@@ -93,7 +93,7 @@ async def test_a_clock_that_was_set_back_makes_no_holder_older(lease_of, monkeyp
 
 
 async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
-    """On the waiting gateway's clock, an age passes between two looks."""
+    """On the waiting gateway's clock, an age passes between looks."""
     first, second = await lease_of(ttl=SOON), await lease_of(ttl=NEVER)
     now = [0.0]
     monkeypatch.setattr("gateway.storage.lease.time.monotonic", lambda: now[0])
@@ -217,7 +217,7 @@ def test_a_standby_stops_without_the_lease(tmp_path):
 
 
 async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
-    """The lease holder makes it, and later gateways find it."""
+    """The lease holder makes it."""
     (key := tmp_path / "key").write_text(f"tml-{'a' * 32}")
     settings = settings_for(tmp_path, host="0.0.0.0", bootstrap_key_file=key)
 
@@ -281,7 +281,7 @@ async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, 
 
 
 def test_a_frozen_gateway_is_taken_over_from_and_ends_itself_when_it_goes_on(tmp_path):
-    """In real processes. The first is supervised, and becomes the second one's standby."""
+    """In processes. The supervised first one becomes the second's standby."""
     data_dir = tmp_path / "data"
     shared = {"database_url": url_for(data_dir), "lease_ttl": "4", "port": "0"}
     variables = {f"TANDEM_{name.upper()}": value for name, value in shared.items()}

@@ -1,4 +1,4 @@
-"""The end of a gateway that is asked to stop."""
+"""A gateway that is asked to stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_signal_that_comes_before_the_gateway_serves_ends_it(tmp_path, n
 
 
 class Noting(FakeLauncher):
-    """Notes whether the ending gateway left its workers running."""
+    """Notes whether the workers were left running."""
 
     left: bool | None = None
 

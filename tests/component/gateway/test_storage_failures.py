@@ -1,4 +1,4 @@
-"""A locked or full database: clients get clear errors, and everything goes on afterwards."""
+"""A locked or full database, and work afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def locked(gate) -> Iterator[None]:
 
 @contextmanager
 def full(gate) -> Iterator[None]:
-    """The database cannot grow."""
     write = gate.gateway.database.write
     gate.run(write(text("PRAGMA max_page_count = 1")))
     yield

@@ -1,4 +1,4 @@
-"""Stalled connections, seen from raw sockets, get an answer and are closed."""
+"""Stalled connections, seen from raw sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    """A gateway with longer timeouts than any of these tests needs."""
+    """A gateway with long timeouts."""
     with running_gateway(
         tmp_path_factory.mktemp("patient"),
         session_ttl=600,
@@ -192,7 +192,7 @@ def test_a_small_operation_that_is_too_large_takes_its_place_and_is_not_kept(tmp
 
 
 def test_the_rest_of_a_refused_body_is_not_kept(patient):
-    """It arrives while the connection lingers, and is dropped."""
+    """It arrives while the connection lingers."""
     with Raw(patient) as raw:
         protocol = raw.protocol_in(patient)
         raw.post("/api/v1/create_session", f"Content-Length: {LIMIT * 1000}")

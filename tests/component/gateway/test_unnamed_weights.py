@@ -1,4 +1,4 @@
-"""Of weights without a name, the disk holds only the newest few and those in use."""
+"""The disk keeps the newest and the used weights without a name."""
 
 from __future__ import annotations
 

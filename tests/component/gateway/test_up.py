@@ -1,4 +1,4 @@
-"""Errors of `tandem up` when it cannot start a gateway, or when its gateway ends."""
+"""`tandem up` cannot start a gateway, or its gateway ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_only(self, **_):
 Path.mkdir = read_only
 main()
 """
-"""The command on a read-only file system. Tests may run as root, which can write everywhere."""
+"""The command on a read-only file system, because root can write everywhere."""
 
 HEEDING_SIGNALS = """
 import os, signal, sys
@@ -40,13 +40,13 @@ for number in (signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Becomes a command that heeds signals which a shell's background job or nohup ignores."""
+"""Becomes a command that heeds signals which background jobs and nohup ignore."""
 
 
 def refused(*command: str, **variables: str) -> str:
-    """The one sentence with which a command ends. It prints nothing else.
+    """The one sentence with which a command ends.
 
-    The command runs in its own process, because other tests' threads write to this one's output."""
+    It runs in its own process, because other tests' threads write to this one's output."""
     kept = {
         key: text
         for key, text in os.environ.items()
@@ -66,7 +66,7 @@ def refused(*command: str, **variables: str) -> str:
 
 @contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that ends with the block in any case."""
+    """A command that ends with the block."""
 
     with subprocess.Popen(
         [sys.executable, "-c", HEEDING_SIGNALS, *command],

@@ -1,9 +1,9 @@
-"""Samplers that all tests share, because a start takes about ten seconds.
+"""Shared samplers, because a start takes about ten seconds.
 
-`sampler`: tied embeddings (qwen3), no adapters. `own`: the same, with the engine in its own
-process. `tied_adapters`: the same model with room for two adapters, 16 sequences, and keys and
-values of about 1,300 tokens (1 MiB). `untied` (llama): a separate output head, room for adapters,
-the engine in its own process. Tests start and end with the base weights or name a version."""
+`sampler`: qwen3 with tied embeddings, no adapters. `own`: the same, with the engine in its own
+process. `tied_adapters`: the same model with room for two adapters, 16 sequences and 1,300 tokens
+(1 MiB). `untied`: llama with a separate head, room for adapters, the engine in its own process.
+Tests start and end with the base weights or name a version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def model(directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def changed(directory: Path) -> Path:
-    """The same architecture with other weights."""
     return write_tiny_model(directory / "changed", seed=1, head_dim=32, max_length=LENGTH)
 
 

@@ -1,7 +1,7 @@
-"""An engine that did not take in an adapter is noticed, however little the adapter changes.
+"""A sabotaged engine does not pass with an adapter that it did not take in.
 
-The engine computes in bfloat16, and its canary allows larger changes than these. The sabotaged
-engine omits a layer's copy into the slot, reads other numbers, or cannot read the files."""
+The adapters change less than a canary in bfloat16 notices. The engine omits a layer's copy into the
+slot, reads other numbers, or cannot read the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real engine computes models that the trainer has trained, for every architecture."""
+"""A real engine computes trained models of every architecture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum
 
 NOT_ON_A_CPU = frozenset(["deepseek_v3", "gpt_oss"])
-"""vLLM's CPU build lacks attention sinks. It computes latent attention differently, and keeps
-matrices that a load in place does not renew, so that the load fails."""
+"""vLLM's CPU build lacks attention sinks. It computes latent attention differently, with matrices
+that a load in place does not renew."""
 FEW = frozenset(["cohere", "gemma2", "glm4", "gpt2", "phi", "qwen2", "qwen3_moe", "stablelm"])
-"""For these, vLLM's own classes serve no adapters of the head: no separate head, a bias, tied
-embeddings, differently stacked layers, no adapters at all, or experts."""
+"""vLLM's own classes of these serve no adapters of the head. The head is missing, biased or tied,
+layers are stacked differently, adapters are missing, or there are experts."""
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 30).tolist()
 
 
@@ -40,7 +40,7 @@ def train_and_publish(
 
 
 def differences(folder: Path, architectures: Iterable[str], kinds: Iterable[str]) -> list[object]:
-    """Train and publish each. Return those for which an engine computes other logprobs."""
+    """Train and publish each. Return those with other logprobs in an engine."""
     jobs = []
     for name in sorted(architectures):
         base = write_model(folder / name, name)

@@ -1,6 +1,6 @@
 """vLLM schedules a step while another is computed, as on a GPU.
 
-Streams that do nothing make the CPU build do it, in a GPU's order of steps."""
+Empty streams make the CPU build do it in a GPU's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real engine loads a trainer's bfloat16 versions that were written as deltas."""
+"""A real engine loads a trainer's bfloat16 deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.worker_process import RUN
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of one rank, for a trainer that computes in bfloat16."""
+    """A group of one rank, for a trainer in bfloat16."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -37,7 +37,7 @@ def flip_a_bit(file: Path, at: int) -> None:
 
 
 def kept_number(old: Path, new: Path) -> int:
-    """The position of a number that two files have in common, near their end."""
+    """The position of the last number that two files share."""
     one, other = (np.fromfile(file, np.uint16) for file in (old, new))
     return 2 * int(np.flatnonzero(one == other)[-1])
 
@@ -46,7 +46,7 @@ def kept_number(old: Path, new: Path) -> int:
 def test_a_delta_is_served_as_the_whole_version_and_refused_where_a_bit_is_wrong(
     model: Path, tmp_path: Path
 ):
-    """Each load compares the engine's sums with sums of the patched numbers."""
+    """Each load compares the engine's sums with those of the patched numbers."""
     trainer = make(model, None, dtype="bfloat16")
     of = f"{RUN}/v1"
     first = publish(trainer, tmp_path / "v1").version

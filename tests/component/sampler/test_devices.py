@@ -1,4 +1,4 @@
-"""A sampler uses only its given device, and none if that one is missing."""
+"""A sampler uses its given device or none."""
 
 from __future__ import annotations
 

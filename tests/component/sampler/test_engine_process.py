@@ -1,4 +1,4 @@
-"""An engine in its own process computes the same, and neither process outlives the other."""
+"""Engines in their own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.support.worker_process import CALL_SECONDS
 
 
 def engine_of(client: SamplerClient) -> psutil.Process:
-    """The process that a sampler has forked."""
     sampler = psutil.Process(client.process.pid)
     (engine,) = wait_until(sampler.children)
     return engine

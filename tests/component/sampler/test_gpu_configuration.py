@@ -1,4 +1,4 @@
-"""vLLM's arguments on a GPU, which is only a number of bytes here."""
+"""vLLM's arguments on a GPU that is only a number of bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 80 GiB with 50 GiB free."""
     monkeypatch.setattr(configuration, "choose_device", lambda _wanted: "cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (50 * GIB, 80 * GIB))
 

@@ -1,6 +1,6 @@
-"""An engine's budget on a GPU, and its sleep, while other processes allocate and free memory.
+"""An engine's budget and sleep on a GPU that other processes share.
 
-vLLM's own worker runs on a device that is only a number of free bytes."""
+vLLM's own worker runs. The device is only a number of free bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOTAL = 80 * GIB
 
 
 class Device:
-    """Torch's view of a device, while other processes allocate and free memory."""
+    """Torch's view of a device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int) -> None:
         self.free = free
@@ -46,7 +46,7 @@ class Device:
 
 
 class Runner:
-    """Its model takes 3 GiB, its largest batch 2 GiB, other processes `meanwhile` bytes."""
+    """The model takes 3 GiB, the largest batch 2 GiB, others `meanwhile` bytes."""
 
     model_memory_usage = 3 * GIB
 

@@ -1,4 +1,4 @@
-"""A real engine loads weights from a trainer's memory, and reads the files if anything is wrong."""
+"""A real engine loads weights from a trainer's memory, or the files if anything is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trainer(model: Path) -> Operations:
 
 
 def trained(trainer: Operations, folder: Path) -> trainer_pb2.PublishReply:
-    """A new, distinct version, in files and in memory."""
+    """A distinct version, in files and in memory."""
     train(trainer, 1)
     reply = publish(trainer, folder, handoff=True)
     assert reply.HasField("handoff")
@@ -29,7 +29,7 @@ def trained(trainer: Operations, folder: Path) -> trainer_pb2.PublishReply:
 
 
 def mapped(client: SamplerClient) -> bool:
-    """Whether the sampler or its engine's process maps a trainer's memory."""
+    """Whether the sampler or its engine maps a trainer's memory."""
     sampler = psutil.Process(client.process.pid)
     processes = (sampler, *sampler.children(recursive=True))
     maps = (Path(f"/proc/{each.pid}/maps").read_text() for each in processes)
@@ -39,7 +39,7 @@ def mapped(client: SamplerClient) -> bool:
 def test_what_is_handed_over_is_served_as_the_files_are(
     either: SamplerClient, trainer: Operations, tmp_path: Path
 ):
-    """The files are not read. After the load nobody maps the memory."""
+    """The files are not read, and no mapping remains."""
     reply = trained(trainer, tmp_path / "v1")
     version, file = reply.version, tmp_path / "v1" / "model.safetensors"
     content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Requests continue on newer weights, and every token's logprob is of its named version."""
+"""Requests in flight continue on newer weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.sampler_worker import (
 )
 
 NUMBERS = count(1000)
-"""Numbers of versions: requests never go back to a version of an earlier test."""
+"""Version numbers, always newer than those of earlier tests."""
 
 
 @pytest.fixture

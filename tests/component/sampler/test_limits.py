@@ -1,4 +1,4 @@
-"""Requests take turns on an engine with little room (`tied_adapters`), with unchanged results."""
+"""Requests take turns on an engine with little room (`tied_adapters`)."""
 
 from __future__ import annotations
 

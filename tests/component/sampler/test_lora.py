@@ -1,4 +1,4 @@
-"""Adapters in a real engine give the logprobs of merged weights, in any batch."""
+"""Adapters in a real engine equal merged weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real sampler process: callers, mistakes, cancelled calls, and its end."""
+"""A real sampler process: callers, mistakes, and its end."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ next(stub.Sample(iter([request]), metadata=((sys.argv[2], sys.argv[3]),)))
 
 
 def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: SamplerClient):
-    """As after a gateway's death, which its engines survive."""
+    """As after a gateway's death, which engines survive."""
 
     def answered() -> list[str]:
         metrics = f"http://127.0.0.1:{sampler.report.metrics_port}/metrics"

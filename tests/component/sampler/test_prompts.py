@@ -1,5 +1,5 @@
-"""A real engine's scores of prompts against plain forwards, and its prefix cache. The SDK's own
-code decodes answers where it is installed."""
+"""A real engine's scores of prompts against plain forwards, and its prefix cache. Where it is
+installed, the SDK decodes answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [(7 * i) % 90 + 3 for i in range(70)]
 
 
 def fresh(seed: int, length: int = 100) -> list[int]:
-    """A prompt that is not in the prefix cache yet."""
+    """A prompt outside the prefix cache."""
     return np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist()
 
 
@@ -49,7 +49,7 @@ def sparse(ids: np.ndarray) -> wire.Tensor:
 
 
 def by_the_sdk(answer: Sampled):
-    """The answer as the SDK gives it to a user."""
+    """The answer for a user of the SDK."""
     conversion = pytest.importorskip("tinker.proto.response_conv")
     return conversion.deserialize_sample_response(answer.message.SerializeToString())
 
@@ -300,8 +300,8 @@ def test_samples_of_a_prompt_share_one_prefill(sampler: SamplerClient, length: i
 
 
 def test_samples_that_share_a_prefill_are_those_that_compute_it_each(sampler: SamplerClient):
-    """A prompt's last sample depends neither on the number of samples nor on computing the whole
-    prompt, as `max_tokens=1` and scores do."""
+    """Neither the number of samples nor computing the whole prompt (as `max_tokens=1` and scores
+    do) changes the last sample."""
     prompt = fresh(77, 45)
     few, many = (
         sampler.sample(prompt, n=n, seed=5, max_tokens=9, stop=[], topk=2) for n in (2, 16)

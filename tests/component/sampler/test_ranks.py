@@ -1,4 +1,4 @@
-"""An engine with weights split over two processes agrees with one process."""
+"""An engine split over two processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def split(model: Path) -> Iterator[SamplerClient]:
 
 
 def workers(client: SamplerClient) -> list[psutil.Process]:
-    """The processes that vLLM started."""
+    """vLLM's processes."""
     (engine,) = psutil.Process(client.process.pid).children()
     children = engine.children()
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
@@ -130,7 +130,7 @@ def test_it_sleeps_and_wakes_with_the_same_samples(split: SamplerClient, model: 
 
 @pytest.mark.timeout(900)
 def test_it_ends_with_a_process_of_it_that_dies_and_leaves_none(split: SamplerClient):
-    """It must be the last test, because it ends the engine."""
+    """The last test, because it ends the engine."""
     processes = [*workers(split), *psutil.Process(split.process.pid).children()]
     processes[1].kill()  # an idle one
     assert split.process.wait(timeout=CALL_SECONDS) == 1

@@ -1,4 +1,4 @@
-"""A real engine's samples against plain transformers forwards, and against themselves."""
+"""A real engine's samples against plain forwards and themselves."""
 
 from __future__ import annotations
 

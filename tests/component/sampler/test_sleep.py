@@ -1,4 +1,4 @@
-"""A real engine sleeps and wakes: it frees memory, and its samples do not change."""
+"""A real engine sleeps and wakes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loads(client: SamplerClient) -> int:
 def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
     directory: Path, architecture, engine_process: str
 ):
-    """Both with tied embeddings and with a separate head."""
+    """With tied embeddings, and with a separate head."""
     large = write_tiny_model(
         directory / f"large {architecture}",
         architecture=architecture,

@@ -1,4 +1,4 @@
-"""Ends of samples in a real engine."""
+"""Stop conditions in a real engine."""
 
 from __future__ import annotations
 

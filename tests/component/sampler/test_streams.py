@@ -1,4 +1,4 @@
-"""Streamed samples of a real engine equal the unstreamed ones, and arrive as they are drawn."""
+"""Streamed samples of a real engine equal unstreamed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output of a real engine matches its grammar, and other samples do not change."""
+"""Structured output of a real engine."""
 
 from __future__ import annotations
 

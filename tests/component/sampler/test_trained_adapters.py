@@ -1,4 +1,4 @@
-"""A real engine serves a trainer's LoRA adapters like the trainer and the merged model."""
+"""A real engine serves a trainer's LoRA adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_service.lora.merge import merge
 def test_an_adapter_and_its_successor_are_served_with_the_logprobs_of_trainer_and_merged_model(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ):
-    """The adapters also change the output head, which the tied model shares with its embedding."""
+    """The adapters also change the output head, which is the tied model's embedding."""
     client: SamplerClient = request.getfixturevalue(
         {"tied": "tied_adapters", "untied": "untied"}[kind]
     )

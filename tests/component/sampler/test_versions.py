@@ -1,4 +1,4 @@
-"""A real engine loads full weight versions in place, and refuses wrong ones."""
+"""A real engine loads full weight versions in place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The internals of vLLM that our code uses exist in the installed version.
+"""vLLM's internals that our code uses exist in the installed version.
 
-With the CUDA build, too, this needs no GPU."""
+The CUDA build needs no GPU here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_name_is_there(name):
 
 
 def import_or_skip(module: str) -> ModuleType:
-    """Import a module of vLLM. Skip the test if it needs a GPU's driver."""
+    """Skip the test if the module needs a GPU's driver."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -56,7 +56,7 @@ def trees() -> list[ast.Module]:
 
 
 def imported() -> list[str]:
-    """Return MODULE:NAME of all imports from vLLM in the adapter, also those only for types."""
+    """MODULE:NAME of the adapter's imports from vLLM, also those for types."""
     found = {
         f"{node.module}:{name.name}"
         for tree in trees()

@@ -1,7 +1,6 @@
-"""An engine that did not load a version is noticed, however little the version changes.
+"""A sabotaged engine does not pass with a version that it did not load.
 
-The engines compute in bfloat16. The versions differ by one bit in each tensor, so that their
-logprobs are alike and a canary passes all."""
+The versions differ by one bit in each bfloat16 tensor, so a canary passes all."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ print("RESULTS", json.dumps(results))
 
 
 def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
-    """A bfloat16 copy of a model with the last bit of one number per tensor changed. `at` is the
-    number's place as a share of the tensor."""
+    """A bfloat16 copy. At the share `at` of each tensor, one number's last bit is changed."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -230,7 +228,7 @@ if __name__ == "__main__":
 def test_a_worker_of_two_that_did_not_load_is_noticed(
     tmp_path: Path, architecture: str, heads: int
 ):
-    """Each worker has a part of most tensors and all of some, such as keys with one head."""
+    """Each worker has a part of most tensors and all of some (keys with one head)."""
     model = write_model(tmp_path / "base", architecture, num_key_value_heads=heads)
     adapters = []
     if architecture == "qwen3":

@@ -1,4 +1,4 @@
-"""Tiny models that all tests of this folder share and must not change."""
+"""Shared tiny models, which tests must not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks write their own parts of tensors, and read the parts that they need."""
+"""Ranks write and read their own parts of tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Tensors that four ranks have written, and read again in every other way."""
+    """Tensors that four ranks wrote, read again in every other way."""
     folder: Path = tmp_path_factory.mktemp("parts")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]

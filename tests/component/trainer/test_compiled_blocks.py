@@ -1,4 +1,4 @@
-"""Machine code of compiled blocks, for `make nightly`: a minute for each kind of block."""
+"""Compiled blocks as machine code, for `make nightly`: a minute for each kind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Compiled code belongs to the models' classes, which all tests share. It holds tensors without
-    data, which tests that count tensors cannot read."""
+    """Compiled code belongs to the models' classes, which tests share. Its tensors without data
+    break tests that count tensors."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""tinker-cookbook's published tools, with adapters that a trainer published."""
+"""tinker-cookbook's tools with a trainer's published adapters."""
 
 from __future__ import annotations
 

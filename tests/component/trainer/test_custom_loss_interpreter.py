@@ -1,4 +1,4 @@
-"""A custom loss that the trainer interprets equals the same function run by the SDK itself."""
+"""The trainer's interpreter of custom losses agrees with the SDK."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def inputs_of_three_datums() -> tuple[list[Tensor], dict[str, list[Tensor]]]:
 def by_the_client(
     fn: CustomLossFn, ranks: Mapping[str, int], logprobs: list[Tensor], arrays: dict
 ) -> tuple[float, list[Tensor], dict[str, float]]:
-    """Value, derivatives and metrics from the SDK's own computation on the client."""
+    """Value, derivatives and metrics from the SDK's client."""
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints([1] * len(row)),

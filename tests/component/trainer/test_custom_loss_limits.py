@@ -1,4 +1,4 @@
-"""No custom loss exceeds its limits of memory and time, and the trainer goes on."""
+"""Custom losses stay within limits of memory and time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def process():
 
 
 def evaluate(process: LossProcess, fn: CustomLossFn, limits: Limits | None = None) -> float:
-    """Compute the loss on one datum of four tokens."""
     loss = custom_loss(request_body(traced(fn, logprobs=1)), process=process, limits=limits)
     flat = torch.tensor([-0.5, -1.0, -0.25, -2.0]).requires_grad_(True)
     result = loss.compute(flat, {}, loss.defaults, layout_of([flat], {}))
@@ -191,7 +190,7 @@ ARGUMENTS = (
 
 
 def body_of(kind: str, target: str, args: list[object]) -> bytes:
-    """A loss that returns the sum of the logprobs, and also calls one operation."""
+    """Returns the sum of the logprobs, and also calls one operation."""
     logprobs = {"ref": "logprobs"}
     call = {"name": "asked", "op": kind, "target": target, "args": args}
     nodes = [

@@ -58,7 +58,7 @@ def test_a_trainer_with_devices_that_are_not_there_does_not_start(
 
 
 def test_ranks_for_which_there_is_no_process_fail_the_start_and_leave_none_behind(monkeypatch):
-    """At exit, Python waits for its forked processes, and they wait for their assignment."""
+    """At exit Python waits for its forked processes, and they wait for an assignment."""
     monkeypatch.setattr(rank_processes, "import_before_forks", lambda: None)
     forks, fork = itertools.count(), os.fork
 

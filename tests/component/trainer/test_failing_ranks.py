@@ -1,4 +1,4 @@
-"""One rank fails while the others would wait for minutes in a collective."""
+"""One rank fails, while others would wait for minutes in a collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.worker_process import CALL_SECONDS
 
 BATCH = request([datum([7, 8, 9], weights=[1.0] * 3), datum([4, 5, 6], weights=[1.0] * 3)])
 PATIENT = 20 * CALL_SECONDS
-"""A collective's timeout, far longer than a call of the test."""
+"""Of a collective, far longer than a test's call."""
 IN_FORWARD = (
     r"rank {rank} failed: AssertionError \(traceback: .*failing_ranks.py:\d+ forward_backward, "
     r"failing_ranks.py:\d+ _look_up\), caused by KeyError: 'of the datum' "
@@ -93,7 +93,7 @@ def test_a_custom_loss_that_fails_on_a_rank_alone_fails_the_request(tmp_path, to
 
 
 def process_of_losses(client: TrainerClient) -> psutil.Process:
-    """The process for custom losses of rank 1 of two."""
+    """Rank 1's process for custom losses."""
     ranks = psutil.Process(client.process.pid).children()
     [found] = [
         child

@@ -1,4 +1,4 @@
-"""A backend of an installed package agrees with the built-in one, in real trainer processes."""
+"""An installed package's backend agrees with the built-in one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def plain(installed, monkeypatch) -> str:
-    """The name of the backend, made available to workers."""
+    """The backend's name. Workers find its package."""
     monkeypatch.setenv("PYTHONPATH", f"{installed}:{os.environ.get('PYTHONPATH', '')}")
     return "plain"
 
 
 def trained(client: TrainerClient, folder: Path) -> tuple[list, dict[str, np.ndarray]]:
-    """Outputs of some steps, and the weights. In the last step one rank has no data."""
+    """Outputs and weights of some steps. In the last one a rank has no data."""
     outputs = []
     for loss in LOSSES:
         outputs.append(client.output(mixed_request(loss)))

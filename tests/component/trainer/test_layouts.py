@@ -1,4 +1,4 @@
-"""Ranks with replicas of a model, as on several nodes, and ranks that divide its matrices."""
+"""Ranks with replicas of a model, and ranks that divide its matrices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Weights = dict[str, np.ndarray]
 
 
 def train(client: TrainerClient, *numbers: int, snapshot: str = "") -> list[np.ndarray]:
-    """Steps on each batch and returns its log probabilities. Clipping and a large epsilon keep last
-    bits of small gradients from becoming steps."""
+    """Step on each batch, and return log probabilities. Clipping and a large epsilon keep last bits
+    of small gradients from becoming steps."""
     found = []
     for number in numbers:
         found += logprobs_of(client.output(request(mixed_data(seed=number))))

@@ -1,4 +1,4 @@
-"""Logprobs in chunks and checkpointed blocks give the same numbers with less memory."""
+"""Logprobs in chunks and checkpointed blocks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_checkpointed_blocks_give_the_same_bits(models, architecture, adapted):
 
 @pytest.fixture(scope="module")
 def kept_and_made_again(model):
-    """A trainer with blocks that keep their activations, and one with checkpointed blocks."""
+    """A trainer that keeps activations, and one that recomputes them."""
     return make_rank(model), make_rank(model, checkpointing="on")
 
 
@@ -112,8 +112,8 @@ def test_checkpointed_blocks_give_the_same_bits_of_any_loss(kept_and_made_again,
 
 @pytest.fixture(scope="module")
 def in_float64(models):
-    """A plain trainer and trainers that save memory, with GPT-NeoX. Its layers compute in the
-    model's type, while other models have norms in float32."""
+    """A plain trainer and trainers that save memory. GPT-NeoX computes in the model's type, while
+    other models have norms in float32."""
     ways = ({}, IN_CHUNKS, {"checkpointing": "on"}, {**IN_CHUNKS, "checkpointing": "on"})
     trainers = [make_rank(models["gpt_neox"], packing="off", **way) for way in ways]
     for trainer in trainers:
@@ -122,7 +122,7 @@ def in_float64(models):
 
 
 def compute_exactly(trainer, request):
-    """Like `compute`, but in the backend, because a trainer answers in float32."""
+    """Like `compute`, without the trainer's rounding to float32."""
     trainer.drop_gradients()
     batch = mixed_batch(trainer, request)
     whole = tuple(range(len(batch.lengths)))
@@ -147,7 +147,7 @@ def test_in_float64_chunks_and_checkpointed_blocks_are_exact_for_any_loss(in_flo
 
 
 class LargestOf(TorchDispatchMode):
-    """Records the largest number of logits rows in one tensor."""
+    """Records the most rows of logits in one tensor."""
 
     rows = 0
 

@@ -1,4 +1,4 @@
-"""LoRA runs in real trainer processes of one and two ranks, and the program that merges."""
+"""LoRA runs on one and two ranks, and the program that merges."""
 
 from __future__ import annotations
 

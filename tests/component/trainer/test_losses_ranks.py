@@ -1,4 +1,4 @@
-"""Two real ranks over gloo agree with one rank, for every loss."""
+"""Two real ranks agree with one, for every loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def requests() -> dict[str, wire.ForwardBackwardRequest]:
-    """Every loss, and batches so small that one rank has no data."""
+    """Also batches so small that one rank has no data."""
     return {
         **{name: mixed_request(name) for name in REQUESTS},
         "one pair": mixed_request("dpo", mixed_data(2)),
@@ -32,7 +32,7 @@ def requests() -> dict[str, wire.ForwardBackwardRequest]:
 
 
 def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
-    """Each request's output and norm of gradients, with unchanged weights."""
+    """Outputs and norms of gradients, with unchanged weights."""
     found = {}
     for name, message in requests().items():
         output = client.output(message)

@@ -1,4 +1,4 @@
-"""Trainers over several hosts: real processes in two network namespaces."""
+"""Trainers over several hosts, in two network namespaces."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tls(tmp_path_factory) -> Certificate:
 
 @dataclass
 class TwoNodes:
-    """A trainer on two hosts: node 0 by gRPC, node 1 as a process."""
+    """Node 0, by gRPC, and node 1, as a process."""
 
     client: TrainerClient
     member: subprocess.Popen[bytes]
@@ -61,7 +61,7 @@ class TwoNodes:
         return set(group_members(self.member.pid)) - {self.member.pid}
 
     def last_report(self) -> WorkerReport:
-        """The worker's reason to end, once both hosts have no process left."""
+        """The reason of the end, once both hosts have no process left."""
         report = self.client.next_report()
         assert self.client.process.wait(timeout=CALL_SECONDS) == 1
         assert self.member.wait(timeout=CALL_SECONDS) != 0

@@ -1,4 +1,4 @@
-"""Optimizers give equal results for matrices in pieces on several ranks and on one."""
+"""Optimizers of matrices in pieces agree with those of whole ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer_service.optimizers import AdamW, AdamWSettings, DiMuon, DiMuonSetti
 SHAPES = {"a": (6, 10), "b": (7, 3), "c": (1, 5), "d": (10, 6), "norm": (5,), "table": (9, 4)}
 STEPS = 3
 PATIENCE = timedelta(seconds=120)
-"""Rank 0 is the tests' own process, which must not hang if another one dies."""
+"""The tests' process is rank 0, which must not hang if another one dies."""
 SETTINGS = DiMuonSettings(learning_rate=0.05, beta1=0.9, grad_clip_norm=2.0)
 ADAMW = AdamWSettings(
     learning_rate=0.05, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0
@@ -68,7 +68,7 @@ def run_plain(dtype: torch.dtype | None = None) -> tuple[dict[str, torch.Tensor]
 
 
 def divide(model: Weights, mesh: DeviceMesh) -> None:
-    """Divides one matrix by columns and one by rows, as in tensor parallelism."""
+    """One matrix by columns and one by rows, as in tensor parallelism."""
     for name, each in list(model.named_parameters()):
         placement = {"a": Shard(1), "d": Shard(0)}.get(name, Replicate())
         part = distribute_tensor(each.detach(), mesh, [placement], src_data_rank=None)
@@ -76,7 +76,7 @@ def divide(model: Weights, mesh: DeviceMesh) -> None:
 
 
 def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor divided like another one."""
+    """A part of a tensor, divided like another one."""
     shape, first = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )

@@ -1,4 +1,4 @@
-"""One of two ranks runs out of memory in the middle of a backward pass."""
+"""One of two ranks runs out of memory in a backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ TOGETHER = TrainingSpec(lora=LoraSpec(rank=4, seed=5), layout=Layout(tensor_para
 
 
 def trained(client: TrainerClient, folder: Path) -> dict[str, np.ndarray]:
-    """The weights after a step."""
     assert not client.optim_step(lr=1e-2).HasField("failure")
     reply, path = client.publish(folder)
     assert not reply.HasField("failure"), reply.failure
@@ -44,7 +43,7 @@ def model(tmp_path_factory) -> Path:
 def in_micro_batches_of_16(
     model: Path, folder: Path, training: TrainingSpec, late: ForwardBackwardRequest
 ) -> dict[str, np.ndarray]:
-    """Weights from two ranks with enough memory for micro-batches of 16 tokens."""
+    """Weights of two ranks with enough memory for 16 tokens."""
     settings = {"training": training, "ranks": 2, "micro_batch_tokens": 16}
     with trainer_process(model, folder, **settings) as client:
         client.output(EARLY)

@@ -1,4 +1,4 @@
-"""Real trainer processes over gRPC, with one and two ranks: order, refusals, and death."""
+"""Real trainer processes: order, refusals, and death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(models, tmp_path_factory):
-    """Two ranks, one FSDP group for each block, and many small micro-batches."""
+    """Two ranks, one FSDP group for each block, many small micro-batches."""
     with trainer_process(
         models["qwen3"],
         tmp_path_factory.mktemp("data"),

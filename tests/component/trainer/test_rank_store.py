@@ -1,4 +1,4 @@
-"""Torch's store, where a trainer's ranks meet."""
+"""Torch's store, where ranks meet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_stores_that_are_served_at_once_have_ports_of_their_own():
 
 
 def test_the_store_of_one_node_is_reached_by_this_host_alone():
-    """All of 127.0.0.0/8 is this host, so 127.0.0.2 acts as another of its addresses."""
+    """All of 127.0.0.0/8 is this host: 127.0.0.2 is another of its addresses."""
     for nodes, found in ((1, False), (2, True)):
         _store, port = serve_store(ranks=2, nodes=nodes)
         with socket.socket() as client:

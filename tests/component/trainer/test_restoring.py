@@ -1,4 +1,4 @@
-"""Snapshots of two ranks, and trainers that continue from one, over gRPC."""
+"""Trainers continue from snapshots of two ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def weights(client: TrainerClient, folder) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    """Snapshots of two ranks at the second step, and with gradients before the fourth. Also the
-    weights after the fourth step."""
+    """Snapshots at step 2 and, with gradients, before step 4, and the weights after step 4."""
     folder = tmp_path_factory.mktemp("data")
     path, later = (str(folder / "snapshots" / name) for name in ("s2", "s3"))
     with trainer_process(models["qwen3"], folder, ranks=2) as client:

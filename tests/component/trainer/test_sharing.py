@@ -1,4 +1,4 @@
-"""Several LoRA runs in one trainer, with one and two ranks, over gRPC."""
+"""Several LoRA runs in one trainer."""
 
 from __future__ import annotations
 

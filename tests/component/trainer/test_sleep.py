@@ -27,7 +27,7 @@ LORA = TrainingSpec(lora=LoraSpec(rank=4, seed=3), optimizer="dimuon")
 
 
 def switch(client: TrainerClient, lease: int, *, spill: Path | None = None) -> None:
-    """Sleeps with the token `lease` and wakes with the next one."""
+    """Sleep with the token `lease`, and wake with the next one."""
     client.hold(lease)
     reply = client.sleep(spill_folder=str(spill or ""))
     assert not reply.HasField("failure"), reply.failure
@@ -48,7 +48,7 @@ def weights(client: TrainerClient, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def trained(client: TrainerClient, folder: Path, *, sleeps: bool, dimuon: bool):
-    """The weights after three steps of two batches each. With `sleeps` it sleeps at every chance,
+    """The weights after three steps of two batches each. If it sleeps, it does so at every chance,
     in turn on disk and in memory."""
     lease = 1
     for number in range(3):
@@ -108,7 +108,7 @@ def two(models, tmp_path_factory):
 
 
 def newest(client: TrainerClient) -> int:
-    """The newest lease that the trainer knows, from its refusal of the token 0."""
+    """The trainer's newest lease, from its refusal of the token 0."""
     client.hold(0)
     with pytest.raises(grpc.RpcError) as refused:
         client.sleep()

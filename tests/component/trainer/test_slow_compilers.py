@@ -1,4 +1,4 @@
-"""Ranks wait for a slower rank's compiler longer than a collective's usual timeout."""
+"""Ranks wait for a slower rank's compiler longer than for a collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.component.trainer.test_slow_disks import PATIENCE, run
 from trainer_service.compute.control_group import ControlGroup
 
 TIMEOUT = timedelta(seconds=4)
-"""A collective's timeout."""
+"""For a collective."""
 
 
 def timeouts(*groups: dist.ProcessGroup) -> set[object]:
@@ -21,7 +21,7 @@ def timeouts(*groups: dist.ProcessGroup) -> set[object]:
 
 
 def compile_late(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
-    """Rank 1 is late for a collective, and rank 0 at the end."""
+    """Rank 1 is late for a collective, rank 0 at the end."""
     late, total = 1.2 * TIMEOUT.total_seconds(), torch.ones(1)
     assert dist.group.WORLD is not None
     groups = (dist.group.WORLD, group)

@@ -1,4 +1,4 @@
-"""Ranks wait for a slower write of another rank longer than a collective's timeout."""
+"""Ranks wait for a slower rank's disk longer than for a collective."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from trainer_service.checkpoints.storage import ByteCount, HashedFile, together
 from trainer_service.checkpoints.training_state import write_shards
 
 TIMEOUT = timedelta(seconds=8)
-"""A collective's timeout."""
+"""For a collective."""
 PATIENCE = timedelta(seconds=120)
 Play = Callable[[int, Path, dist.ProcessGroup], object]
 
 
 def write_slowly(rank: int, folder: Path, group: dist.ProcessGroup) -> object:
-    """Rank 1 needs 1.5 times a collective's timeout."""
     if rank == 1:
         write, storage._PIECE = HashedFile.write, 2**16
 

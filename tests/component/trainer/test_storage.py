@@ -1,4 +1,4 @@
-"""Weight versions and checkpoints of real trainer processes."""
+"""Versions and checkpoints of real trainer processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two ranks that divide a model's matrices agree with one rank.
 
-The tests cover every kind of model and of run, both optimizers, and compiled blocks. `make nightly`
-tests their machine code."""
+The cases are all kinds of models and of runs, both optimizers, and compiled blocks, without machine
+code (see `make nightly`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ARCHITECTURES = (
 )
 ROWS_OF_HEADS = "cohere, normed heads"
 DENSE = "deepseek_v3, dense"
-"""Without experts. Its latent attention is whole on each rank."""
+"""No experts, and latent attention, which is whole on each rank."""
 PATIENCE = timedelta(seconds=300)
 SETTINGS = TrainerSettings(device="cpu", threads=1)
 STEP = AdamWSettings(
@@ -97,14 +97,14 @@ def runs_of(kind: str, layout: Layout) -> list[TrainingSpec]:
 
 
 def train(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
-    """Two steps of each run on a model. Returns log probabilities, norms, and exported weights."""
+    """Two steps of each run. Returns log probabilities, norms, and exported weights."""
     first = Fsdp2Backend(model_path=path, settings=SETTINGS, world=world, training=runs[0])
     backends = [first, *(first.share(other) for other in runs[1:])]
     return [steps(backend) for backend in backends]
 
 
 def train_compiled(path: Path, world: World, *runs: TrainingSpec) -> list[Found]:
-    """Like `train`. All blocks share one graph with gradients, and one without."""
+    """Like `train`. Blocks share one graph with gradients, and one without."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     settings = SETTINGS.model_copy(update={"compile": "on", "checkpointing": "on"})
     backend = Fsdp2Backend(model_path=path, settings=settings, world=world, training=runs[0])
@@ -145,11 +145,11 @@ def steps(backend: TrainerBackend) -> Found:
 
 @contextmanager
 def dimuon_that_keeps_last_bits_small() -> Iterator[None]:
-    """Newton-Schulz in float32, and AdamW with the eps of the other tests.
+    """Newton-Schulz in float32, and AdamW with the other tests' eps.
 
-    Sums of two ranks and of one differ in their last bits. Torch's iterations in bfloat16 amplify
-    this to 1e-3. AdamW with an eps of 1e-12 makes a whole step of a gradient that is zero except
-    for these bits, such as that of GPT-NeoX's biases of keys."""
+    Two ranks' sums differ from one rank's in last bits. Torch's iterations in bfloat16 amplify them
+    to 1e-3. AdamW with an eps of 1e-12 makes a whole step of a gradient that is otherwise zero,
+    such as that of GPT-NeoX's biases of keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonalize)
         patch.setattr(dimuon, "ADAMW_EPS", STEP.eps)
@@ -159,7 +159,7 @@ def dimuon_that_keeps_last_bits_small() -> Iterator[None]:
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Like torch's function, but in the matrix's type."""
+    """Like torch's, but in the matrix's type."""
     a, b, c = coefficients
     found = matrix / matrix.norm().clamp(min=eps)
     for _ in range(steps):

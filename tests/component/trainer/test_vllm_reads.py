@@ -1,4 +1,4 @@
-"""vLLM's loader reads a trainer's files, in this process and without an engine."""
+"""vLLM's loader reads a trainer's files, without an engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights, gradients and moments stay on a GPU's host if the run keeps them there.
+"""Runs that keep weights, gradients and moments on a GPU's host.
 
-No GPU is needed. Torch follows types, shapes and devices of tensors without values, and a mere
-device name replaces the GPU. Mixed devices would raise."""
+No GPU is needed. Tensors have types, shapes and devices, but no values, and a name replaces the
+GPU. Mixed devices would raise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Place = tuple[str, torch.dtype]
 
 
 class Block(nn.Module):
-    """Records the device and type of its weight at each computation."""
+    """Records its weight's device and type at each computation."""
 
     def __init__(self, seen: list[Place], states: torch.dtype) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def ranks_on_a_gpu(*, rank: int) -> DeviceMesh:
-    """One of two ranks without a peer, on a device that exists only as a name in this process."""
+    """One of two ranks without a peer. The device is only a name."""
     _setup_privateuseone_for_python_backend("gpu")
     for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
         module._get_device_handle = lambda kind: torch.cpu  # streams that do nothing
@@ -60,7 +60,7 @@ def ranks_on_a_gpu(*, rank: int) -> DeviceMesh:
 
 
 def sent_by(target: Callable[..., None], argument: object) -> Any:
-    """The result from a separate process, because a device's name cannot be removed again."""
+    """The result of a separate process, because it cannot give up the device's name."""
     context = multiprocessing.get_context("spawn")
     sent = context.Queue()
     rank = context.Process(target=target, args=(argument, sent))
@@ -74,8 +74,8 @@ def sent_by(target: Callable[..., None], argument: object) -> Any:
 
 
 def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
-    """Two micro-batches and a step of the first of two ranks. Sends the places of weights during
-    computation, of weights, gradients and moments afterwards, and of stepped pieces."""
+    """Two micro-batches and a step. Sends the places of weights during computation, of weights,
+    gradients and moments afterwards, and of stepped pieces."""
     mesh = ranks_on_a_gpu(rank=0)
     seen: list[Place] = []
     stepped: list[Place] = []
@@ -91,7 +91,7 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
             model(torch.empty(3, 16, device="gpu", dtype=torch.bfloat16)).sum().backward()
 
         def note(*states: list[torch.Tensor], **settings: object) -> None:
-            """Replaces a kernel that needs a real device."""
+            """Replaces a kernel of real devices."""
             stepped.extend(place_of(each) for kind in states[:4] for each in kind)
 
         staged.adamw = note
@@ -112,14 +112,14 @@ def train_beside_a_gpu(states: torch.dtype, sent: Any) -> None:
 
 
 def load_beside_a_gpu(model: Path, sent: Any) -> None:
-    """The second of two ranks loads its part of a model with odd numbers of rows. Sends the devices
-    of its parts, and the parts that are not pinned before FSDP moves them."""
+    """Loads the second rank's part of a model with odd numbers of rows. Sends its parts' devices,
+    and the parts that are not pinned before FSDP moves them."""
     mesh = ranks_on_a_gpu(rank=1)
     made: list[ShardGroups] = []
     empty = torch.empty
 
     def elsewhere(*shape: int, device: Any = None, **named: Any) -> torch.Tensor:
-        """Replaces `torch.empty` for a buffer that FSDP creates on its device."""
+        """Moves a buffer of FSDP's from its device."""
         on_gpu = getattr(device, "type", "") == "gpu"
         return empty(*shape, device="cpu" if on_gpu else device, **named)
 

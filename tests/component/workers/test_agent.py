@@ -1,4 +1,4 @@
-"""An agent and a gateway that comes and goes: each one's knowledge of the other."""
+"""An agent, and a gateway that comes and goes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 
 def agent_of(data_dir: Path, behaviour: str = "serve"):
-    """An agent with dummy workers, as an `async with`."""
     launcher = ProcessLauncher(
         data_dir=data_dir, command=lambda _: [sys.executable, DUMMY, behaviour]
     )
@@ -41,7 +40,7 @@ def agent_of(data_dir: Path, behaviour: str = "serve"):
 
 @contextlib.contextmanager
 def running(*command: str):
-    """A process that leads its own group, for the length of the block."""
+    """A process that leads its own group."""
     process = subprocess.Popen(
         command,
         start_new_session=True,
@@ -56,7 +55,7 @@ def running(*command: str):
 
 @contextlib.contextmanager
 def left_by_its_first(*, note: Callable[[int], None]):
-    """A group without a session of its own. Its first process, told to `note`, has ended. Yields
+    """A group without its own session, whose first process was told to `note` and has ended. Yields
     its number and its other process."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = ["sh", "-c", "sleep 600 & echo $!; read line"]
@@ -73,7 +72,7 @@ def left_by_its_first(*, note: Callable[[int], None]):
 
 @contextlib.asynccontextmanager
 async def gateway_of(data_dir: Path):
-    """A gateway's launcher that ends like a killed gateway's, so that its workers stay."""
+    """A launcher that ends like a killed gateway's: its workers stay."""
     epoch = Epoch(number=1, superseded=lambda: None)
     launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=epoch)
     try:
@@ -153,7 +152,7 @@ async def test_a_gateway_that_dies_while_a_worker_starts_leaves_nothing_of_it(tm
 async def test_a_worker_that_a_gateway_had_stopped_when_it_died_ends_and_is_left_to_nobody(
     tmp_path,
 ):
-    """It ignores SIGTERM, so that it has to be killed later."""
+    """It ignores SIGTERM, so that it is killed later."""
     launcher = ProcessLauncher(data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "deaf"])
     async with serving(launcher, data_dir=tmp_path), gateway_of(tmp_path) as second:
         async with gateway_of(tmp_path) as first:
@@ -252,7 +251,7 @@ async def test_an_agent_that_is_frozen_says_nothing_of_a_worker_that_was_to_end(
 
 
 async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_before(tmp_path):
-    """A process that ignores its lifeline stands for one that dies slowly."""
+    """A process that ignores its lifeline acts as one that dies slowly."""
     with running("sleep", "600") as survivor:
         ProcessGroups(tmp_path / FILE_NAME).add(survivor.pid)
         async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:

@@ -8,7 +8,7 @@ import pytest
 
 
 def confined(device: str, then: str) -> str:
-    """The output of a process that is confined to a device while it has a second thread."""
+    """The output of a confined process with a second thread."""
     script = f"""
 import os, threading
 from tandem.protocol.devices import confine, parse_device

@@ -1,4 +1,4 @@
-"""Agents that a gateway reaches by TCP, and their workers by TLS."""
+"""Agents over TCP, and their workers over TLS."""
 
 from __future__ import annotations
 

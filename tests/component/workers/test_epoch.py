@@ -1,5 +1,4 @@
-"""Once a later gateway has found a trainer, trainer and agent refuse the earlier gateway, which
-then ends."""
+"""A later gateway finds a trainer: trainer and agent refuse the earlier one."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ RUN = "s-1:train:0"
 
 
 class Gateway:
-    """A gateway's connections. It ends like a killed one, so that its workers stay."""
+    """A gateway's connections. It ends like a killed one: its workers stay."""
 
     def __init__(self, data_dir: Path, *, epoch: int) -> None:
         self.superseded: list[int] = []
@@ -56,7 +55,7 @@ class Gateway:
 
 @pytest.fixture
 async def gateways(tmp_path):
-    """Opens gateways on one data directory, each with a later epoch."""
+    """Opens gateways on one directory with rising epochs."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(
             serving(ProcessLauncher(data_dir=tmp_path), data_dir=tmp_path)

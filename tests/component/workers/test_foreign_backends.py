@@ -1,4 +1,4 @@
-"""A foreign trainer backend without sleep, on a group with shared devices."""
+"""A foreign trainer backend without sleep, on shared devices."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Backend(Fsdp2Backend):
 
 @dataclasses.dataclass
 class Suspender:
-    """Records its calls."""
-
     reason: str = ""
     asked: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
@@ -48,7 +46,7 @@ class Suspender:
 
 @pytest.fixture
 def spec(tmp_path, monkeypatch) -> WorkerSpec:
-    """The specification of a trainer with the installed backend `foreign`."""
+    """A trainer with the installed backend `foreign`."""
     package = tmp_path / "site"
     register(package, "foreign-backend", foreign="foreign_backend:Backend")
     (package / "foreign_backend.py").write_text(BACKEND)

@@ -1,4 +1,4 @@
-"""Agent and gateway start processes while gRPC's threads are busy, which do not survive a fork."""
+"""Agent and gateway start processes despite gRPC's busy threads, which do not survive a fork."""
 
 from __future__ import annotations
 

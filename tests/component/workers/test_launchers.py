@@ -1,5 +1,4 @@
-"""Common behaviour of launchers: `ProcessLauncher` itself, and `AgentLauncher` through an agent's
-socket."""
+"""All launchers: `ProcessLauncher`, and `AgentLauncher` through an agent's socket."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ EPOCH = Epoch(number=1, superseded=lambda: None)
 
 @pytest.fixture(params=["process", "agent"])
 async def make(tmp_path, request):
-    """Makes a launcher that runs the dummy worker with a behaviour, or another command."""
+    """A launcher of the dummy worker with a behaviour, or of another command."""
     async with contextlib.AsyncExitStack() as opened:
 
         async def launcher(behaviour: str, command: list[str] | None = None) -> Launcher:
@@ -70,8 +69,8 @@ def spec(worker_id: str = "trainer-s-1-0", *, start: float = 60, stop: float = 6
 
 
 def descriptors(pid: str) -> dict[str, str]:
-    """The open file descriptors of a process and their targets (only on Linux). Connections of
-    earlier tests' threads and the agent's watched folder are left out."""
+    """Open file descriptors and their targets (on Linux), without connections of earlier tests and
+    the agent's watched folder."""
     found = {}
     folder = Path("/proc") / pid / "fd"
     for entry in sorted(folder.iterdir()) if folder.exists() else ():
@@ -102,8 +101,7 @@ async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make,
 
 
 def niceness_of(pid: int) -> set[int]:
-    """The niceness of a process and, where the kernel groups processes by session, of its
-    session."""
+    """Niceness of a process and, where the kernel groups by session, of its session."""
     found = {os.getpriority(os.PRIO_PROCESS, pid)}
     autogroup = Path(f"/proc/{pid}/autogroup")
     return found | ({int(autogroup.read_text().split()[-1])} if autogroup.exists() else set())

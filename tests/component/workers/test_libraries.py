@@ -1,4 +1,4 @@
-"""The imports of idle workers, in a fresh process."""
+"""Idle workers' imports, in a fresh process."""
 
 from __future__ import annotations
 

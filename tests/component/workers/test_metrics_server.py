@@ -1,4 +1,4 @@
-"""No reader of a worker's metrics holds a thread or fills its memory."""
+"""Readers of a worker's metrics hold no thread and no memory."""
 
 from __future__ import annotations
 

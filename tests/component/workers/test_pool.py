@@ -1,4 +1,4 @@
-"""Idle processes that become workers: assignment, replacement and end."""
+"""Idle processes that become workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Gives an idle process time to answer, because others have priority."""
+    """An idle process has low priority, and needs time to answer."""
     monkeypatch.setattr(pools, "_HAND_OVER_SECONDS", PATIENCE)
 
 
@@ -68,7 +68,7 @@ def spec(worker_id: str = "trainer-s-1-0", **changes: object) -> WorkerSpec:
 
 
 async def idle_one(launcher: ProcessLauncher) -> int:
-    """The only idle process for trainers, once there is one."""
+    """The only idle process for trainers."""
 
     def one() -> int:
         pids = launcher.idle.pids("trainer")

@@ -1,4 +1,4 @@
-"""A trainer and an engine in idle processes that imported everything beforehand."""
+"""A trainer and an engine in idle processes that imported everything."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
 
 @dataclass
 class Running:
-    """A serving worker. `was_idle`: its process was started before."""
+    """A serving worker. `was_idle`: its process is older."""
 
     handle: WorkerHandle
     pid: int
@@ -68,14 +68,14 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """Gives idle processes a share of the processors, and time to answer, beside other tests."""
+    """Beside other tests, idle processes need processors and time to answer."""
     monkeypatch.setattr("tandem.agent.pool._IMPORTING_NICENESS", 3)
     monkeypatch.setattr("tandem.agent.pool._HAND_OVER_SECONDS", PATIENCE)
 
 
 @contextlib.asynccontextmanager
 async def launching(data_dir: Path, kind: WorkerKind):
-    """Gives a function that starts a worker. The first worker takes an idle process."""
+    """Yields a function that starts workers. The first takes an idle process."""
     launcher = ProcessLauncher(data_dir=data_dir, pool={kind: 1})
 
     async def start(worker: WorkerSpec) -> Running:
@@ -97,7 +97,7 @@ def text_of(path: Path) -> str:
 
 
 def niceness(pid: int) -> set[int]:
-    """The niceness of a process's threads and, where sessions have one, of its session."""
+    """Niceness of the threads and, where sessions have one, of the session."""
     process = Path(f"/proc/{pid}")
     threads = set()
     for each in (process / "task").iterdir():
@@ -108,8 +108,7 @@ def niceness(pid: int) -> set[int]:
 
 
 def usual_niceness() -> set[int]:
-    """The niceness of a worker that was never idle, a little above its agent's, and of its
-    session."""
+    """Niceness of a worker that was never idle (above its agent's), and of its session."""
     return {os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _NICENESS}
 
 
@@ -135,7 +134,7 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
-    """The engine also runs in its own process, forked from the idle one."""
+    """The engine's own process is forked from the idle one."""
 
     def sampled(worker: Running) -> None:
         with SamplerClient(worker.started, model) as client:

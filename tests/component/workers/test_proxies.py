@@ -1,4 +1,4 @@
-"""Calls to servers on this machine succeed although the environment's proxy does not exist."""
+"""Calls to this machine's servers, with a proxy that does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of samples between a gateway and a sampler: contents and ends."""
+"""The stream of samples between gateway and sampler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 
 
 class Sampler(sampler_pb2_grpc.SamplerServicer):
-    """Records its requests, and answers those with even seq_ids."""
+    """Records requests, and answers those with even seq_ids."""
 
     def __init__(self) -> None:
         self.leases: list[str] = []

@@ -1,4 +1,4 @@
-"""A worker's temporary folder and its names in /dev/shm disappear with it, however it ends."""
+"""A worker's temporary folder and names in /dev/shm end with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launcher_for(tmp_path) -> ProcessLauncher:
 
 
 async def started(launcher: ProcessLauncher) -> tuple[int, Path, set[str]]:
-    """A worker's process, temporary folder and recorded names in /dev/shm."""
+    """A worker's process, temporary folder and names in /dev/shm."""
     await launcher.start(spec())
     worker = processes_of(launcher)["trainer-s-1-0"]
     names = {

@@ -1,4 +1,4 @@
-"""Callers without the secret cannot fill a worker's memory, because it reads nothing from them."""
+"""A worker reads nothing from callers without the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No method of any service answers without the worker's secret."""
+"""No method of a worker answers without the secret."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WRONG = {
 
 
 class Open(trainer_pb2_grpc.TrainerServicer):
-    """Answers everybody, because the test is about the interceptor before it."""
+    """Answers everybody, because the interceptor is tested."""
 
     async def Describe(self, request, context):
         return trainer_pb2.DescribeTrainerReply(architecture="open")

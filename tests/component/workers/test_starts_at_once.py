@@ -1,4 +1,4 @@
-"""Many workers that start at once get separate ports."""
+"""Many workers that start at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_twenty_workers_that_start_at_once_all_get_their_ports(tmp_path, r
 
 
 def test_a_worker_shares_its_port_with_no_other_program():
-    """By default a gRPC server shares its port with other listeners."""
+    """By default a gRPC server shares its port."""
     script = (
         "import asyncio, socket\n"
         "from prometheus_client import CollectorRegistry\n"

@@ -1,4 +1,4 @@
-"""An agent suspends workers that cannot sleep: all of their processes or none."""
+"""An agent suspends all or none of a worker's processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ esac > "$folder/$pid"
 
 
 class Machine:
-    """Processes and their states, from the program's point of view."""
+    """Processes and their states, for the program."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -165,7 +165,7 @@ def test_where_it_cannot_be_used_it_says_why():
 
 @pytest.fixture
 async def agent(machine, tmp_path, monkeypatch):
-    """A gateway's launcher, through an agent that starts dummies."""
+    """A gateway's launcher, and an agent that starts dummies."""
     monkeypatch.setattr(
         tandem.agent.launcher, "uses_gpu", lambda pid: (machine.folder / str(pid)).exists()
     )

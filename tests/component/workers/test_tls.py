@@ -1,4 +1,4 @@
-"""Certificates and the calls that they permit."""
+"""Certificates, and the calls that they permit."""
 
 from __future__ import annotations
 

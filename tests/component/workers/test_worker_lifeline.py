@@ -36,7 +36,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 AT_ONCE = [(f"grpc.{bound}_reconnect_backoff_ms", 100) for bound in ("initial", "min", "max")]
-"""Reconnects soon. By default, a call waits longer the longer a worker takes to start."""
+"""Reconnects soon. By default, calls back off during a worker's start."""
 
 CHILD = """
 child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: signal.pause()'])
@@ -51,7 +51,7 @@ def run(code: str, **options) -> subprocess.Popen[bytes]:
 
 
 def ends(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a process. Fails if anything in its group survives."""
+    """The exit status. Fails if anything in the group survives."""
     status = process.wait(60)
     wait_until(lambda: not group_members(process.pid), what="the group has ended")
     process.stdout.close()
@@ -209,8 +209,7 @@ def test_a_rank_whose_worker_is_gone_already_ends_at_once():
 
 
 def in_a_container(tmp_path: Path, behaviour: str, **changes: object) -> subprocess.Popen[bytes]:
-    """A dummy worker with its specification in a file, as in a pod. It writes the reason of its end
-    to `report`."""
+    """A dummy worker with its specification in a file, as in a pod. `report` gets its end."""
     spec = specification().model_copy(update=changes)
     (tmp_path / "spec.json").write_text(spec.model_dump_json())
     files = ["--spec-file", str(tmp_path / "spec.json"), "--report-file", str(tmp_path / "report")]
