@@ -273,7 +273,7 @@ def _check_plain(lark: str) -> None:
         if sign in lark:
             raise StructuredOutputInvalid(
                 f"the Lark grammar contains {sign}, which is not offered there; ask for a JSON "
-                'schema instead, or write the sign as "%" and what follows it'
+                'schema instead, or split the sign into two texts after its "%"'
             )
 
 

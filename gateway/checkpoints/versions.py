@@ -105,7 +105,7 @@ class VersionStore:
             raise StorageFull(
                 f"there is no room to {what}: {free} bytes are free in the data directory, "
                 f"{expected_bytes} are needed and {self._min_free_bytes} are kept free; "
-                "what was served before is still served"
+                "the version before is still served"
             )
 
 

@@ -220,7 +220,7 @@ class SamplerRouter:
                 for number in range(had, replicas):
                     self.places.drop(engine_key(key, number))
                 self.places.forget_scaled(key)
-                raise UnknownSampler("the sampler has ended meanwhile, with its session")
+                raise UnknownSampler("the sampler ended with its session")
             sampler.replicas.resize(replicas)
             if replicas > had:
                 sampler.start()

@@ -162,8 +162,8 @@ def verified_tensors(
     if checksum.entry(entry.name) != entry:
         base_of(file.patch.parent, manifest, checksums=True, go_on=go_on)
         raise LoadFailed(
-            f"{manifest.version}: {file.patch.name} does not make what was published out of "
-            f"{manifest.delta_of}"
+            f"{manifest.version}: the changes in {file.patch.name} do not turn "
+            f"{manifest.delta_of} into the published weights"
         )
 
 

@@ -264,7 +264,7 @@ def _verify(wanted: Wanted, listing: _Listing, files: list[str]) -> None:
         (wanted.folder / name).unlink(missing_ok=True)
     if wrong:
         raise ServerError(
-            f"of {wanted.repository}, {', '.join(wrong)} came otherwise than the hub says and was "
+            f"of {wanted.repository}, {', '.join(wrong)} differed from the hub's checksums and was "
             f"removed; {_AGAIN}"
         )
 

@@ -139,7 +139,7 @@ def test_a_command_that_was_ended_goes_on_with_the_files_that_are_missing(hub, p
 def test_files_of_a_revision_that_was_begun_before_do_not_stay(hub, place):
     hub.add(NAME, shards(count=3), revision="v3")
     hub.wrong["model-00003-of-00003.safetensors"] = b"x" * 40_000
-    with pytest.raises(AssertionError, match=r"00003-of-00003.safetensors came otherwise"):
+    with pytest.raises(AssertionError, match=r"00003-of-00003.safetensors differed from"):
         add(place, NAME, "--revision", "v3")
     add(place)
     assert names(place / NAME) == sorted([*shards(), RECORD_NAME])

@@ -187,13 +187,13 @@ class Fsdp2Backend(TrainerBackend):
             )
         if training.offload != self.training.offload:
             raise InvalidRequest(
-                f"this trainer keeps its model by the offload {self.training.offload!r}, and the "
-                f"run is for {training.offload!r}: runs that share a model have it in one place"
+                f"the run asks for the offload {training.offload!r}, and this trainer's model has "
+                f"{self.training.offload!r}: runs that share a model need the same offload"
             )
         if training.layout != self.training.layout:
             raise InvalidRequest(
-                f"this trainer's ranks have its model by the layout {self.training.layout}, and "
-                f"the run is for {training.layout}: runs that share a model have one layout"
+                f"the run asks for the layout {training.layout}, and this trainer's model has "
+                f"{self.training.layout}: runs that share a model need the same layout"
             )
         other = copy.copy(self)
         other._begin(training)

@@ -42,7 +42,7 @@ def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
     if error.errno in _FULL:
         return _full(what=what, needed=needed, free="and too few are free")
     return PublishFailed(
-        f"{what} could not be written: {error}; nothing of it is left, and it can be tried again"
+        f"{what} could not be written: {error}; nothing of it is left, so try again"
     )
 
 

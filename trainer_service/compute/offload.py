@@ -271,7 +271,7 @@ class Offload:
                 f"the state of a sleeping trainer cannot be read: {describe(error)}"
             ) from error
         if checksum.intdigest() != moved.checksum:
-            raise StorageFailed("the state of a sleeping trainer is not what was written")
+            raise StorageFailed("the file with the state of a sleeping trainer has changed")
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

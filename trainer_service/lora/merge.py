@@ -109,7 +109,7 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
         fsync_path(partial)
         size = sum(file.stat().st_size for file in partial.iterdir())
         if out_dir.exists():  # a rename would replace an empty directory made meanwhile
-            raise NameTaken(f"{out_dir.name} has appeared meanwhile; name another directory")
+            raise NameTaken(f"{out_dir.name} was made by another program; name another directory")
         partial.rename(out_dir)
         fsync_path(out_dir.parent)
     except BaseException:

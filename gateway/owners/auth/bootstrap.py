@@ -35,7 +35,7 @@ def read_bootstrap_key(settings: GatewaySettings) -> str:
         raise InvalidRequest(f"{source} cannot be read: {error.strerror}") from error
     if not _KEY.fullmatch(key):
         raise InvalidRequest(
-            f"the key of {source} is not `tml-` and 32 to 200 letters, digits, `-` or `_`; {_HOW}"
+            f"the key of {source} must be `tml-` and 32 to 200 letters, digits, `-` or `_`; {_HOW}"
         )
     return key
 

@@ -176,5 +176,5 @@ def test_a_patch_of_something_else_is_noticed_by_what_it_makes(delta: Path):
     manifest = Manifest.model_validate_json((delta / "manifest.json").read_bytes())
     changed = manifest.model_copy(update={"patches": [checksum_file(patch)]})
     (delta / "manifest.json").write_text(changed.model_dump_json())
-    with pytest.raises(LoadFailed, match=r"does not make what was published out of .*v1"):
+    with pytest.raises(LoadFailed, match=r"do not turn .*v1 into the published weights"):
         read(delta)
