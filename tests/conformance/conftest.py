@@ -1,7 +1,7 @@
-"""One stack, one session, one full run and one LoRA run for the whole conformance suite.
+"""One stack, session, full run and LoRA run for the whole suite.
 
-`TANDEM_TEST_SDK` names a folder with another release of the SDK. Tests of methods that this release
-lacks are left out. Only tests marked `core` need to run on it."""
+`TANDEM_TEST_SDK` names a folder with another release of the SDK. Tests of methods that it lacks are
+left out, and only tests marked `core` need to run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out methods that the installed SDK lacks. Tests about the suite run last."""
+    """Leaves out methods that the SDK lacks. Tests about the suite run last."""
     own = [item for item in items if HERE in item.path.parents]
     if not own:
         return
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _subjects(item: pytest.Item) -> set[str]:
-    """The subjects of a test or a variant of it."""
+    """The subjects of a test or its variant."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     variant = params["call"].variant if "call" in params else ""
     claims = claims_of(getattr(item, "function", None))
@@ -81,19 +81,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def called() -> set[str]:
-    """The public methods called in this session so far."""
+    """Public methods called in this session so far."""
     return CALLED
 
 
 @pytest.fixture
 def failed() -> list[str]:
-    """Tests of the suite that failed in this session so far."""
     return FAILED
 
 
 @pytest.fixture(scope="session")
 def whole_suite(request: pytest.FixtureRequest) -> bool:
-    """Whether this session runs every test of the suite on the newest SDK."""
+    """Whether every test runs, on the newest SDK."""
     config = request.config
     if other_sdk or config.option.keyword or config.option.markexpr:
         return False
@@ -106,7 +105,7 @@ def whole_suite(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base model, in a folder that ends in its name, as in a hub's layout."""
+    """The base model in a folder of its name, as in a hub's layout."""
     return write_qwen(tmp_path_factory.mktemp("models") / TIED, seed=1)
 
 
@@ -127,7 +126,6 @@ def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="package")
 def service(stack: TestStack) -> Iterator[ServiceClient]:
-    """The session of the whole suite."""
     with service_client(
         user_metadata={"purpose": "conformance"}, project_id=PROJECT, display_name="Shared session"
     ) as service:
@@ -141,7 +139,7 @@ def session_id(service: ServiceClient) -> str:
 
 @pytest.fixture(scope="package")
 def runs(service: ServiceClient) -> dict[str, TrainingClient]:
-    """A full-parameter run and a LoRA run, each with a checkpoint of its beginning."""
+    """A full-parameter run and a LoRA run, each with a first checkpoint."""
     futures = {
         "full": service.create_lora_training_client(f"{TIED}:full", user_metadata={"kind": "full"}),
         "lora": service.create_lora_training_client(
@@ -156,13 +154,13 @@ def runs(service: ServiceClient) -> dict[str, TrainingClient]:
 
 @pytest.fixture
 def full(runs: dict[str, TrainingClient]) -> TrainingClient:
-    """The full-parameter run at its beginning. Its optimizer has not stepped."""
+    """The full-parameter run before its first step."""
     return rewind(runs["full"])
 
 
 @pytest.fixture
 def lora(runs: dict[str, TrainingClient]) -> TrainingClient:
-    """The LoRA run at its beginning."""
+    """The LoRA run before its first step."""
     return rewind(runs["lora"])
 
 
@@ -173,7 +171,7 @@ def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> 
 
 @pytest.fixture(scope="session")
 def base(model_path: Path):
-    """The base model in plain transformers."""
+    """The base model in transformers."""
     from tests.support.plain_model import load
 
     return load(model_path)
@@ -181,13 +179,13 @@ def base(model_path: Path):
 
 @pytest.fixture(scope="package")
 def base_sampler(service: ServiceClient) -> SamplingClient:
-    """A sampler of the base model, with the weights of `base`."""
+    """A sampler with the weights of `base`."""
     return settled(service.create_sampling_client(base_model=TIED))
 
 
 @pytest.fixture(scope="package")
 def checkpoints(runs: dict[str, TrainingClient]) -> dict[str, str]:
-    """One checkpoint of each kind, all with the same trained weights of the LoRA run."""
+    """One checkpoint of each kind, all of the LoRA run's trained weights."""
     run = runs["lora"]
     train(run, seed=5, steps=2)
     return {

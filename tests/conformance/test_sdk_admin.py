@@ -25,7 +25,7 @@ def asked(request: pytest.FixtureRequest, stack) -> RestClient | tinker.AdminCli
 
 
 def window() -> tuple[datetime, datetime]:
-    """This hour and the next one, which may begin during the test."""
+    """This hour and the next, which may begin during the test."""
     start = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return start - timedelta(hours=1), start + timedelta(hours=2)
 

@@ -1,4 +1,4 @@
-"""Every command of `tinker`, with its JSON output, against the gateway."""
+"""Every `tinker` command, with its JSON output."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ PROBES = sequences(2, seed=400)
 
 
 def run_command(*arguments: str, typed: str | None = None) -> Result:
-    """One command, in this process. It raises the command's exceptions."""
+    """A command in this process, which raises the command's exceptions."""
     from tinker.cli.__main__ import main_cli
 
     return CliRunner().invoke(main_cli, list(arguments), input=typed, catch_exceptions=False)
 
 
 def answer(*arguments: str):
-    """The JSON that a command prints."""
     result = run_command("-f", "json", *arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -162,7 +161,7 @@ def test_checkpoint_push_hf(
     uploaded: dict[str, str] = {}
 
     class Hub:
-        """Replaces the hub's client, which would need the network."""
+        """Replaces the hub's client, which needs the network."""
 
         def whoami(self) -> dict[str, str]:
             return {"name": "somebody"}
@@ -229,7 +228,7 @@ def test_billing(
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The command line's folder for credentials. The environment has no key."""
+    """The folder for credentials. The environment has no key."""
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 

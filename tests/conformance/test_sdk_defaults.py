@@ -1,4 +1,4 @@
-"""The server's defaults for omitted settings are the defaults in the SDK's documentation."""
+"""Omitted settings have the SDK's documented defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE = sequences(1, seed=500)[0]
 
 @pytest.fixture(scope="module")
 def plain(stack: TestStack) -> Iterator[tuple[PlainClient, str]]:
-    """A session without the SDK, which would always send its defaults."""
+    """A session without the SDK, which always sends its defaults."""
     client = PlainClient(stack.stack.endpoint)
     session_id = client.create_session()
     yield client, session_id
@@ -31,7 +31,7 @@ def plain(stack: TestStack) -> Iterator[tuple[PlainClient, str]]:
 
 
 class Log:
-    """A full-parameter run's operations in plain HTTP, each with some settings left out."""
+    """A run's operations in plain HTTP, with settings left out."""
 
     def __init__(self, client: PlainClient, session_id: str) -> None:
         self.client = client
@@ -51,7 +51,7 @@ class Log:
         return self.client.retrieve(self.client.post(endpoint, request)).json
 
     def after_steps(self, **adam: float) -> np.ndarray:
-        """The logprobs two steps after the run's beginning."""
+        """The logprobs after the run's first two steps."""
         self.post("load_weights", path=f"tinker://{self.model_id}/weights/begin", optimizer=False)
         for _ in range(2):
             self.forward_backward()
@@ -126,7 +126,7 @@ LOSS_DEFAULTS = {
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
 }
-"""As Tinker documents its losses. It documents no default for gspo: these are the paper's."""
+"""From Tinker's documentation of its losses. For gspo, from the paper."""
 
 
 @pytest.mark.parametrize("loss", LOSS_DEFAULTS)

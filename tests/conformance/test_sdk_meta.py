@@ -1,4 +1,4 @@
-"""The suite itself: everything public has a claim, and the document lists all claims."""
+"""Everything public has a claim, and the document lists all claims."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_claim_is_about_something_that_exists() -> None:
 
 @another_sdk
 def test_the_surface_is_the_one_that_was_counted() -> None:
-    """Notices a class or a group of commands that introspection misses."""
+    """Notices classes and commands that introspection misses."""
     methods = [method.path for method in public_methods()]
     assert len([path for path in methods if not path.startswith("AdminClient")]) == 100
     assert len([path for path in methods if path.startswith("AdminClient")]) == 7
@@ -58,7 +58,7 @@ def test_every_claimed_method_was_called(whole_suite: bool, called: set[str]) ->
 @another_sdk
 @pytest.mark.last
 def test_the_document_says_what_is_proved(whole_suite: bool, failed: list[str]) -> None:
-    """A whole, passing run writes the document anew if it differs."""
+    """A whole, passing run rewrites it."""
     text = render(methods=public_methods(), commands=commands(), claims=all_claims())
     before = PATH.read_text() if PATH.exists() else ""
     if whole_suite and not failed:

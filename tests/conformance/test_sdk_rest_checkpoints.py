@@ -23,7 +23,6 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def path(runs: dict[str, TrainingClient]) -> str:
-    """A checkpoint for this test."""
     return settled(runs["lora"].save_state(f"own-{next(NUMBERS)}")).path
 
 

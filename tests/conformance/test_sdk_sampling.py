@@ -1,4 +1,4 @@
-"""SamplingClient: samples, all kinds of logprobs, handles, and copies of a client."""
+"""SamplingClient: samples, logprobs, handles, and copies of a client."""
 
 from __future__ import annotations
 

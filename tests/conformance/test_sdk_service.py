@@ -1,4 +1,4 @@
-"""ServiceClient: new clients, continuing from checkpoints, copies, and the session's end."""
+"""ServiceClient: clients, continuing from checkpoints, copies, and the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def next_losses(run: TrainingClient) -> list[float]:
 
 @pytest.fixture(scope="module")
 def branch(stack: TestStack) -> Iterator[ServiceClient]:
-    """A separate session for further trainers, which end with it."""
+    """A separate session for further trainers."""
     with service_client(display_name="Branches") as service:
         yield service
 
@@ -57,7 +57,7 @@ def continued(
 ) -> dict[tuple[str, str], tuple[TrainingClient, list, list[float]]]:
     """Every way to continue from a checkpoint: (client, saved logprobs, next losses).
 
-    Plain calls continue from the LoRA run's checkpoint, async ones from the full run's."""
+    Plain calls use the LoRA run's checkpoint, async ones the full run's."""
     saved = {}
     # Older releases continue from LoRA checkpoints alone: the rank must be a number.
     second = "full" if tinker.__version__ == NEWEST else "lora"

@@ -1,4 +1,4 @@
-"""TrainingClient: forward, backward, optimizer steps, custom losses, and facts of the run."""
+"""TrainingClient: forward, backward, steps, custom losses, and facts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_training_is_torchs(
 
 
 def likelihood_squared(logprobs: torch.Tensor, weights: torch.Tensor):
-    """A loss unlike all built-in ones: its gradient depends on the logprobs."""
+    """Unlike all built-in losses, its gradient depends on the logprobs."""
     loss = (weights * logprobs**2).sum()
     return loss, {"custom/mean_logprob:mean": logprobs.mean(), "custom/loss:sum": loss}
 

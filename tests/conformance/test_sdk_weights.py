@@ -28,7 +28,7 @@ NUMBERS = itertools.count()
 
 
 def moved(run: TrainingClient) -> list[np.ndarray]:
-    """Trains a little, until no logprob can be mistaken for an earlier one."""
+    """Trains until no logprob resembles an earlier one."""
     before = logprobs(run, PROBES)
     train(run, seed=200 + next(NUMBERS), steps=2)
     after = logprobs(run, PROBES)

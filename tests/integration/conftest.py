@@ -1,4 +1,4 @@
-"""One stack, one session, and a training run per model, shared by most tests."""
+"""One stack, session, and training run per model for most tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 
 def _left(mark: str) -> list[Process]:
-    """Leaves out the process that multiprocessing keeps until the tests end."""
+    """Without the process that multiprocessing keeps until the tests end."""
     return [each for each in marked(mark) if "multiprocessing.resource_tracker" not in each.command]
 
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def stack(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
-    """One rank. A test can exceed the low payload limit."""
+    """One rank, and a payload limit that a test can exceed."""
     settings = {"trainer_ranks": "1", "max_payload_bytes": str(2**20)}
     with running(tmp_path_factory.mktemp("data"), models=models, settings=settings) as stack:
         yield stack
@@ -55,17 +55,17 @@ def service(stack: TestStack) -> Iterator[ServiceClient]:
 
 @pytest.fixture(scope="session")
 def runs(service: ServiceClient) -> dict[str, TrainingClient]:
-    """A training run for each model, with a checkpoint of its beginning."""
+    """A run for each model, with a first checkpoint."""
     return start_runs(service, TIED, LLAMA)
 
 
 @pytest.fixture(params=[TIED, LLAMA])
 def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> TrainingClient:
-    """Each model in turn, at its beginning: tied and untied, two architectures."""
+    """Tied and untied weights, two architectures, before the first step."""
     return rewind(runs[request.param])
 
 
 @pytest.fixture
 def run(runs: dict[str, TrainingClient]) -> TrainingClient:
-    """The tied model at its beginning. Its optimizer has not stepped."""
+    """The tied model before its first step."""
     return rewind(runs[TIED])

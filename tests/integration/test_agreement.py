@@ -1,4 +1,4 @@
-"""Sampler and trainer compute the same logprobs after every publish."""
+"""Sampler and trainer agree after every publish."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def test_after_every_publish_the_sampler_serves_exactly_the_new_weights(
 def test_a_snapshot_that_is_sampled_from_during_training_gives_one_version_alone(
     run: TrainingClient,
 ) -> None:
-    """Running samples keep the snapshot's numbers when newer weights come."""
     train(run, seed=95)
     snapshot = run.save_weights_and_get_sampling_client().result(timeout=TIMEOUT)
     tokens = sequences(5, seed=91)
@@ -70,7 +69,7 @@ def test_a_snapshot_that_is_sampled_from_during_training_gives_one_version_alone
 def test_the_tokenizer_is_found_by_the_models_path(
     service: ServiceClient, models: dict[str, Path]
 ) -> None:
-    """The SDK looks for a tokenizer at the path that is the base model's name."""
+    """The SDK takes the base model's name as the tokenizer's path."""
     sampler = service.create_sampling_client(base_model=str(models[TIED])).result(timeout=TIMEOUT)
     assert sampler.get_tokenizer().decode([13, 14]) == "*+"
     assert len(sample(sampler, [5, 6, 7], tokens=3)[0].tokens) == 3

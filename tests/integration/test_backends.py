@@ -1,4 +1,4 @@
-"""Two runs of a session with different trainer backends, one from an installed package."""
+"""Two trainer backends in a session, one from an installed package."""
 
 from __future__ import annotations
 

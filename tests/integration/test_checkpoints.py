@@ -1,4 +1,4 @@
-"""A run continued from a checkpoint computes the same steps as the first run."""
+"""A continued run computes the first run's steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 
 def next_steps(run: TrainingClient) -> list[float]:
-    """Losses of three further steps, which depend on the optimizer's moments."""
+    """Losses of three steps, which depend on the optimizer's moments."""
     found = []
     data = [supervised(tokens) for tokens in sequences(6, seed=171)]
     for _ in range(3):
@@ -27,7 +27,7 @@ def next_steps(run: TrainingClient) -> list[float]:
 
 
 def state_of(stack: TestStack, path: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a saved state: weights, moments and step counts."""
+    """A saved state's weights, moments and step counts."""
     run_id, _kind, name = path.removeprefix("tinker://").split("/")
     folder = stack.data_dir / "checkpoints" / run_id.replace(":", "_")
     (saved,) = wait_until(
@@ -47,7 +47,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
     stack: TestStack, service: ServiceClient, run: TrainingClient
 ) -> None:
-    """The copy continues in another session, after its source is deleted."""
+    """In another session, after the source is deleted."""
     train(run, seed=176)
     path = run.save_state("source", overwrite=True).result(timeout=240).path
     before = state_of(stack, path)
@@ -72,7 +72,7 @@ def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
 def test_a_downloaded_state_computes_the_trainers_logprobs_in_transformers(
     stack: TestStack, run: TrainingClient, tmp_path: Path
 ) -> None:
-    """For a full-parameter run, the download command exports the saved state itself."""
+    """The download command exports a full-parameter run's state itself."""
     probes = sequences(3, seed=177)
     train(run, seed=178)
     expected = logprobs(run, probes)

@@ -1,4 +1,4 @@
-"""The `tandem` command against a running stack, for people and scripts."""
+"""The `tandem` command against a running stack."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def tandem(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]
 
 @dataclass
 class Command:
-    """A running `tandem` command, and the mark of its processes."""
+    """A running `tandem` command, and its processes' mark."""
 
     process: subprocess.Popen[str]
     mark: str
 
     def interrupt(self) -> int:
-        """Send Ctrl-C, return the exit status, and check that no process is left."""
+        """Send Ctrl-C, check that no process is left, and return the exit status."""
         self.process.send_signal(signal.SIGINT)
         status = self.process.wait(timeout=240)
         wait_until(lambda: not marked(self.mark), what="the command's processes have ended")
@@ -68,7 +68,7 @@ def start(*arguments: str) -> Command:
 
 @pytest.fixture
 def up(models: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Command, dict, Path]]:
-    """`tandem up --json` with one model: the command, its output and its data directory."""
+    """A `tandem up --json` with one model, its output and its data directory."""
     port = str(known_port())  # no other test's server gets it after this one
     command = start(
         *("up", "--json", "--port", port, "--data-dir", str(tmp_path)),

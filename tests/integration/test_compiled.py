@@ -1,4 +1,4 @@
-"""A compiled run through the whole stack, for `make nightly`: compiling takes minutes."""
+"""A compiled run, for `make nightly`: compiling takes minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tinker-cookbook's published math_rl recipe, as another program on this stack."""
+"""tinker-cookbook's published math_rl recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 8
 
 
 def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, path: Path) -> None:
-    """A base model that ends about three answers in four in the recipe's format."""
+    """About three answers in four end in the recipe's format."""
     trained = start_runs(service, TIED)[TIED]
     tokenizer = trained.get_tokenizer()
     random = Random(0)

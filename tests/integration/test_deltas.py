@@ -1,4 +1,4 @@
-"""Weights published as deltas, through the whole stack in bfloat16."""
+"""Weights published as deltas, in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's error when Python raises in a rank of its trainer."""
+"""The client's error when a rank raises in Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """kill -9 of each process, a full disk, the client's errors, and work afterwards.
 
-Most tests here share a stack of two ranks. Each begins with the state that the last one left."""
+Most tests share a stack of two ranks, and begin with the last test's state."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 
 @dataclass
 class Faulty:
-    """A stack of two ranks with one session, and the newest run. `undisturbed` are the weights
-    after four steps from `state`."""
+    """A stack, its session and newest run. `undisturbed`: the weights four steps after `state`."""
 
     stack: TestStack
     service: ServiceClient
@@ -85,7 +84,7 @@ def trainer_of(stack: TestStack, run: TrainingClient) -> dict:
 
 
 def rank(stack: TestStack, worker: dict, number: int) -> Process:
-    """The process of a rank: rank 0 leads the group."""
+    """A rank's process. Rank 0 leads the group."""
     for process in stack.processes_of(worker):
         if (process.pid != process.group) == (number > 0):
             return process
@@ -97,7 +96,7 @@ def gone(stack: TestStack, pids: set[int]) -> Callable[[], bool]:
 
 
 def train_on(run: TrainingClient, *numbers: int) -> list[object]:
-    """Send a batch and a step for each number. Each number gives another batch."""
+    """Send a batch and a step for each number."""
     pending: list[object] = []
     for number in numbers:
         data = [supervised(tokens) for tokens in sequences(4, seed=1000 + number)]
@@ -106,7 +105,6 @@ def train_on(run: TrainingClient, *numbers: int) -> list[object]:
 
 
 def drawn(sampler: SamplingClient, *, tokens: int) -> Future[types.SampleResponse]:
-    """Samples with a fixed seed."""
     params = types.SamplingParams(max_tokens=tokens, seed=11, stop=[])
     return sampler.sample(types.ModelInput.from_ints([5, 6, 7, 8]), 4, params)
 

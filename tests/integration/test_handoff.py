@@ -1,4 +1,4 @@
-"""Weights from the trainer's memory to the engine, through the whole stack."""
+"""Weights from the trainer's memory to the engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def drawn(sampler: SamplingClient) -> list[tuple[list[int], list[float] | None]]
 
 
 def loads(stack: TestStack) -> list[tuple[bool, str]]:
-    """For each load, whether the weights were handed over, and the reason if not."""
+    """For each load, whether weights were handed over, or why not."""
     lines = (stack.data_dir / "logs" / "gateway.log").read_text().splitlines()
     entries = [json.loads(line) for line in lines if '"version_loaded"' in line]
     return [(entry["handed_off"], entry["handoff_failure"]) for entry in entries]
 
 
 def has_files(process: int) -> bool:
-    """Whether a process has open files. It has, until it is nearly gone."""
+    """A process has open files until it is nearly gone."""
     try:
         return any(Path(f"/proc/{process}/fd").iterdir())
     except FileNotFoundError:

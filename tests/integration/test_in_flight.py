@@ -1,4 +1,4 @@
-"""An in-flight client and a frozen one sample while their run is trained."""
+"""An in-flight client and a frozen one sample during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8]
 ATTEMPTS = 5
-"""Each attempt asks for twice as many samples, until the save finds some unfinished."""
+"""Each asks for twice as many samples, until a save finds some unfinished."""
 
 
 def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleResponse]:
@@ -25,7 +25,7 @@ def ask(sampler: SamplingClient, *, n: int, tokens: int) -> Future[types.SampleR
 
 
 def scored(sampler: SamplingClient, tokens: Sequence[int]) -> Floats:
-    """The logprobs of sampled tokens [tokens] with a client's weights."""
+    """Logprobs of sampled tokens [tokens] with a client's weights."""
     whole = types.ModelInput.from_ints([*PROMPT, *tokens])
     return np.array(
         sampler.compute_logprobs(whole).result(timeout=TIMEOUT)[len(PROMPT) :], np.float32
@@ -33,8 +33,6 @@ def scored(sampler: SamplingClient, tokens: Sequence[int]) -> Floats:
 
 
 class Told(NamedTuple):
-    """A sequence, and the versions of its tokens."""
-
     sequence: types.SampledSequence
     runs: list[dict]
 

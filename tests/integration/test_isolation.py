@@ -1,4 +1,4 @@
-"""A running stack seen from outside: its listening addresses, their services, and its secrets."""
+"""A running stack's listening addresses, services, and secrets."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def token_urlsafe(size=None):
     return drawn
 secrets.token_urlsafe = token_urlsafe
 """
-"""Records the stack's random secrets, so that tests can look for them."""
+"""Records the stack's random secrets, for which the tests then look."""
 
 
 @pytest.fixture(scope="module")
 def isolated(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestStack]:
-    """A separate stack, because a test kills a worker. It has a user's key in its environment, and
-    two ranks with a connection."""
+    """A separate stack, because a worker is killed. It has a user's key and two connected ranks."""
     folder = tmp_path_factory.mktemp("isolated") / "data"
     settings = {"trainer_ranks": "2"}
     (folder.parent / "sitecustomize.py").write_text(RECORDER)
@@ -67,7 +66,7 @@ def ready(stack: TestStack) -> dict[str, dict]:
 
 
 def listening(pids: set[int]) -> set[tuple[int, str]]:
-    """Process and address of every listening TCP socket."""
+    """Process and address of each listening TCP socket."""
     sockets: dict[str, int] = {}
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -87,7 +86,7 @@ def listening(pids: set[int]) -> set[tuple[int, str]]:
 
 
 def address_of(text: str) -> str:
-    """From the kernel's form: words of four bytes, each in the machine's byte order."""
+    """From the kernel's form: words of four bytes in the machine's order."""
     words = bytes.fromhex(text)
     raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
     address = ip_address(raw)
@@ -107,7 +106,7 @@ def test_every_process_listens_on_this_machine_alone(
 def test_workers_serve_metrics_and_nothing_else_over_http(
     isolated: TestStack, training: TrainingClient
 ) -> None:
-    """An engine is a library in the worker, so that no server offers its administration."""
+    """The engine is a library in the worker, without a server."""
     for worker in ready(isolated).values():
         base = f"http://127.0.0.1:{worker['metrics_port']}"
         metrics = httpx.get(f"{base}/metrics", timeout=SOON).text
@@ -168,7 +167,7 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
 
 
 def drawn_secrets(stack: TestStack) -> set[str]:
-    """The gateway's random secrets for its key and its workers, recorded by `RECORDER`."""
+    """Random secrets for the gateway's key and workers."""
     return set((stack.data_dir.parent / "drawn").read_text().split())
 
 

@@ -1,4 +1,4 @@
-"""LoRA runs on the real stack: adapters give the trainer's numbers, and runs stay apart."""
+"""LoRA runs: adapters give the trainer's numbers, and runs stay apart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve(training: TrainingClient, kind: types.SamplingClientKind = "snapshot")
 def test_runs_in_one_session_do_not_touch_each_other(
     stack: TestStack, models: dict[str, Path]
 ) -> None:
-    """The trainers' numbers stay equal to the last bit. All runs share one engine."""
+    """To the last bit in the trainers. All runs share one engine."""
     with stack.service() as together:
         # An engine that starts with the largest rank serves all.
         wide = together.create_lora_training_client(TIED, rank=12, seed=3).result(timeout=240)

@@ -1,4 +1,4 @@
-"""Metrics and logs of all three services, after some work."""
+"""Metrics and logs of all three services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `openai` package, real stack: the SDK's numbers, structured forms, a model in training."""
+"""The `openai` package: the SDK's numbers, structured forms, a model in training."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ def service(stack):
 
 @pytest.fixture(scope="module")
 def training(service) -> tinker.TrainingClient:
-    """A LoRA run. Its session has its own engine."""
+    """A LoRA run, in a session with its own engine."""
     return service.create_lora_training_client(MODEL, rank=4).result(timeout=240)
 
 
 @pytest.fixture(scope="module")
 def sampling(service, training) -> tinker.SamplingClient:
-    """An SDK client of the base model."""
     return service.create_sampling_client(base_model=MODEL).result(timeout=240)
 
 

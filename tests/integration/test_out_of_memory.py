@@ -1,4 +1,4 @@
-"""A rank that runs out of memory causes a pause, also if its trainer is killed later."""
+"""Running out of memory only causes a pause, also if the trainer is killed later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATE = [supervised(list(range(5 + number, 13 + number))) for number in range(8)]
 
 
 def trained(stack: TestStack, run: TrainingClient, *, name: str) -> dict[str, np.ndarray]:
-    """The weights after a step with gradients of two batches."""
+    """Weights after a step with gradients of two batches."""
     pending = [
         run.forward_backward(EARLY, "cross_entropy"),
         run.forward_backward(LATE, "cross_entropy"),
@@ -34,7 +34,7 @@ def trained(stack: TestStack, run: TrainingClient, *, name: str) -> dict[str, np
 
 @pytest.fixture
 def undisturbed(models, tmp_path) -> list[dict[str, np.ndarray]]:
-    """Weights of two ranks with memory for micro-batches of 14 tokens."""
+    """Weights of two ranks with memory for 14 tokens."""
     settings = {"trainer_ranks": "2", "trainer_micro_batch_tokens": "14"}
     with running(tmp_path / "1", models=models, settings=settings) as stack, stack.service() as sdk:
         run = sdk.create_lora_training_client(f"{TIED}:full").result(timeout=240)

@@ -1,4 +1,4 @@
-"""Runs continue unchanged after a gateway stops on request, with or without its workers."""
+"""A gateway stops on request, with or without its workers, and runs continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 @dataclass
 class Run:
-    """A run that trains without waiting for results. Results can be fetched later."""
+    """A run that trains without waiting for results."""
 
     client: PlainClient
     id: str
@@ -122,7 +122,7 @@ def test_a_stop_says_what_it_waits_for_and_whoever_interrupts_it_does_not_wait(
 
 
 def replayed(stack: TestStack) -> list[int]:
-    """The number of replayed operations for each restored trainer."""
+    """Numbers of replayed operations, for each restored trainer."""
     lines = (line for line in stack.stack.log_path.read_bytes().splitlines() if line[:1] == b"{")
     entries = (orjson.loads(line) for line in lines)
     return [each["replayed"] for each in entries if each["event"] == "trainer_restored"]

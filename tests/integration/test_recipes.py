@@ -1,6 +1,6 @@
 """More published recipes of tinker-cookbook, without a hub, for `make nightly`.
 
-As in `docs/training.md`, models come from a seed and data sets from files."""
+Models come from a seed and data sets from files, as in `docs/training.md`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ configs:
     path: main/test.jsonl
 ---
 """
-"""The README.md of a data set's folder, with the configuration `main`."""
+"""Makes a folder a data set with the configuration `main`."""
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipes' working folder, with the model `models/tiny`."""
+    """The working folder, with the model `models/tiny`."""
     folder = tmp_path_factory.mktemp("recipes")
     write_tiny_model(folder / "models/tiny", seed=1, shape=SHAPE)
     return folder
@@ -58,7 +58,7 @@ def recipes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path) -> Path:
-    """A folder for one recipe. Its `models/tiny` is the model of this name."""
+    """A folder for one recipe, with `models/tiny`."""
     (tmp_path / "models").symlink_to(folder / "models")
     return tmp_path
 
@@ -68,7 +68,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def listed(stack: TestStack, place: Path, module: str) -> set[str]:
-    """The kinds of the recipe's newest checkpoints. Each is listed and has bytes."""
+    """Kinds of the recipe's newest checkpoints, which are listed and have bytes."""
     saved = saved_last(place, module)
     endpoint = stack.stack.endpoint
     rest = tinker.RestClient(base_url=endpoint.url, api_key=endpoint.api_key)
@@ -83,7 +83,7 @@ def listed(stack: TestStack, place: Path, module: str) -> set[str]:
 def teach(
     stack: TestStack, place: Path, conversations: list[list[dict]], *, name: str, batch_size: int
 ) -> None:
-    """Make a base model `name` with the recipe chat_sl: train all parameters, export, register."""
+    """Make a base model `name` with chat_sl: train all parameters, export, register."""
     write_lines(place / "taught.jsonl", [{"messages": each} for each in conversations])
     metrics = run_recipe(
         stack,
@@ -115,7 +115,7 @@ def tandem(stack: TestStack, *arguments: str) -> None:
 
 
 def adapter(stack: TestStack, place: Path, module: str) -> dict[str, np.ndarray]:
-    """The factors B of the newest adapter, which were zero at the run's beginning."""
+    """Factors B of the newest adapter, which began as zeros."""
     target = place / "adapter"
     tandem(stack, "checkpoints", "export", saved_last(place, module)["sampler_path"], str(target))
     tensors = load_file(target / "adapter_model.safetensors")
@@ -180,7 +180,7 @@ def test_sl_loop_learns_a_local_data_set_under_its_default_name(
 
 
 def register(stack: TestStack, place: Path, *, name: str) -> None:
-    """Give `models/tiny` the recipe's name for its model, here and at the gateway."""
+    """Register `models/tiny` under the recipe's name, here and at the gateway."""
     (place / name).parent.mkdir(parents=True, exist_ok=True)
     (place / name).symlink_to(place / "models/tiny")
     tandem(stack, "models", "add", name, str((place / name).resolve()))
@@ -240,7 +240,7 @@ def test_rl_loop_earns_more_reward_with_its_default_loss(recipes: TestStack, pla
         return f"Is {number} even? Say 1 if it is, else 0.", 1 - number % 2
 
     def conversation() -> list[dict]:
-        """An answer in the requested form, or in another one."""
+        """Half of the answers have the requested form."""
         question, answer = task()
         said = random.choice([f"\\boxed{{{answer}}}", f"It is {answer}."])
         return [*strawberry, turn("user", question + BOXED), turn("assistant", said)]
@@ -289,7 +289,7 @@ def test_guess_number_trains_what_was_sampled_over_ten_turns(
     )
 
     def guess() -> str:
-        """A guess in the requested form, or in another one."""
+        """Half of the guesses have the requested form."""
         number = random.choice([256, 512, 768])
         return random.choice([f"Guess: {number}", f"Is it {number}?"])
 

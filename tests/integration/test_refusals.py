@@ -1,4 +1,4 @@
-"""Each mistake of a user gets a clear, typed error, and the run continues."""
+"""Users' mistakes get clear, typed errors, and the run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ones() -> Floats:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A forward_backward to be refused with this `type`. The message contains `says`."""
+    """A forward_backward that is refused with this `type`, in a sentence with `says`."""
 
     type: str
     says: str
@@ -70,7 +70,7 @@ MISTAKES = {
         [supervised(t) for t in sequences(600, seed=1, shortest=200, longest=200)],
     ),
 }
-"""One for each part that refuses. Tests of the trainer's validation cover the other batches."""
+"""One for each part that refuses. The trainer's validation has its own tests."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -1,4 +1,4 @@
-"""Two engines behind one sampling session. One engine is killed."""
+"""Two engines behind one sampling session. One is killed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ def engines(stack: TestStack) -> list[dict]:
 
 
 def busy(stack: TestStack) -> bool:
-    """Whether both engines are ready and have requests."""
     found = [each for each in engines(stack) if each["state"] == "ready" and each["under_way"]]
     return len(found) == 2
 
 
 def ask_both(stack: TestStack, sampler: SamplingClient) -> list[Future[types.SampleResponse]]:
-    """Ask until both engines are seen at work. Ask again if all requests end before."""
+    """Ask until both engines are seen at work."""
     for _ in range(5):
         asked = ask(sampler)
         wait_until(

@@ -1,4 +1,4 @@
-"""One seed gives the same samples, rewards, losses and, to the last bit, log probabilities."""
+"""One seed gives equal samples, rewards, losses and log probabilities, to the last bit."""
 
 from __future__ import annotations
 

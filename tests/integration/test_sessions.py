@@ -1,4 +1,4 @@
-"""When a session ends, its workers and unfinished work go, and its checkpoints stay."""
+"""A session's workers and unfinished work end with it. Its checkpoints stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments that share devices, or a trainer and an engine, give the same bits as alone."""
+"""Experiments on shared devices, trainers or engines give the same bits as alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def begin(stack: TestStack, experiments: Sequence[Experiment]) -> list[threading.Thread]:
-    """Run experiments at the same time, each in its own session."""
+    """Run experiments at once, each in its own session."""
 
     def work(experiment: Experiment) -> None:
         with stack.service() as service:
@@ -45,7 +45,7 @@ def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) 
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory) -> dict[tuple[str, int], Experiment]:
-    """Each experiment with its own workers, one after the other."""
+    """One experiment at a time, with its own workers."""
     kinds = [("rl", 0), ("rl", 1), ("rl", 2), ("rl-full", 0), ("full", 0)]
     experiments = {each: Experiment(*each) for each in kinds}
     with running(tmp_path_factory.mktemp("alone"), models={TIED: model}) as stack:
@@ -109,8 +109,8 @@ def spilled(stack: TestStack) -> int:
 
 @dataclass
 class Turn:
-    """An experiment's turn to sample. Nobody samples for the last step before the trainer is
-    killed: each experiment then still needs it."""
+    """An experiment's turn to sample. The last step waits for the trainer's end, so that each
+    experiment still needs it then."""
 
     one_samples: threading.Lock
     killed: threading.Event

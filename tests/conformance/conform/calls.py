@@ -1,4 +1,4 @@
-"""Calls a method in its variants, and records the methods that a session calls."""
+"""Calls methods in their variants, and records them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.sdk import Refusal, refusal_of
 from tests.support.stacks import TestStack
 
 PATIENCE = 240.0
-"""Seconds until a call must have its result. A worker may have to start on a busy machine."""
+"""Seconds for a call's result. A worker may have to start on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Runs a method or its `_async` twin, and waits for the result."""
+    """Runs a method or its `_async` twin to its result."""
 
     variant: str
 
@@ -50,7 +50,7 @@ def settled(result):
 
 @contextmanager
 def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
-    """A session that ends with the block. Older releases know fewer settings, and no `with`."""
+    """A session for the block. Older releases know fewer settings, and no `with`."""
     known = inspect.signature(tinker.ServiceClient).parameters
     client = tinker.ServiceClient(**{n: value for n, value in settings.items() if n in known})
     try:
@@ -60,23 +60,23 @@ def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
 
 
 def rest_client() -> RestClient:
-    """A RestClient of the environment's gateway. Older releases make it with a ServiceClient."""
+    """Older releases make a RestClient with a ServiceClient."""
     if hasattr(tinker, "RestClient"):
         return tinker.RestClient()
     return tinker.ServiceClient().create_rest_client()
 
 
 def refused_training(stack: TestStack, run_id: str) -> Refusal:
-    """Why a run takes no forward_backward. The SDK makes no client for such a run."""
+    """Why a run takes no forward_backward. The SDK makes no client for it."""
     plain = PlainClient(stack.stack.endpoint)
     answer = plain.forward_backward(message(run_id, 1, [3, 4, 5]))
     return refusal_of(answer) if answer.is_error else plain.failure(answer.json()["request_id"])
 
 
 def record_calls() -> set[str]:
-    """Wraps every public method, and returns the set to which each call adds its method.
+    """Wraps every public method. Each call adds its method to the returned set.
 
-    With it the suite finds claims about methods that their test never calls."""
+    It finds claims about methods that their test never calls."""
     called: set[str] = set()
     for method in public_methods():
         owner = client_class(method.owner)

@@ -1,6 +1,6 @@
-"""Claims: a test declares which facts it proves about which methods or commands.
+"""Claims: a test declares the methods or commands that it proves something about.
 
-`render` writes docs/tinker-compatibility.md: each method and command with its claims."""
+`render` writes docs/tinker-compatibility.md."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Claim:
     subject: str
     """`TrainingClient.save_state`, or `tinker run list`."""
     that: str
-    """The end of the sentence that begins with the subject."""
+    """The rest of the sentence that begins with the subject."""
     variant: str = ""
-    """`sync` or `async` if the test runs its body once for each, otherwise empty."""
+    """`sync` or `async` if the test runs for both, otherwise empty."""
 
 
 def proves(*subjects: str, that: str) -> Callable[[F], F]:
@@ -48,7 +48,7 @@ def proves(*subjects: str, that: str) -> Callable[[F], F]:
 
 
 def proves_both(*subjects: str, that: str) -> Callable[[F], F]:
-    """Like `proves`, for a method and its `_async` twin. The test takes a `call` and runs twice."""
+    """Like `proves`, also for `_async` twins. The test takes a `call` and runs twice."""
     return _declare(
         [Claim(subject=subject, that=that, variant="sync") for subject in subjects]
         + [Claim(subject=f"{subject}_async", that=that, variant="async") for subject in subjects]
@@ -68,7 +68,7 @@ def claims_of(test: object) -> list[Claim]:
 
 
 def test_modules() -> Iterator[ModuleType]:
-    """All modules of the suite, also those that this session leaves out."""
+    """All modules of the suite, even if this session leaves them out."""
     for file in sorted(FOLDER.glob("test_*.py")):
         yield importlib.import_module(f"tests.{FOLDER.name}.{file.stem}")
 
@@ -84,7 +84,6 @@ def all_claims() -> list[Claim]:
 
 
 def render(*, methods: list[Method], commands: list[str], claims: list[Claim]) -> str:
-    """The whole document, a function of the surface and the claims."""
     lines = [_HEAD]
     for client in CLIENTS:
         own = sorted((m for m in methods if m.owner == client), key=lambda method: method.name)

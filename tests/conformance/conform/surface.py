@@ -1,4 +1,4 @@
-"""The public surface of the installed SDK, by introspection: methods of clients, and commands."""
+"""The installed SDK's public methods of clients, and its commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import click
 
 NEWEST = "0.38.0"
-"""The release for the whole suite. The surface below is of this release."""
+"""The whole suite's release. The surface below is of this release."""
 
 OLDEST = "0.27.2"
-"""The oldest release that we claim to serve. It runs the suite's core (scripts/conformance.sh)."""
+"""The oldest release that we claim to serve, for the suite's core (scripts/conformance.sh)."""
 
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
 COMMAND = "tinker"
@@ -32,7 +32,7 @@ class Method:
 
 
 def client_class(name: str) -> type | None:
-    """A client's class, wherever the release exports it. Some releases have no AdminClient."""
+    """A client's class, wherever it is exported. Some releases have no AdminClient."""
     module = f"tinker.lib.public_interfaces.{name.removesuffix('Client').lower()}_client"
     try:
         return getattr(importlib.import_module(module), name)
@@ -41,7 +41,7 @@ def client_class(name: str) -> type | None:
 
 
 def public_methods() -> list[Method]:
-    """Every public method, also static and class methods, without properties and attributes."""
+    """Public methods, also static and class methods, without properties and attributes."""
     return [
         Method(
             owner=owner,
@@ -57,7 +57,7 @@ def public_methods() -> list[Method]:
 
 
 def commands() -> list[str]:
-    """Every command of the `tinker` command line, such as `tinker checkpoint set-ttl`."""
+    """The commands of `tinker`, such as `tinker checkpoint set-ttl`."""
     from tinker.cli.__main__ import main_cli
 
     return _commands(main_cli, COMMAND)
@@ -76,5 +76,5 @@ def _commands(command: click.Command, path: str) -> list[str]:
 
 
 def surface() -> set[str]:
-    """Every possible subject of a claim: `TrainingClient.forward`, `tinker run list`."""
+    """All subjects of claims: `TrainingClient.forward`, `tinker run list`."""
     return {method.path for method in public_methods()} | set(commands())
