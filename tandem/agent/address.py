@@ -10,8 +10,10 @@ _LONGEST_SOCKET_PATH = 100
 
 
 def agent_address(data_dir: Path) -> str:
-    """A socket's path must be short. A long directory is reached through a descriptor that stays
-    open."""
+    """Return the agent's gRPC address.
+
+    A socket's path must be short. A long directory is reached through a descriptor that stays open.
+    """
     path = socket_path(data_dir.absolute())
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
         return f"unix:{path}"

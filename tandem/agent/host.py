@@ -149,7 +149,7 @@ def free_memory_bytes() -> int:
 
 
 def driver_version() -> str:
-    """Return NVIDIA's version, such as "570.86.10", or ""."""
+    """Return the driver's version, such as "570.86.10", or ""."""
     try:
         import pynvml
     except ImportError:

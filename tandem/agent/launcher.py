@@ -204,7 +204,7 @@ class ProcessLauncher:
         return tuple(self._workers)
 
     def told_ids(self) -> tuple[str, ...]:
-        """Return the workers with an end for a new watcher, now or later."""
+        """Return the workers for which a new watcher gets the end, now or later."""
         return (*self.ids(), *(worker.spec.worker_id for worker in self._ended))
 
     async def list(self) -> list[WorkerHandle]:

@@ -154,7 +154,7 @@ class _Move:
 
 
 def uses_gpu(pid: int, *, proc: Path = Path("/proc")) -> bool:
-    """`/dev/nvidiactl` alone means that it only uses NVML."""
+    """Return whether a process uses a GPU. `/dev/nvidiactl` alone means that it only uses NVML."""
     with suppress(OSError):  # it has ended
         for link in (proc / str(pid) / "fd").iterdir():
             with suppress(OSError):  # it was closed meanwhile

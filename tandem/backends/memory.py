@@ -320,7 +320,8 @@ class MemoryPlan:
         return "copies" in self.device
 
     def checkpoints(self, tokens: int) -> bool:
-        """One sequence may exceed a planned micro-batch, and its activations grow with it."""
+        """Return whether to checkpoint. One sequence may exceed a planned micro-batch, and its
+        activations grow with it."""
         if self.checkpointing or tokens <= self.micro_batch_tokens:
             return self.checkpointing
         activations = self.device.get("activations", 0)
