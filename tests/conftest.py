@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 
-# Read when torch is imported. In a tiny model threads wait for each other in every operation: with
-# two, a step of training takes twenty times the processor time that it takes with one.
+# Torch reads this at import. In a tiny model, two threads wait for each other in every operation
+# and take twenty times the processor time of one.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Read when grpc is imported. A child that runs as another user needs a real fork, around which
-# gRPC's handlers would stop and start its threads, under gateways of this process that talk then.
+# gRPC reads this at import. A child that runs as another user needs a real fork. gRPC's fork
+# handlers would stop its threads under gateways of this process that are in use.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-# Tests count processes, and most would end before an idle one has been of use.
+# Tests count processes, and most end before an idle process is of use.
 os.environ["TANDEM_POOL_PROCESSES"] = "0"
 
 import asyncio
@@ -28,8 +28,8 @@ from tandem.protocol.own_machine import without_proxies
 from tests.support.distribution import ByModule, begin_with_longest, end_with
 from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 
-# Gateways of some tests run in this process, and commands are tested by what they print: what is
-# logged must go neither between their lines nor into a stream that is closed after a command.
+# Some tests run gateways in this process, and others read the output of commands. Logs must go
+# neither into that output nor into a stream that is closed after a command.
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
@@ -47,15 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported by now out of the garbage collector's sight, as our processes do: each
-    collection of all, which moving a trainer's state is, would look through it for 0.6 s."""
+    """Freeze imported objects for the garbage collector, as our processes do. Moving a trainer's
+    state collects all garbage, and would scan them each time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_proxies() -> Iterator[None]:
-    """Tests talk to this machine, also by the SDK, which would ask the environment's proxy."""
+    """Tests talk to this machine. The SDK would use the environment's proxy."""
     with without_proxies():
         yield
 
@@ -66,8 +66,8 @@ _INTERFACES_BEFORE = {name: os.environ.get(name) for name in _INTERFACES}
 
 @pytest.fixture(autouse=True)
 def interfaces_of_collectives() -> Iterator[None]:
-    """A rank that is computed in this process says by which interface its collectives go. The
-    processes of later tests, some on hosts of their own, must not inherit that."""
+    """A rank in this process sets the interface of its collectives in the environment. Processes of
+    later tests, some on hosts of their own, must not inherit it."""
     yield
     for name, value in _INTERFACES_BEFORE.items():
         if value is None:
@@ -78,17 +78,15 @@ def interfaces_of_collectives() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_of_all_tests() -> Iterator[None]:
-    """Keeps what all channels and servers of grpc.aio in this process share until its tests end.
+    """Keeps the state that all grpc.aio channels and servers share until the tests end.
 
-    gRPC counts them. The one that goes last, in whichever thread, stops the thread that polls,
-    destroys their completion queue, takes their reader out of every event loop that ever had one,
-    also out of those that other threads run, and shuts gRPC's core down. Programs of ours have one
-    loop, and end after that. Here gateways come and go in threads, and the next channel of one
-    would start all of it while another thread still ends it.
-    """
+    gRPC counts them. After the last one it stops the polling thread, removes its reader from every
+    event loop, and shuts its core down. Here gateways come and go in threads: one thread's new
+    channel would start gRPC again while another thread still ends it. Our programs have one loop
+    and are safe."""
 
     async def count_one_more() -> None:
-        grpc.aio.init_grpc_aio()  # which binds the running loop
+        grpc.aio.init_grpc_aio()  # binds the running loop
 
     asyncio.run(count_one_more())
     yield
@@ -103,10 +101,10 @@ def postgres() -> Iterator[Postgres]:
         yield server
 
 
-# Of modules, so that the server starts before a unit test, in which no process may.
+# Of a module: the server must start before a unit test, which may start no process.
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def each_database(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a module's tests once on each database, of which this is the name."""
+    """Runs a module's tests once on each database. Its value is the database's name."""
     wanted = request.param == "postgresql"
     with used_for_all(request.getfixturevalue("postgres") if wanted else None):
         yield request.param

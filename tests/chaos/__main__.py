@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --faults 150 --seed 1 --ranks 2`: exit status 1 where a run differed."""
+"""`python -m tests.chaos --faults 150 --seed 1 --ranks 2`: exit status 1 if a run differed."""
 
 from __future__ import annotations
 

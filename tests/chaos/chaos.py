@@ -1,4 +1,4 @@
-"""A run of chaos: two experiments at once, faults, and the comparison with undisturbed ones."""
+"""A run of chaos: two experiments, faults, and the comparison with undisturbed experiments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault, and the seconds after it until every experiment had its next result."""
+    """A fault, and the seconds until every experiment had its next result."""
 
     what: str
     seconds: float
@@ -39,9 +39,9 @@ def run_chaos(
     share: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Struck]:
-    """Let experiments share the device `groups`, or those that train adapters `share` a trainer
-    and an engine, and strike. Raise `AssertionError` where something is not as in an undisturbed
-    run, or is left."""
+    """Strike experiments that share the device `groups`. With `share`, LoRA experiments also share
+    a trainer and an engine. Raise `AssertionError` if a result differs from an undisturbed run, or
+    if anything is left."""
     rng = random.Random(seed)
     model = write_qwen(folder / "model", seed=seed)
     settings = {
@@ -59,7 +59,7 @@ def run_chaos(
             _progress(disturbed)
             killer = Killer(where, seed=seed, only=only)
             for number in range(faults):
-                # So that a fault comes at any moment, also while the one before is recovered from.
+                # A fault may come at any moment, also during the recovery from the last one.
                 time.sleep(rng.random() * 2)
                 what = killer.choose()
                 tell(f"{number + 1}: {what}")
@@ -89,7 +89,7 @@ def _start(where: Machine, each: Experiment, exactly: int | None = None) -> thre
 
 
 def _progress(experiments: list[Experiment]) -> None:
-    """Wait until each has a result of something that it sent after this call."""
+    """Wait until each experiment has a result of a step that it sent after this call."""
     goals = [each.sent + 1 for each in experiments]
 
     def all_there() -> bool:
@@ -108,7 +108,7 @@ def _no_fault(experiments: list[Experiment]) -> None:
 def _same(
     where: Machine, disturbed: list[Experiment], tell: Callable[[str], None]
 ) -> list[Experiment]:
-    """Do all again without a fault, and compare each result, bit for bit."""
+    """Repeat all experiments without faults. Compare each result, bit for bit."""
     _no_fault(disturbed)
     undisturbed = [Experiment(each.kind, each.number, each.turn) for each in disturbed]
     counts = [len(each.steps) for each in disturbed]
@@ -138,7 +138,7 @@ _ACTIVE = (
 
 
 def _nothing_left(where: Machine, experiments: list[Experiment]) -> None:
-    """Of the runs, whose sessions have ended, but the checkpoints that they saved."""
+    """Of ended runs, only the checkpoints that they saved may be left."""
     wait_until(lambda: not where.found("_service", "VLLM"), what="no worker is left")
     status = where.ask("api/tandem/v1/status").json()
     for name in ("sessions", "runs", "samplers", "workers"):
@@ -157,7 +157,7 @@ def _nothing_left(where: Machine, experiments: list[Experiment]) -> None:
                 lambda count=count: database.execute(count).fetchone() == (0,),
                 what=f"there are no {what}",
             )
-        for each in experiments:  # a step that is applied again is recorded once
+        for each in experiments:  # a step that is applied twice is recorded once
             steps = "SELECT count(*) FROM training_steps WHERE run_id = ?"
             assert database.execute(steps, [each.run_id]).fetchone() == (len(each.steps),)
         rows = database.execute("SELECT path, folder FROM checkpoints").fetchall()

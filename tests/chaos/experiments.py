@@ -1,4 +1,4 @@
-"""Experiments for chaos: the unmodified SDK in a thread of its own, which notes what it gets."""
+"""Experiments for chaos: the unmodified SDK in a thread, which notes its results."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from tests.support.sdk import Floats, adam, datum, outputs, params, sequences, s
 from tests.support.stacks import TIED
 
 TIMEOUT = 240.0
-"""Seconds within which a result comes, whatever happened meanwhile."""
+"""Seconds until a result must come, with any fault."""
 PROMPTS = 2
-"""Of each step by reinforcement; one sample of each."""
+"""Prompts of each reinforcement step, with one sample each."""
 _AHEAD = 2
-"""Steps that are sent before the results of the first are fetched."""
+"""Steps that are sent before the first results are fetched."""
 _PACE = 0.25
-"""Seconds between two steps at least, since as many are computed again, undisturbed."""
+"""Least seconds between two steps. All steps are computed again, undisturbed."""
 _SAVE_EVERY, _LOAD_AFTER = 20, 5
 """Steps."""
 
 KINDS = ("full", "lora", "rl", "rl-full")
-"""Supervised training of all parameters, and of an adapter; the same two by reinforcement."""
+"""Supervised training of all parameters and of an adapter, then reinforcement of both."""
 
 
 @dataclass
 class Experiment:
-    """Trains until `stop` is set. `sent` and `steps` are what it has asked for, and what it was
-    told: of each step all bytes that came; `fault` is why it ended before it was to. `number`
-    decides its data. Those that sample from one engine do so one after the other, each in its
-    `turn`: how many sequences an engine computes at once changes the last bits."""
+    """Trains until `stop` is set.
+
+    `sent` counts requested steps, `steps` has the result bytes of each step, and `fault` is the
+    reason of an early end. `number` decides the data. Experiments on one engine sample in `turn`:
+    the number of sequences that an engine computes at once changes the last bits."""
 
     kind: str
     number: int = 0
@@ -51,13 +52,13 @@ class Experiment:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, service: ServiceClient, *, exactly: int | None = None) -> None:
-        """Train until told to stop, or so many steps."""
+        """Train until `stop`, or `exactly` so many steps."""
         try:
             model = f"{TIED}:full" if self.kind.endswith("full") else TIED
             training = service.create_lora_training_client(model, rank=8, seed=7).result(TIMEOUT)
             self.run_id = training.model_id
             self._train(training, exactly)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the thread raises it
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             self.fault = error
 
     def _train(self, training: TrainingClient, exactly: int | None) -> None:
@@ -70,12 +71,12 @@ class Experiment:
             whole = self.sent % _SAVE_EVERY in (0, _LOAD_AFTER)
             while len(pending) > (0 if whole else _AHEAD):
                 pending.popleft()()
-            if self.sent % _SAVE_EVERY == 0:  # over the one before
+            if self.sent % _SAVE_EVERY == 0:  # overwrites the last one
                 save = partial(training.save_state, "newest", overwrite=True)
                 self.saved = _when_there_is_room(save).path
             elif whole and self.saved:
                 training.load_state_with_optimizer(self.saved).result(TIMEOUT)
-            if exactly is None:  # to have no more steps than can be computed again in a minute
+            if exactly is None:  # all steps must be computed again in a minute
                 self.stop.wait(_PACE - (time.monotonic() - began))
         while pending:
             pending.popleft()()
@@ -91,7 +92,7 @@ class Experiment:
         return self._learn(training, data, "cross_entropy", b"")
 
     def _rehearse(self, training: TrainingClient, number: int) -> Callable[[], None]:
-        """Sample with the newest weights, and learn from it."""
+        """Sample with the newest weights, and learn from the samples."""
         sampler = _when_there_is_room(training.save_weights_and_get_sampling_client)
         data, drawn = [], b""
         for prompt in sequences(PROMPTS, seed=self._seed(number)):
@@ -112,10 +113,10 @@ class Experiment:
     def _learn(
         self, training: TrainingClient, data: list[types.Datum], loss: str, drawn: bytes
     ) -> Callable[[], None]:
-        """Ask for a step; return what waits for its results and notes them."""
+        """Request a step. Return a function that waits for its results and notes them."""
         batch = training.forward_backward(data, loss)
-        # Small steps: 436 of 1e-3 led a policy to where float32 is off by 1e-3, by whomever,
-        # and the canary of a version allows engine and trainer to differ by 1e-4.
+        # Larger steps lead a policy to where float32 itself is off by 1e-3. The canary of a version
+        # allows only 1e-4 between engine and trainer.
         step = training.optim_step(adam(1e-4))
 
         def fetch() -> None:
@@ -132,8 +133,7 @@ def _bytes(arrays: list[Floats]) -> bytes:
 
 
 def _when_there_is_room(ask: Callable[[], object]):
-    """Return the result. What is refused on a full disk, the SDK repeats; what fails there, its
-    caller."""
+    """Return the result. On a full disk the SDK repeats refused requests, but not failed ones."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         try:

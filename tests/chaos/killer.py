@@ -1,8 +1,7 @@
-"""A seeded killer: what it does to a machine, and when.
+"""A seeded killer of processes, disks and connections.
 
-What it does, and to whom, is drawn from the seed alone; a process is chosen by its place among
-those of its kind, since their numbers differ from run to run.
-"""
+Each fault and its victim depend on the seed alone. A process is chosen by its position among those
+of its kind, because process ids differ from run to run."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ from tests.support.waiting import wait_until
 UNRESPONSIVE = 5.0
 COLLECTIVE = 8.0
 SESSION = 40.0
-"""The deadlines of the machine, in seconds. Whoever stands still does so for up to twice as long as
-the longest that concerns it. Of a session: the SDK sends a heartbeat every ten seconds, does not
-repeat one that a fault costs it, and shares its machine with all that recovers."""
+"""The machine's deadlines, in seconds. A frozen process stands still for up to twice its longest
+deadline. The session's leaves room for heartbeats: the SDK sends one every ten seconds, and does
+not repeat a lost one."""
 SETTINGS = {
     "worker_unresponsive_timeout": str(UNRESPONSIVE),
     "trainer_collective_timeout": str(COLLECTIVE),
     "session_ttl": str(SESSION),
-    "min_free_bytes": "0",  # so that it is a write that fails
-    # Idle processes would be struck as well, and nobody would miss them.
+    "min_free_bytes": "0",  # a write must fail
+    # Idle processes would be struck too, without effect.
     "pool_processes": "0",
 }
 
 _MOST_ENDS, _WITHIN = 4, 61.0
-"""A stack whose gateway or agent ends five times within a minute ends, and says why."""
+"""A stack ends if its gateway or agent ends five times within a minute."""
 
 _AGENT, _GATEWAY, _TRAINER = ("-m tandem.agent",), ("-m gateway",), ("trainer_service",)
 _ENGINE = ("sampler_service", "VLLM")
@@ -46,7 +45,7 @@ _WRITTEN = ("snapshots", "weights", "checkpoints")
 
 
 class Killer:
-    """`strike` does the next thing of a shuffled deck of all of them. `only` are some of them."""
+    """`strike` carries out one fault. `only` restricts the faults."""
 
     def __init__(self, machine: Machine, *, seed: int, only: Sequence[str] = ()) -> None:
         self._machine = machine
@@ -81,9 +80,9 @@ class Killer:
         self._ends: dict[tuple[str, ...], deque[float]] = {_GATEWAY: deque(), _AGENT: deque()}
 
     def choose(self) -> str:
-        """Return what `strike` is to do next: each of them once before any comes again."""
+        """Return the next fault. Each comes once before any comes again."""
         self._number += 1
-        # Of its own for each: how much of it one uses depends on how many processes there are.
+        # Each fault has its own generator: the number of draws depends on the number of processes.
         self._rng = random.Random(f"{self._seed}:{self._number}")
         if not self._deck:
             self._deck = self._rng.sample(sorted(self._faults), len(self._faults))
@@ -99,8 +98,7 @@ class Killer:
         self._kill(who)
 
     def _note_end(self, who: tuple[str, ...]) -> None:
-        """Note that the gateway or the agent is about to end; wait until that does not end the
-        whole stack."""
+        """Note that the gateway or the agent is about to end. Wait while that would end the stack."""
         ends = self._ends[who]
         if len(ends) == _MOST_ENDS:
             time.sleep(max(0.0, ends.popleft() + _WITHIN - time.monotonic()))
@@ -113,7 +111,7 @@ class Killer:
         _signal(self._one(who), number)
 
     def _one(self, who: tuple[str, ...]) -> int:
-        """Return one of the processes of a kind, once there is one."""
+        """Wait for processes of a kind, and return one."""
         found = wait_until(lambda: self._machine.found(*who), what=f"there is a {who[0]}")
         return self._rng.choice(found)
 
@@ -126,15 +124,14 @@ class Killer:
         self._machine.start()
 
     def _kill_writer(self) -> None:
-        """Kill a trainer between two changes to the files of a version, a snapshot or a
-        checkpoint that it writes."""
+        """Kill a trainer while it writes a version, a snapshot or a checkpoint."""
         changes = self._rng.randrange(4)
         share = self._rng.random()
         partial = wait_until(self._partial, what="something is written")
         session = partial.parent.name.partition("_")[0]
         ranks = [pid for pid in self._machine.found(*_TRAINER) if session in _output_of(pid)]
         before = None
-        while partial.exists() and changes:  # no sleep: all of it takes some milliseconds
+        while partial.exists() and changes:  # no sleep: the writing takes some milliseconds
             found = _content(partial)
             changes -= before is not None and found != before
             before = found
@@ -149,7 +146,7 @@ class Killer:
 
     def _freeze(self, who: tuple[str, ...], deadline: float) -> None:
         seconds = deadline * self._rng.uniform(0.1, 2.0)
-        if who in self._ends and seconds > UNRESPONSIVE:  # it is killed for it
+        if who in self._ends and seconds > UNRESPONSIVE:  # `tandem up` kills it
             self._note_end(who)
         pid = self._one(who)
         _signal(pid, signal.SIGSTOP)
@@ -188,7 +185,7 @@ class Killer:
         self._machine.proxy.mend()
 
     def _cut_workers(self) -> None:
-        """Break the gateway's connections to all workers, which go on living."""
+        """Break the gateway's connections to all workers, which keep running."""
         found = psutil.Process(self._one(_GATEWAY)).net_connections("tcp")
         own = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
         for each in found:
@@ -203,7 +200,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _output_of(pid: int) -> str:
-    """Return the path of the log of a process; "" for one that has ended."""
+    """Return the path of a process's log, or an empty string if it has ended."""
     try:
         return str(Path(f"/proc/{pid}/fd/1").readlink())
     except OSError:

@@ -1,4 +1,4 @@
-"""The machine that faults are done to: `tandem up` on a small disk of its own, behind a proxy."""
+"""The machine under attack: `tandem up` on a small disk of its own, behind a proxy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ main()
 """
 _START_SECONDS = 120.0
 _DISK = 256
-"""Megabytes; two experiments use less than a tenth of them."""
+"""Megabytes. Two experiments use less than a tenth of them."""
 
 
 class Machine:
-    """`processes` finds everything that it runs, children's children included, by their mark."""
+    """`processes` finds all processes and their children by an environment mark."""
 
     def __init__(
         self, folder: Path, *, models: dict[str, Path], settings: dict[str, str], own_disk: bool
@@ -51,7 +51,7 @@ class Machine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Do what a person does who types `tandem up`; return when it serves."""
+        """Run `tandem up`. Return when it serves."""
         arguments = ["up", "--port", "0", "--data-dir", str(self.data_dir), *self._models]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -84,7 +84,7 @@ class Machine:
         self._nothing_runs()
 
     def crash(self) -> None:
-        """Kill `tandem up`, with which everything ends."""
+        """Kill `tandem up`, which ends all its processes."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -97,7 +97,7 @@ class Machine:
         return sorted(marked(self.mark), key=lambda process: process.pid)
 
     def found(self, *parts: str) -> list[int]:
-        """Return the numbers of the processes of which one of the parts is in the command."""
+        """Return the ids of processes with one of the parts in their command."""
         return [p.pid for p in self.processes() if any(part in p.command for part in parts)]
 
     def service(self) -> tinker.ServiceClient:
@@ -107,14 +107,14 @@ class Machine:
         return tinker.ServiceClient(base_url=self.proxy.url, api_key=endpoint.api_key)
 
     def ask(self, path: str) -> httpx.Response:
-        """Return the answer of the gateway's own API."""
+        """Return an answer of the gateway's own API."""
         endpoint = read_endpoint(self.data_dir)
         assert endpoint is not None
         headers = {"X-API-Key": endpoint.api_key}
         return httpx.get(f"{endpoint.url}/{path}", headers=headers, timeout=60).raise_for_status()
 
     def keep_for_a_look(self, folder: Path) -> None:
-        """Copy logs and database to where they outlive the disk."""
+        """Copy logs and database to a folder that outlives the disk."""
         shutil.copytree(self.data_dir / "logs", folder / "logs", dirs_exist_ok=True)
         for file in self.data_dir.glob("tandem.db*"):
             shutil.copy(file, folder)
@@ -124,7 +124,7 @@ class Machine:
 def machine(
     folder: Path, *, models: dict[str, Path], settings: dict[str, str]
 ) -> Iterator[Machine]:
-    """A machine that runs; everything ends with the block."""
+    """A running machine. Everything ends with the block."""
     with small_disk(folder / "data", megabytes=_DISK) as mounted:
         found = Machine(folder, models=models, settings=settings, own_disk=mounted)
         try:
@@ -140,7 +140,7 @@ def machine(
 
 
 class Proxy:
-    """Between the SDK and the gateway; `cut` breaks all connections."""
+    """A proxy between the SDK and the gateway. `cut` breaks all connections."""
 
     def __init__(self, target: Callable[[], Endpoint | None]) -> None:
         self._target = target
@@ -163,7 +163,7 @@ class Proxy:
             thread.join()
 
     def cut(self) -> None:
-        """Break all connections, and those that are tried until `mend`."""
+        """Break all connections, and new ones until `mend`."""
         self._refuses = True
         self._loop.call_soon_threadsafe(self._abort_all)
 
@@ -209,7 +209,7 @@ class Proxy:
             for each in both:
                 each.cancel()
         except OSError:
-            pass  # the gateway is away: so is the connection
+            pass  # the gateway is away
         finally:
             for each in ends:
                 self._open.discard(each)

@@ -5,7 +5,7 @@ import pytest
 from tests.chaos.chaos import run_chaos
 
 
-@pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state is, and part of the SDK
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state is deprecated, but part of the SDK
 @pytest.mark.timeout(1200)
 def test_experiments_come_out_the_same_whatever_happens_meanwhile(tmp_path):
     run_chaos(tmp_path, faults=10, seed=6, kinds=("full", "rl"))

@@ -1,5 +1,4 @@
-"""Send what no client would send: `make fuzz`, and a short run of it among the tests.
+"""Fuzzing: requests that no client would send. `make fuzz` runs it, and the tests run it briefly.
 
-The same seed gives the same bodies. A body that found a fault is kept in `regressions/`, and
-every run sends it again.
-"""
+The same seed gives the same bodies. `regressions/` keeps bodies that found a fault, and every run
+sends them again."""

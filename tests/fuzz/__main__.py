@@ -1,8 +1,7 @@
-"""`python -m tests.fuzz --requests 100000 --seed 1`: exit status 1 where a fault was found.
+"""`python -m tests.fuzz --requests 100000 --seed 1`: exit status 1 if a fault was found.
 
-Every body of a forward_backward is also checked by the real trainer. A request that finds a fault
-is printed, and with `--keep` saved in `tests/fuzz/regressions/`.
-"""
+The real trainer also checks every body of a forward_backward. Requests that find a fault are
+printed, and with `--keep` saved in `tests/fuzz/regressions/`."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ from tests.support.waiting import wait_until
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250
 GROWTH = 96 * 2**20
-"""Bytes by which memory may grow after the first quarter: room for what is kept for a while by
-design (results, finished samples, database pages)."""
+"""Bytes that memory may grow after the first quarter: results, finished samples and database pages
+are kept for a while by design."""
 _MEMORY = 6 * 2**30
-"""Bytes that this process may map beyond what it starts with: a request that wants all memory
-is reported as a fault and harms no other process."""
+"""Bytes that this process may map beyond its start. A request that wants all memory is reported as
+a fault and harms no other process."""
 _TRAINER_MEMORY = 2 * 2**30
 _TOLD_EVERY = 5000
 
@@ -74,7 +73,7 @@ class Run:
         self.growth = 0
 
     def all(self, *, first: int, requests: int) -> int:
-        """Send the regressions and the requests; return the number of faults."""
+        """Send the regressions and the requests. Return the number of faults."""
         self.watch.know(KEY)
         configure_logging(service="gateway", level="debug", stream=self.watch)
         launcher = FakeLauncher(trainer=CheckingTrainer)
@@ -122,7 +121,7 @@ class Run:
             if case.operation == "forward_backward" and not case.headers.get("Content-Encoding"):
                 with bounded_memory(_TRAINER_MEMORY):
                     self.trainer_answers[self._checked(case.body)] += 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a fault
+        except Exception as error:  # noqa: BLE001 - every exception is a fault
             self._fault(f"request {number}: {type(error).__name__}: {error}", case)
             if not isinstance(error, AssertionError):
                 traceback.print_exc()
@@ -134,7 +133,7 @@ class Run:
             self._fault(str(error))
 
     def _change(self, world: World, cases: Cases) -> None:
-        """End the session with a good request, which must still be computed."""
+        """End the session with a good request, which must be computed."""
         try:
             world.settle()
             world.check_good(cases.good())

@@ -1,4 +1,4 @@
-"""Make the requests: the same seed and number give the same one."""
+"""Generated requests. The same seed and number give the same request."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _QUERY_VALUES = (
     "\udc80", "x" * 3000, "é\u202e",
 )  # fmt: skip
 _HARMFUL = frozenset({"finish_session"})
-"""Routes that would end what the other requests are about."""
+"""Routes that would end the objects of other requests."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request as it is sent, with placeholders for ids (see `seeds`)."""
+    """A request with placeholders for ids (see `seeds`)."""
 
     operation: str
     method: str
@@ -73,7 +73,7 @@ def has_body(operation: PathOperation) -> bool:
 
 
 class Cases:
-    """Make requests; `losses` are the names that a forward_backward may ask for."""
+    """Makes requests. `losses` names the losses that a forward_backward may use."""
 
     def __init__(
         self, operations: Sequence[PathOperation], *, seed: int, losses: list[str]
@@ -91,7 +91,7 @@ class Cases:
         self._weighted = [*self._others, *bodies, *bodies]
 
     def make(self, number: int, *, seq_id: int) -> Case:
-        """Make a request; `seq_id` is the next one of the run."""
+        """Make a request. `seq_id` is the run's next one."""
         rng = Random(f"{self._seed}:{number}")
         if rng.random() < 0.4:
             return self._encoded(rng, self._forward_backward(rng, seq_id))
@@ -145,7 +145,7 @@ class Cases:
     def _part(self, rng: Random, route: str, part: str) -> str:
         if route in _HARMFUL:
             return quote(rng.choice(("s-ffffffffffff", *_ODD_PARTS)), safe="")
-        if route == "remove_model":  # the one that all the others need stays
+        if route == "remove_model":  # the others need this model
             return quote(rng.choice(("other", *_ODD_PARTS)), safe="/")
         known = _PATH_PARTS.get(part, ("other",))
         return quote(rng.choice(known if rng.random() < 0.6 else _ODD_PARTS), safe="")
@@ -157,7 +157,7 @@ class Cases:
         return "?" + urlencode(chosen, errors="surrogateescape")
 
     def _encoded(self, rng: Random, case: Case) -> Case:
-        """Leave most requests alone; compress others, or send headers that contradict the body."""
+        """Compress some requests, or send headers that contradict the body. Leave most alone."""
         fields = {**asdict(case), "headers": dict(case.headers)}
         if rng.random() < 0.03:
             fields["chunked"] = True
@@ -172,7 +172,7 @@ class Cases:
                 headers["Content-Encoding"] = "zstd"
                 packed = zstandard.compress(body)
                 fields["body"] = packed[: rng.randrange(len(packed))]
-            case 3:  # a few KB that stand for very much
+            case 3:  # a few KB that expand to very many
                 headers["Content-Encoding"] = "zstd"
                 fields["body"] = zstandard.compress(body + bytes(rng.choice((2**20, 2**26))))
             case 4:

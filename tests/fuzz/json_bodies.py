@@ -1,4 +1,4 @@
-"""Mutate JSON values, also into what the grammar allows and most parsers trip over."""
+"""Mutations of JSON values, including valid JSON that confuses most parsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json = object
 
 
 class Raw(str):
-    """Text that is put into the body as it is."""
+    """Text that goes into the body unchanged."""
 
 
 def _deep(depth: int) -> Raw:
@@ -68,7 +68,7 @@ def render(value: Json) -> str:
 
 
 def _mutated(rng: Random, value: Json) -> Json:
-    """Change something in the value, or replace it."""
+    """Change a part of the value, or replace it."""
     if isinstance(value, dict) and value and rng.random() < 0.93:
         changed = dict(value)
         key = rng.choice(sorted(changed))
@@ -97,7 +97,7 @@ def _mutated(rng: Random, value: Json) -> Json:
 
 
 def _value(rng: Random, before: Json = None) -> Json:
-    """Draw a value, mostly of the kind it replaces, so that later checks see it, too."""
+    """Draw a value, mostly of the kind it replaces, so that it reaches later checks."""
     if rng.random() < 0.7:
         if isinstance(before, str):
             return rng.choice(_TEXTS)

@@ -1,4 +1,4 @@
-"""Mutate protobuf messages: their fields, their encoding, their bytes."""
+"""Mutations of protobuf messages: their fields, their encoding, their bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BytesMutation = Callable[[Random, bytes, bytes], bytes]
 
 
 def mutate(rng: Random, seed: Request, other: Request) -> bytes:
-    """Mutate the seed into bytes; parts may come from `other`."""
+    """Mutate the seed into bytes. Parts may come from `other`."""
     message = Request()
     message.CopyFrom(seed)
     if rng.random() < 0.75:
@@ -71,7 +71,7 @@ def _mutate_field(rng: Random, message: Message) -> None:
 
 
 def _inner(rng: Random, message: Message, field: FieldDescriptor) -> Message | None:
-    """Return a message in this field, if there is one."""
+    """Return a message of this field, or `None`."""
     if field.message_type is None:
         return None
     value = getattr(message, field.name)
@@ -188,7 +188,7 @@ def _splice(rng: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _append(_rng: Random, data: bytes, other: bytes) -> bytes:
-    """Join two messages, which are one message with the fields of both."""
+    """Join two messages. The result is one message with the fields of both."""
     return data + other
 
 
@@ -212,7 +212,7 @@ def _wire_type(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _groups(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Nest groups as deep as a parser can be made to recurse."""
+    """Nest groups as deep as a parser may recurse."""
     depth = rng.choice((1, 50, 99, 101, 5000, 100_000))
     number = rng.choice((3, 9, 15))
     closing = bytes([number << 3 | 4]) * rng.choice((depth, 0))
@@ -220,7 +220,7 @@ def _groups(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _nested(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Nest datums, each well formed."""
+    """Nest well-formed datums."""
     inner = b""
     for _ in range(rng.choice((3, 40, 120, 400))):
         inner = b"\x1a" + _varint(len(inner)) + inner

@@ -1,4 +1,4 @@
-"""Look for secrets where there must be none."""
+"""Search for secrets in logs and answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Bodies as the SDK itself writes them, and a good one for every route that takes JSON.
+"""Bodies as the SDK writes them, and a good body for every JSON route.
 
-The mutations begin from them. Ids in them are placeholders of the length of real ones.
-"""
+Mutations begin from them. Their ids are placeholders of the length of real ones."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _SETTINGS: dict[str, dict[str, float | str]] = {
 
 
 def protobuf_seeds(losses: list[str]) -> list[tinker_pb2.ForwardBackwardRequest]:
-    """Return a request for every loss, and some with all that a datum can have."""
+    """Return a request for every loss, and some with every field of a datum."""
     seeds = [_request([_datum(5), _datum(3)], loss) for loss in losses]
     seeds += [
         _request([_sparse_datum()], "cross_entropy"),
@@ -40,7 +39,7 @@ def protobuf_seeds(losses: list[str]) -> list[tinker_pb2.ForwardBackwardRequest]
 
 
 def custom_loss_body() -> bytes:
-    """Return what the SDK sends for a custom loss with inputs of one and two dimensions."""
+    """Return the SDK's body for a custom loss with inputs of one and two dimensions."""
 
     def loss(logprobs, line, pair):
         return (logprobs * line.sum()).sum() + pair.sum(), {"custom/line:sum": line.sum()}
@@ -121,9 +120,9 @@ def _datum_of_custom_loss() -> types.Datum:
 SAMPLER = f"{SESSION}:sample:0"
 WEIGHTS = f"tinker://{RUN}/weights/kept"
 SEQ = 424_242
-"""Placeholder for the next seq_id of the run."""
+"""Placeholder for the run's next seq_id."""
 MODEL_FOLDER = "/fuzz-model-folder"
-"""Placeholder for the folder of a model."""
+"""Placeholder for a model's folder."""
 
 _PLACE = {"model_id": RUN, "seq_id": SEQ}
 _OPENAI = {

@@ -1,4 +1,4 @@
-"""What `make fuzz` does, in short, among the tests."""
+"""A short run of `make fuzz`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MORE_FOR_THE_TRAINER = 8000
 
 @pytest.mark.timeout(1200)
 def test_the_gateway_answers_whatever_it_is_sent():
-    """No 5xx, no hang, no growth, no secret told; and a good request is still computed. In a
-    process of its own, whose memory and logs are its own."""
+    """No 5xx, no hang, no growth, no secret in output, and a good request is still computed. It
+    runs in a process with its own memory and logs."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The trainer's decoder and checks, which raise `UserError` alone, and the memory they take."""
+"""The trainer's decoder and checks. They may raise only `UserError`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from trainer_service.losses import LOSSES, find_loss
 
 LIMITS = BatchLimits(vocabulary=151_936, max_length=4096)
 DEADLINE = 2.0
-"""Seconds of a processor for one small body."""
+"""Processor seconds for one small body."""
 LONGEST_SENTENCE = 5000
 
 
 class Checked:
-    """Run the trainer's checks on a body and return the type of the error, or `ok`."""
+    """Runs the trainer's checks on a body and returns the error's type, or `ok`."""
 
     def __init__(self) -> None:
         self._definition = custom_loss_body()
 
     @property
     def losses(self) -> list[str]:
-        """Return the names of the losses."""
         return sorted(LOSSES)
 
     def __call__(self, body: bytes) -> str:
-        """Raise what is no `UserError`, and `AssertionError` if the checks take too long."""
+        """Raise all errors but `UserError`, and `AssertionError` if the checks take too long."""
         began = time.thread_time()
         try:
             validate(parse(body), limits=LIMITS, definition=self._definition)
@@ -50,8 +49,8 @@ class Checked:
 
 
 def damaged_losses(count: int) -> set[str]:
-    """Return the types of the errors that damaged custom losses have, or `ok`, where there is
-    little memory for each. For a process of its own: threads of others may end where it ends."""
+    """Return the error types of damaged custom losses, or `ok`, in little memory. Call it in a
+    process of its own: threads of others may die of the memory limit."""
     seed = json.loads(custom_loss_body())
     found = set()
     with bounded_memory(2**30):
@@ -66,8 +65,8 @@ def damaged_losses(count: int) -> set[str]:
 
 @contextmanager
 def bounded_memory(more: int) -> Iterator[None]:
-    """Limit this process to `more` bytes beyond what it has mapped: asking for more raises
-    `MemoryError` instead of taking the machine's memory."""
+    """Limit this process to `more` bytes beyond its mapped memory. Larger allocations raise
+    `MemoryError`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + more
@@ -81,7 +80,7 @@ def bounded_memory(more: int) -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Give free memory back, and return how much this process holds."""
+    """Return free memory to the system, and return the bytes of this process."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

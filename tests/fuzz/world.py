@@ -1,4 +1,4 @@
-"""A gateway with real checks behind it, and the things in it that the requests are about."""
+"""A gateway with the trainer's real checks, and the objects that the requests name."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trainer_service.batches.validation import parse, validate
 DEADLINE = 60.0
 """Seconds for every answer, and for every operation to end."""
 LONGEST_REFUSAL = 16 * 2**10
-"""Bytes: a refusal does not repeat what was sent."""
+"""Bytes. A refusal does not repeat the request."""
 _FRESH_RUN = 7_777_777
 _SHOWN = frozenset({"exchange_token", "create_key"})
-"""Routes whose answers are secrets."""
+"""Routes with secrets in their answers."""
 
 
 class CheckingTrainer(FakeTrainer):
-    """Check every batch as the real trainer does; compute nothing."""
+    """Checks every batch as the real trainer does, but computes nothing."""
 
     async def ForwardBackward(self, request, context):
         error = await self._admit(context, request.header)
@@ -63,8 +63,8 @@ class Answer:
 
 
 class World:
-    """A session with a run, a sampler and checkpoints, whose ids replace the placeholders.
-    `close` ends the session."""
+    """A session with a run, a sampler and checkpoints. Their ids replace the placeholders. `close`
+    ends the session."""
 
     def __init__(self, gate: Gate, operations: Sequence[PathOperation], watch: Watch) -> None:
         self._gate = gate
@@ -72,8 +72,8 @@ class World:
         self._watch = watch
         self._connection = http.client.HTTPConnection(urlsplit(gate.url).netloc, timeout=DEADLINE)
         self.session_id = gate.session_id()
-        # It sends no heartbeats, and a slow machine may take long for one of its requests. Sessions
-        # that a request makes end as soon as ever, so that they do not fill the memory.
+        # This session sends no heartbeats, and a slow machine may take long for a request. Sessions
+        # of requests end at once to keep memory small.
         gate.gateway.sessions.require(self.session_id).ttl = 10 * DEADLINE
         self.run_id = gate.run_id(self.session_id)
         for spec in gate.launcher.specs:
@@ -99,10 +99,10 @@ class World:
                 self.seq_id += 1
 
     def send(self, case: Case) -> Answer:
-        """Send a request; the answer must come in time, be declared and contain no secret."""
+        """Send a request. Its answer must be in time, be declared and contain no secret."""
         answer = self._exchange(case)
         operation = self._operations[case.operation]
-        astray = "%2F" in case.target  # to the router a slash, and so it is another path
+        astray = "%2F" in case.target  # the router reads it as a slash, so as another path
         check_answer(
             operation, status=answer.status, media=answer.media, body=answer.body, astray=astray
         )
@@ -113,7 +113,7 @@ class World:
             self._watch.check_text(f"the answer of {case.operation}", [text])
         if answer.status == 200 and operation.path.startswith("/api/v1/"):
             self._note(answer)
-        elif self._is_taken():  # what is refused may still take its place
+        elif self._is_taken():  # a refused request may still take its seq_id
             self.seq_id += 1
         return answer
 
@@ -152,7 +152,7 @@ class World:
         assert result.headers["content-type"] == "application/x-protobuf", result.text
 
     def _note(self, answer: Answer) -> None:
-        """Keep the request ids to ask for."""
+        """Keep request ids to retrieve later."""
         prefix = b'{"request_id":"%b:' % self.run_id.encode()
         if not answer.body.startswith(prefix):
             return
@@ -176,7 +176,7 @@ class World:
         body = self._with_ids(case.body)
         target = self._with_ids(case.target.encode()).decode()
         chunks = iter([body[i : i + 4096] for i in range(0, len(body), 4096)])
-        with suppress(BrokenPipeError, ConnectionResetError):  # the answer may be there already
+        with suppress(BrokenPipeError, ConnectionResetError):  # the answer may have come already
             self._connection.request(
                 case.method,
                 target,
@@ -206,13 +206,13 @@ class World:
 def check_answer(
     operation: PathOperation, *, status: int, media: str, body: bytes, astray: bool
 ) -> None:
-    """Raise `AssertionError` for an answer that the route does not declare. One that went `astray`
-    may be answered by the router, which asks for a key first."""
+    """Raise `AssertionError` for an answer that the route does not declare. The router may answer a
+    request that went `astray`, after it asks for a key."""
     where = f"{operation.method} {operation.path} answered {status}"
     assert status < 500, f"{where}: {body[:500]!r}"
     expected = status == operation.status_code
     declared = operation.responses.get(status)
-    others = (401, 404, 431) if astray else (404, 431)  # of the router and of the connection
+    others = (401, 404, 431) if astray else (404, 431)  # statuses of the router and the connection
     if declared is None and status in others:
         declared = operation.responses.get(401, {"model": Refusal})
     assert expected or declared is not None, f"{where}, which is not declared"

@@ -1,10 +1,9 @@
-"""`make test-gpu`: what needs an NVIDIA GPU, and tests of the rest that say something new on one.
+"""`make test-gpu`: tests that need an NVIDIA GPU, and other tests that prove more on one.
 
-Exits with status 2 where there is none. Without `make`, in an environment that has the CUDA builds:
-`python -m tests.gpu -k trainer --junitxml report.xml`, where all arguments are pytest's. Tests of
-what is not installed are left out, and named at the end: those of trainers need neither vLLM nor
-what the gateway needs.
-"""
+Exits with status 2 without a GPU. Without `make`, in an environment with CUDA builds:
+`python -m tests.gpu -k trainer --junitxml report.xml`. All arguments are pytest's. Tests with
+missing packages are skipped, and named at the end. Trainer tests need neither vLLM nor the
+gateway's packages."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ import pytest
 from tandem.agent.host import accelerators
 
 ALSO = ("tests/component/trainer/test_devices.py",)
-"""What real trainers say of the devices of the machine."""
+"""Tests of real trainers' devices."""
 WITH_ENGINES = (
     "tests/integration/test_agreement.py",
     "tests/integration/test_lora.py",
     "tests/integration/test_sessions.py",
 )
-"""Whole stacks, on whatever the machine has."""
+"""Whole stacks, on the machine's devices."""
 _ROOT = Path(__file__).parents[2]
 
 
 def why_not() -> str:
-    """Return why this machine cannot run them, or nothing."""
+    """Return why this machine cannot run the tests, or an empty string."""
     if not accelerators():
         return "there is no NVIDIA device here, which all of them need: nothing was tested"
     import torch
@@ -40,8 +39,8 @@ def why_not() -> str:
 
 
 class LeftOut:
-    """A plugin of pytest: modules that import what is not installed are skipped, and named at the
-    end with what they need. A module of our own that is missing stays an error."""
+    """A pytest plugin: skips modules with missing packages, and names both at the end. A missing
+    module of our own stays an error."""
 
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}
@@ -51,7 +50,7 @@ class LeftOut:
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
-        call = getattr(report, "call", None)  # there while it has not been told to debuggers
+        call = getattr(report, "call", None)  # pytest deletes it after it tells debuggers
         error = call.excinfo.value.__cause__ if call is not None and call.excinfo else None
         if isinstance(error, ModuleNotFoundError) and error.name and not _is_ours(error.name):
             self.modules[collector.nodeid] = error.name
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     paths = ["tests/gpu", *ALSO]
     if find_spec("vllm") is not None:
         paths += WITH_ENGINES
-    # One process: an engine measures the GPU's memory while it starts.
+    # In one process: an engine measures GPU memory during its start.
     return pytest.main(["-n0", *paths, *arguments], plugins=[LeftOut()])
 
 

@@ -1,4 +1,4 @@
-"""An adapter that a trainer in bfloat16 has published, in an engine in bfloat16."""
+"""An engine in bfloat16 serves an adapter that a trainer in bfloat16 published."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_engine_samples_from_an_adapter_with_the_trainer_s_logprobs(tmp_path,
         assert not loaded.HasField("failure"), loaded.failure
 
         def scored(version) -> tuple[np.ndarray, np.ndarray]:
-            """Logprobs of what is sampled: the engine's, and the trainer's of the same tokens."""
+            """Logprobs of one sample: the engine's, and the trainer's of the same tokens."""
             answer = engine.sample(PROMPT, version=version, n=4, seed=3, max_tokens=20, stop=[])
             whole = [[*PROMPT, *sample.tokens] for sample in answer.samples]
             data = [datum(tokens[:-1], targets=tokens[1:]) for tokens in whole]

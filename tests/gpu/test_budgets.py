@@ -1,4 +1,4 @@
-"""What a trainer takes of a GPU and of its host: its budget, and the memory of its snapshots."""
+"""A trainer's GPU and host memory: its budget, and its snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two whole experiments on one GPU that nobody has declared."""
+"""Two whole experiments on one undeclared GPU."""
 
 from __future__ import annotations
 

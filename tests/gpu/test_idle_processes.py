@@ -1,4 +1,4 @@
-"""An idle process learns which GPU is its worker's after it has imported everything."""
+"""An idle process learns its worker's GPU after all imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-# CUDA reads the list of devices once, when it is first asked for them.
+# CUDA reads the device list once, at its first use.
 SCRIPT = """
 import os, socket
 from tandem.protocol.worker_link import PooledLink

@@ -1,4 +1,4 @@
-"""What runs are by default on a GPU, and what they may ask for: close to a CPU's float32."""
+"""Runs with default and other options on a GPU stay close to float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CASES = [
     pytest.param(device, option, marks=GPU if device == "cuda" else ())
     for device in ("cpu", "cuda")
     for option in OPTIONS
-    if (device, option) != ("cpu", "compiled")  # which takes a minute, and is tested elsewhere
+    if (device, option) != ("cpu", "compiled")  # takes a minute, and has other tests
 ]
 
 
 def course(client: TrainerClient) -> list[np.ndarray]:
-    """The logprobs of the same data before each of four steps."""
+    """Logprobs of one batch before each of four steps."""
     found = []
     for _ in range(4):
         output = client.output(request(mixed_data()))
@@ -75,13 +75,13 @@ def test_a_run_in_bfloat16_learns_as_one_in_float32_does(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_batch_that_runs_out_of_memory_is_computed_in_smaller_parts(tmp_path) -> None:
-    """The allocator is held below what the batch took at once."""
+    """The allocator's limit is below the memory of the whole batch."""
     data = data_of(1, count=2000)
     with operations_on_gpu(
         tmp_path, dtype="bfloat16", training=TrainingSpec(), micro_batch_tokens=32768
     ) as operations:
         forward_backward(operations, data)
-        step(operations, lr=0.0)  # from now on there are moments
+        step(operations, lr=0.0)  # creates the moments
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

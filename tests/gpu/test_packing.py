@@ -1,4 +1,4 @@
-"""Packed rows in bfloat16, which is what a GPU's kernel of attention takes, and on the CPU, too."""
+"""Packed rows in bfloat16, which the GPU's attention kernel requires, also on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [130, 1, 64, 64, 7, 33]
 
 
 def row(device: str, *, heads: tuple[int, int], size: int) -> list[torch.Tensor]:
-    """Query, key and value [1, heads, T, size] in bfloat16, laid out as a model makes them."""
+    """Query, key and value [1, heads, T, size] in bfloat16, in a model's memory layout."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(1, sum(LENGTHS), count, size, generator=generator)
@@ -49,8 +49,8 @@ def rms(values: torch.Tensor) -> float:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)], ids=["all", "grouped", "one"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_of_a_packed_row_is_that_of_each_sequence_alone(device, heads, size, window):
-    """Forward and backward; held against each sequence by itself, so that a long one hides nothing
-    of a short one."""
+    """Forward and backward. Each sequence is compared by itself, so that errors of a short one
+    show."""
     parts = row(device, heads=heads, size=size)
     bounds = bounds_of(LENGTHS)
     packed, _ = packed_attention(
@@ -79,7 +79,7 @@ def test_attention_of_a_packed_row_is_that_of_each_sequence_alone(device, heads,
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_trainer_in_bfloat16_packs_and_computes_what_a_padded_one_does(tmp_path, device):
-    """Up to the rounding of bfloat16, which the two do not do in the same places."""
+    """Equal up to bfloat16's rounding, which happens in different places."""
     model = write_tiny_model(tmp_path / "model", head_dim=64)
     found = {}
     for packing in ("on", "off"):

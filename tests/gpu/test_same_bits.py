@@ -1,4 +1,4 @@
-"""The same step gives the same bits, also where sequences are longer than a block of a kernel."""
+"""One step always gives the same bits, even if sequences are longer than a kernel's block."""
 
 from __future__ import annotations
 

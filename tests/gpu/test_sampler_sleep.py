@@ -1,4 +1,4 @@
-"""An engine that leaves a GPU and comes back."""
+"""An engine leaves a GPU and comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is staged reaches a GPU as it is in the file."""
+"""Staged tensors reach a GPU with the bytes of the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tensors_that_an_engine_copies_from_pinned_memory_are_those_of_the_files
 
 
 def test_memory_is_taken_again_only_when_its_copy_has_ended(files: Path):
-    """Copies that nobody waits for: torch knows of them, since the memory is its own."""
+    """Nobody waits for the copies. Torch knows of them, because the memory is its own."""
     stream = torch.cuda.Stream()
     with (
         staged(read_sources(files), threads=4, ahead=8 * MIB) as tensors,

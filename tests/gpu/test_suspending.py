@@ -1,4 +1,4 @@
-"""A trainer that is taken off a GPU from outside, without its doing anything."""
+"""A trainer is moved off a GPU from outside, without its help."""
 
 from __future__ import annotations
 

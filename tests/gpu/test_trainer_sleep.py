@@ -1,4 +1,4 @@
-"""A trainer that leaves a GPU and comes back."""
+"""A trainer leaves a GPU and comes back."""
 
 from __future__ import annotations
 

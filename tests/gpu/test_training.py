@@ -1,4 +1,4 @@
-"""Trainers on GPUs compute what a trainer on a CPU computes."""
+"""Trainers on GPUs compute the same results as a trainer on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
-    """What each loss gives and the norm of its gradients; the weights stay as they are."""
+    """Output and gradient norm of each loss. The weights do not change."""
     found = {}
     for name in REQUESTS:
         output = client.output(mixed_request(name))

@@ -1,4 +1,4 @@
-"""An engine on a GPU that loads what a trainer on the same GPU has published."""
+"""An engine on a GPU loads published weights of a trainer on the same GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("model_runner", ["v1", "v2"])
 def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path, model_runner):
-    """Two versions, the second a delta of the first: in turn, in the middle of an answer, and after
-    a sleep that dropped the weights. That the trainer's logprobs are those of the engine is the
-    canary of each load."""
+    """Two versions, the second a delta of the first: in turn, during an answer, and after a sleep
+    that dropped the weights. The canary of each load compares the trainer's logprobs with the
+    engine's."""
     model = tmp_path / "model"
     write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
     versions = []
@@ -71,8 +71,8 @@ def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path, mo
 
 
 def test_an_engine_takes_the_weights_from_the_memory_of_a_trainer_on_its_device(tmp_path):
-    """By CUDA IPC, to the bits that the files have; what is mixed up is noticed; and the trainer's
-    memory is free again when it is told so, whether anybody has opened it or not."""
+    """By CUDA IPC, with the bits of the files. Exchanged tensors are noticed. Releasing a version
+    frees the trainer's memory, whether or not an engine opened it."""
     model = tmp_path / "model"
     write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
     with (
@@ -102,7 +102,7 @@ def test_an_engine_takes_the_weights_from_the_memory_of_a_trainer_on_its_device(
             )
 
         def freed(version) -> int:
-            """How many bytes of the device the release of a version frees."""
+            """Bytes of the device that the version's release frees."""
             before, _ = torch.cuda.mem_get_info()
             trainer.release(version)
             after, _ = torch.cuda.mem_get_info()
