@@ -98,7 +98,8 @@ class Killer:
         self._kill(who)
 
     def _note_end(self, who: tuple[str, ...]) -> None:
-        """Note that the gateway or the agent is about to end. Wait while that would end the stack."""
+        """Note that the gateway or the agent is about to end. Wait while that would end the whole
+        stack."""
         ends = self._ends[who]
         if len(ends) == _MOST_ENDS:
             time.sleep(max(0.0, ends.popleft() + _WITHIN - time.monotonic()))

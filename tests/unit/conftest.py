@@ -1,4 +1,4 @@
-"""Unit tests start no process, open no port and import no engine: a test that does fails here."""
+"""A unit test fails if it starts a process, opens a port or imports vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _PROCESSES = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os
 
 
 class Guard:
-    """Audits this process (PEP 578) for the length of each unit test.
+    """Audits this process (PEP 578) during each unit test.
 
-    An audit hook cannot be removed, so there is one, which raises only while a test runs. What
-    native code does raises no event: gRPC's and uvicorn's servers are replaced instead, and what
-    starts a process of multiprocessing.
+    An audit hook cannot be removed, so one hook raises only while a test runs. Native code raises
+    no events: the fixture replaces gRPC's and uvicorn's servers and the start of multiprocessing.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class Guard:
         sys.addaudithook(self._audit)
 
     def refuse(self, what: str) -> None:
-        """Fail the running test, also where it catches the exception that this raises."""
+        """Fail the running test, even if it catches this exception."""
         if self.found is not None:
             self.found.append(what)
             raise RuntimeError(f"a unit test {what}; it belongs in tests/component")
@@ -51,8 +50,6 @@ def unit_guard() -> Guard:
 
 @pytest.fixture(autouse=True)
 def unit_test(unit_guard: Guard, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test that starts a process, opens a port or imports vLLM."""
-
     def refusing(what: str) -> Callable[..., None]:
         return lambda *_args, **_kwargs: unit_guard.refuse(what)
 

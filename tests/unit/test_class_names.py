@@ -1,4 +1,4 @@
-"""Each class of the product has a name of its own, so that a search finds one thing."""
+"""Each class of the product has a unique name, so that a search finds one thing."""
 
 from __future__ import annotations
 

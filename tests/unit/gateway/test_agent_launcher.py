@@ -1,4 +1,4 @@
-"""What the launcher says of workers whose agent freezes, breaks off and is replaced."""
+"""Workers of an agent that freezes, disconnects and is replaced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.virtual_time import run_in_virtual_time
 
 
 class Agents:
-    """Stands for the stub: `stop` answers, or raises, what it is told to; each stream of exits ends
-    with the connection, or as an agent ends that has stopped its workers."""
+    """Replaces the stub. `stop` gives or raises `answer`. A stream of exits ends with the
+    connection, or as an agent ends that stopped its workers."""
 
     def __init__(self) -> None:
         self.answer: agent_pb2.StopWorkerReply | grpc.StatusCode = agent_pb2.StopWorkerReply()
@@ -77,7 +77,7 @@ def test_a_worker_is_not_gone_unless_its_agent_says_so(tmp_path, answer):
 
 
 async def told(watch) -> str:
-    """Return of which worker it is told that it ended."""
+    """Return the id of the worker that ended."""
     async with asyncio.timeout(60):
         return (await anext(watch)).worker_id
 

@@ -1,4 +1,4 @@
-"""What the gateway writes and reads, on NFS and on disks that fill up, fail and lose power."""
+"""The gateway's files on NFS and on disks that fill up, fail and lose power."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def store(disk, tmp_path):
 
 @pytest.fixture
 async def saved(store) -> Path:
-    """A checkpoint that is saved, and on the disk for good."""
+    """A saved checkpoint, synced to the disk."""
     folder = whole(store, STATE)
     for path in (*folder.iterdir(), folder, *folder.parents[:3]):
         fsync_path(path)
@@ -51,7 +51,7 @@ async def saved(store) -> Path:
 
 
 def folders(store, *roots: str) -> set[str]:
-    """All folders that may hold a checkpoint, partial ones too, and not those in the trash."""
+    """All folders that may hold a checkpoint, also partial ones, except the trash."""
     found = {path for root in roots for path in store.data_dir.glob(f"{root}/[!.]*/*")}
     return {str(path.relative_to(store.data_dir)) for path in found if path.is_dir()}
 
@@ -116,7 +116,7 @@ async def test_a_copy_in_which_the_gateway_was_killed_is_not_left_in_parts(store
         next_one = Store(store.data_dir)
         await next_one.database.open()
         await next_one.collector.collect_all()
-        for left in next_one.collector.unknown:  # a whole copy, of which nobody was told
+        for left in next_one.collector.unknown:  # a whole copy, reported to nobody
             (file,) = (store.data_dir / left).rglob("file")
             assert file.read_text() == "content", strike.hit
         path = await copier(next_one).copy(request(str(nth)))

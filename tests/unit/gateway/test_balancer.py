@@ -1,4 +1,4 @@
-"""Which engine the balancer gives a request to: engines are names, and nothing is computed."""
+"""The balancer's choice of an engine. Engines are names, and nothing is computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class World:
 
 
 def work(prompt=(), *, version: str = "v1", samples: int = 1, tokens: int = 100) -> Work:
-    """A request with a prompt, or with none that any other has."""
+    """A request with this prompt, or with a unique one."""
     prompt = list(prompt) or [random.randrange(2**30) for _ in range(64)]
     request = sampler_pb2.SampleRequest(
         version=common_pb2.WeightVersion(name=version),

@@ -1,4 +1,4 @@
-"""The base models: those that are registered, and those that the models directory has."""
+"""Base models: registered ones, and those of the models directory."""
 
 from __future__ import annotations
 

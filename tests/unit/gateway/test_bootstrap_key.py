@@ -1,4 +1,4 @@
-"""The bootstrap key: taken from a setting, replaced by another one, refused where it is none."""
+"""The bootstrap key: taken from a setting, rotated, refused if invalid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def database(tmp_path):
 
 
 async def started(database, folder, secret: str = "", *, local: str = "tml-local") -> KeyStore:
-    """The keys as a gateway has them that starts with this bootstrap key."""
+    """The keys of a gateway that starts with this bootstrap key."""
     keys = KeyStore(database=database)
     await keys.open()
     keys.set_local(local)
@@ -79,7 +79,7 @@ async def test_without_the_setting_the_key_stays_as_it_is(database, tmp_path):
 
 
 async def test_a_key_that_was_revoked_stays_revoked_and_replaces_no_other(database, tmp_path):
-    """As where a gateway of before the rotation starts once more, or the admin revoked it."""
+    """As after a start of an old gateway, or after the admin revoked it."""
     await started(database, tmp_path, FIRST)
     await started(database, tmp_path, SECOND)
     with capture_logs() as lines:

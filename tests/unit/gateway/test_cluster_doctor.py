@@ -91,8 +91,8 @@ HEALTHY = {
 
 
 def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dict[str, Check]:
-    """What is found on a healthy cluster after changes: of answers, by their paths; one that is
-    not there; rights that the gateway lacks."""
+    """Examine a healthy cluster with changed answers by path, one answer missing, or rights
+    refused."""
     answers = copy.deepcopy(HEALTHY) | changes
     answers.pop(without, None)
 
@@ -196,7 +196,7 @@ def test_a_cluster_without_devices_serves_pools_without_claims():
     assert problems(found) == []
     assert found["ResourceSlices"].level == "absent"
     found = examine(without="/apis/resource.k8s.io/v1", **settings(TANDEM_CLAIM_POOLS=pools))
-    assert problems(found) == ["resource.k8s.io/v1"]  # which the gateway watches all the same
+    assert problems(found) == ["resource.k8s.io/v1"]  # the gateway always watches it
 
 
 def test_one_node_needs_no_volume_for_many():
@@ -214,7 +214,7 @@ def test_one_node_needs_no_volume_for_many():
     [
         ("registry.test:5000/t:2", True),
         ("t:1@sha256:00", False),
-        ("registry.test:5000/t@sha256:00", False),  # which version that is, nobody can see
+        ("registry.test:5000/t@sha256:00", False),  # a digest hides its version
     ],
 )
 def test_an_image_of_another_tag_than_the_gateways_is_told_and_no_problem(image, told):
@@ -260,7 +260,7 @@ def test_without_a_way_to_a_cluster_nothing_else_is_answered(tmp_path, monkeypat
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(InvalidRequest, match="there is no way to a cluster"):
         api_server()
-    assert capsys.readouterr().out == ""  # where the answer goes
+    assert capsys.readouterr().out == ""  # the answer goes there
 
 
 def test_what_the_administrator_may_not_read_is_not_known_and_no_problem():

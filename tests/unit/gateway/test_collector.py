@@ -1,4 +1,4 @@
-"""What a crash leaves on the disk, what is in use, and what the collector makes of it."""
+"""Leftovers of a crash, files in use, and the collector's treatment of both."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
     await store.versions.add_version(version)
     for left in (
         "checkpoints/s-1_train_0/.partial-c-33333333",
-        "checkpoints/s-9_train_0/.partial-d-44444444",  # the copy of a run that never came to be
+        "checkpoints/s-9_train_0/.partial-d-44444444",  # a copy for a run that was never created
         "weights/s-1_train_0/v000001-55555555",
         "weights/s-1_train_0/.partial-v000002-66666666",
-        "weights/.trash/7777777777777777",  # taken away, and killed before it was removed
+        "weights/.trash/7777777777777777",  # moved away, killed before the removal
         "checkpoints/.trash/8888888888888888",
     ):
         folder(store, left)
@@ -143,8 +143,8 @@ async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
 
 
 async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
-    """The collector has seen the folder, and not yet the names; then the save gets its name
-    and unpins the folder."""
+    """The collector saw the folder, but not yet the names. Then the save gets its name and unpins
+    the folder."""
     seen, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(GarbageCollector):
@@ -170,7 +170,7 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
 
 
 async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
-    """A reader that asks all the time sees one of the two at every moment."""
+    """A constant reader sees one of the two at every moment."""
     for leaf in ("a-11111111", "a-22222222"):
         folder(store, f"checkpoints/s-1_train_0/{leaf}")
     await store.checkpoints.put(checkpoint(store, "checkpoints/s-1_train_0/a-11111111"))

@@ -1,9 +1,8 @@
-"""A gateway that dies at any moment, again and again, and a trainer that dies beside it: what comes
-of a run is what came of it undisturbed.
+"""A gateway dies at any moment, again and again, and a trainer beside it. The run's results equal
+an undisturbed run's.
 
-Each test is named by its numbers, which decide all that happens in it: run it by its name again.
-`make nightly` runs some thousands.
-"""
+A test's numbers in its name decide everything that happens: repeat it by its name. `make nightly`
+runs some thousands."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from tests.support.gateway.crash_client import (
 from tests.support.gateway.crash_scenarios import Left, Life, Scenario
 
 OFTEN = {"share": 1.0, "replay": 0.0}
-"""As many snapshots as can be written."""
+"""As many snapshots as possible."""
 SELDOM = {"share": 1e-9, "replay": 1e6}
 OVERFLOWING = SELDOM | {"log_bytes": 0}
 """No run can be restored before its next snapshot."""
@@ -74,7 +73,7 @@ PARTS = 25
 
 @functools.cache
 def undisturbed(name: str) -> tuple[Left, Scenario]:
-    """What a script leaves if nothing dies, and how that was."""
+    """Return an undisturbed script's results and its scenario."""
     with TemporaryDirectory() as folder:
         scenario = Scenario(script_of(name), Path(folder, "data"), seed=1)
         return scenario.run(), scenario
@@ -114,7 +113,7 @@ def test_a_gateway_may_die_at_every_step(name, part, tmp_path):
 
 
 def die_at_without_a_log(steps: int, name: str, folder: Path) -> None:
-    """The trainer outlives the gateway, and must be adopted."""
+    """The trainer outlives the gateway, which must adopt it."""
     scenario = Scenario(
         script_of(name),
         folder,
@@ -126,8 +125,8 @@ def die_at_without_a_log(steps: int, name: str, folder: Path) -> None:
     assert not scenario.run().differences(expected), f"the gateway died before step {steps}"
 
 
-# There, operations that were refused in the gateway had ended just before, or calls waited at the
-# trainer for one that never came.
+# At these steps, refused operations had just ended in the gateway, or calls waited at the trainer
+# for a lost one.
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
@@ -150,7 +149,7 @@ def test_a_trainer_is_adopted_whatever_did_not_fit_into_the_log(name, part, tmp_
 
 
 def die_again_and_again(seed: int, folder: Path, *, sharing: int = 1) -> None:
-    """Let gateways and workers die; so many sessions share one trainer."""
+    """Let gateways and workers die. `sharing` sessions share one trainer."""
     rng = random.Random(seed)
     name = rng.choice([*SCRIPTS, str(seed)])
     longest = rng.choice((100, 400, 1500))

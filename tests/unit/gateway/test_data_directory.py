@@ -1,4 +1,4 @@
-"""The data directory and what is kept in it, when the power fails."""
+"""The data directory and its files after a power failure."""
 
 from __future__ import annotations
 

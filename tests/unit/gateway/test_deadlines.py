@@ -1,4 +1,4 @@
-"""How long operations and samples may take: what waits for others does not lose its own time."""
+"""Deadlines of operations and samples: waiting for others costs them no time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ LIMIT = 1800.0
 
 
 class OneAtATime:
-    """A worker that takes so many seconds for each of its calls, and gives up one that is over
-    its deadline, as gRPC does."""
+    """A worker that takes `seconds` for each call, one at a time. A call past its deadline raises,
+    as in gRPC."""
 
     def __init__(self, seconds: dict[int, float], reply: Any) -> None:
         self.seconds = seconds
@@ -62,7 +62,7 @@ class OneAtATime:
 
 
 async def serve(seconds: dict[int, float]) -> dict[int, Any]:
-    """Give a run one operation of each of `seconds`; return the outcomes."""
+    """Give a run one operation of each duration. Return the outcomes."""
     client: Any = TrainerClient(WORKER, run_id="r", timeout=LIMIT, window=4, calls=CallOrder())
     trainer = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
     client.stub.OptimStep = trainer
@@ -144,7 +144,7 @@ def test_an_operation_that_takes_too_long_ends_the_run_when_its_own_time_is_over
 
 
 def test_what_takes_no_longer_than_the_interval_is_not_asked_how_far_it_is():
-    """However long it waits for those before it."""
+    """However long it waits for earlier ones."""
 
     async def progress_asked_of(*, waits: float, takes: float) -> int:
         delivery, client, call = object.__new__(CallDelivery), MagicMock(), Call(MagicMock())
@@ -169,7 +169,7 @@ async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
 
 
 def sampler(seconds: dict[int, float], given_up: list[str]) -> SamplerClient:
-    """`given_up` is told why the sampler was given up."""
+    """`given_up` gets the reasons for giving up the sampler."""
     client: Any = SamplerClient(WORKER, timeout=LIMIT, give_up=given_up.append)
     engine = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
 

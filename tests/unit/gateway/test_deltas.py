@@ -1,4 +1,4 @@
-"""Which versions of a run are whole, by how large its deltas come out."""
+"""The sizes of a run's deltas decide which versions are whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ WHOLE = 1000
 
 
 def published(base: DeltaBase, sizes: Iterable[int]) -> str:
-    """Publish versions whose deltas have these sizes, as often as they have been ones; return a
-    letter for each: W(hole) or D(elta)."""
+    """Publish versions with deltas of these sizes. Return a letter for each: W(hole) or D(elta)."""
     written = ""
     for number, size in enumerate(sizes):
         of = base.next()
@@ -32,7 +31,7 @@ def test_the_first_is_whole_and_small_deltas_follow_it_for_as_long_as_they_stay_
 
 def test_a_new_whole_one_comes_when_a_delta_is_larger_than_a_version_is_on_average():
     growing = [0, *range(30, 1000, 30)]
-    # 1000 + 30 + … + 210 are 1,840 for eight versions, 230 each; with 240 they are 231.
+    # 1000 + 30 + … + 210 are 1,840 for eight versions, 230 each. With 240 they are 231.
     assert published(DeltaBase(), growing)[:10] == "WDDDDDDDDW"
 
 

@@ -1,4 +1,4 @@
-"""The dispatcher with a runner that the test controls: order, window, gaps and the end."""
+"""The dispatcher with a test-controlled runner: order, window, gaps and the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = Result(media="json")
 
 
 class FakeRunner:
-    """Notes what it is given. Operations end when the test sets `gates[seq_id]`, or at once."""
+    """Notes its calls. Operations end when the test sets `gates[seq_id]`, or at once."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
@@ -46,7 +46,7 @@ class FakeRunner:
 
 
 class World:
-    """A dispatcher that serves, its runner, and the outcomes by `seq_id`."""
+    """A running dispatcher, its runner, and the outcomes by `seq_id`."""
 
     def __init__(
         self, *, window: int = 4, window_bytes: int = 100, gap_timeout: float = 60
@@ -80,7 +80,7 @@ class World:
 
 
 async def settle() -> None:
-    """Let everything run that can."""
+    """Run the event loop until nothing is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -161,7 +161,7 @@ async def test_what_fails_before_it_is_sent_is_skipped_and_the_trainer_is_told_o
 
 
 async def test_a_load_hears_of_what_was_refused_before_it_and_the_step_after_it_does_not():
-    """The trainer, which knows whether the load succeeded, then knows what the step may do."""
+    """The trainer knows whether the load succeeded, and so whether the step may run."""
     world = World()
     world.put(1, refused=InvalidRequest("no such loss"))
     world.put(2, kind="load_weights", body=LoadWeights(path="a"))

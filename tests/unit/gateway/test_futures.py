@@ -1,4 +1,4 @@
-"""The table of futures: who waits, what leaves it and when, and what that costs among thousands."""
+"""The table of futures: waiters, removal, and its cost with thousands of entries."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_result_leaves_a_while_after_it_was_fetched_or_was_not(futures, 
     unfinished = new(futures, "unfinished")
     for future in (operation, sample, fetched):
         future.resolve(DONE)
-    futures.note_fetched(fetched)  # before the table was told that it has ended
+    futures.note_fetched(fetched)  # before the table knows its end
     await settle()
     now[0] += 20
     futures.note_fetched(fetched)  # again

@@ -1,4 +1,4 @@
-"""The journal on a database that fails for a while, and the files that payloads leave."""
+"""The journal on a database that fails for a while, and its leftover payload files."""
 
 from __future__ import annotations
 

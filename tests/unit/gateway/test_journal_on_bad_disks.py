@@ -1,4 +1,4 @@
-"""The files of the journal, and of results, on disks that fill up, fail and lose power."""
+"""Files of the journal and of results on disks that fill up, fail and lose power."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def journal(database, data) -> Journal:
 
 
 async def wait_until_written(database: Database) -> None:
-    """Return when nothing is left to be tried again."""
+    """Return when no write is left to try again."""
     async with asyncio.timeout(PATIENCE):
         while not await database.flush():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -93,7 +93,7 @@ def operation(seq_id: int) -> Operation:
 
 
 async def accept(journal: Journal, seq_id: int) -> bool:
-    """Whether the operation was accepted, and its client told so."""
+    """Return whether the operation was accepted and its client told."""
     try:
         await journal.accept(operation(seq_id), payload=BATCH)
         await journal.database.sync()
@@ -172,7 +172,7 @@ async def test_a_flush_does_not_tell_of_what_is_tried_again_in_this_moment(datab
 
     database.write_soon(delete(operations), before=fail_once)
     assert not await database.flush()
-    database.write_soon(delete(operations), before=lambda: None)  # waits behind it
+    database.write_soon(delete(operations), before=lambda: None)  # waits behind the first
     working = asyncio.create_task(database.write(delete(operations), before=keep_the_writer))
     flushed = asyncio.create_task(database.flush())
     assert await asyncio.to_thread(busy.wait, PATIENCE)

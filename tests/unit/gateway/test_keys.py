@@ -1,4 +1,4 @@
-"""The store of keys: what it keeps, finds, revokes and refuses."""
+"""The key store: keeping, finding, revoking and refusing keys."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_keys_are_found_again_after_a_restart_as_they_were_left(database):
 
 
 async def test_two_keys_whose_ids_are_the_same_are_still_two_keys(database):
-    """An id is the beginning of a hash; what counts is the whole of it."""
+    """An id is the beginning of a hash. The whole hash decides."""
     keys = KeyStore(database=database)
     key, secret = await keys.create(new())
     keys._keys[key.id] = type(key)(**{**vars(key), "digest": key.digest[:6] + bytes(26)})

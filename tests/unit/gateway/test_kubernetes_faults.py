@@ -1,4 +1,4 @@
-"""An API server that does not answer well."""
+"""An API server that answers badly or not at all."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_a_watch_that_is_refused_for_some_time_is_asked_for_after_it_and_g
         cluster.latency = 0.0
         cluster.close_watches(broken=True)
         await until(lambda: len(asked) == 1)
-        await other  # is answered, which does not say that watches are
+        await other  # one answer does not prove that watches work
         await until(lambda: len(asked) == 2)
         assert not gateway.launcher.reports
         cluster.run_out_of_memory(NAME)
@@ -226,7 +226,7 @@ async def test_a_server_that_lists_and_refuses_every_watch_is_asked_less_and_les
         await asyncio.sleep(30)
         before = len(cluster.calls)
         await asyncio.sleep(60)
-        assert len(cluster.calls) - before <= 4 * 2 * 5  # of four kinds a list and a watch each
+        assert len(cluster.calls) - before <= 4 * 2 * 5  # a list and a watch of each of four kinds
         cluster.meddle = lambda _call: None
         await until(lambda: gateway.launcher.reports, seconds=20)
 
@@ -235,7 +235,7 @@ async def test_a_server_that_lists_and_refuses_every_watch_is_asked_less_and_les
 async def test_a_change_that_no_watch_tells_is_found_when_all_is_listed_again(cluster):
     async with Gateway(cluster) as gateway:
         await gateway.run(NAME)
-        cluster.objects["pods"].pop(NAME)  # nobody is told
+        cluster.objects["pods"].pop(NAME)  # without an event
         await until(lambda: gateway.exits, seconds=70)
         assert gateway.exits == [(NAME, "the trainer's pod was deleted, not by the gateway")]
 

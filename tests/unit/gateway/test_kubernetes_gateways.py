@@ -1,5 +1,4 @@
-"""A gateway that dies between any two calls, and the next one; one that wakes when another has
-taken over."""
+"""A gateway dies between any two calls and is replaced, or wakes after another took over."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ NAME = "trainer-s-1-0"
 
 
 async def live(gateway: Gateway) -> None:
-    """Start a worker of two pods, let it serve, and stop it."""
     await gateway.open()
     await gateway.run(NAME)
     await gateway.launcher.stop(NAME)
@@ -41,13 +39,13 @@ def test_a_gateway_that_is_killed_between_any_two_calls_leaves_nothing_and_adopt
         for carried_out in (False, True):
             number = run_in_virtual_time(killed_at(cut, carried_out=carried_out))
             adopted, removed = adopted + number, removed + (1 - number)
-    assert adopted >= 2  # it served, and nobody had asked it to end
+    assert adopted >= 2  # it served, and nobody asked it to end
     assert removed > 10
 
 
 async def killed_at(cut: int, *, carried_out: bool) -> int:
-    """Return how many workers the next gateway adopts; nothing else is left, and nothing at all
-    once that is stopped."""
+    """Return the number of workers that the next gateway adopts. Check that nothing else is left,
+    and nothing at all after their stop."""
     async with running_cluster() as cluster:
         first = Gateway(cluster, nodes=NODES, idle=1, epoch=1)
         first.session.sever_at, first.session.sever_after = cut, carried_out

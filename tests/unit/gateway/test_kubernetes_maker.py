@@ -1,4 +1,4 @@
-"""The launcher that the settings describe, with the objects that it really makes."""
+"""The launcher of the settings, with the real objects that it makes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The manifests of `k8s/`: held against Kubernetes' schemas, and for what those do not see."""
+"""The manifests of `k8s/`: checked by Kubernetes' schemas, and for mistakes that schemas miss."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import PurePosixPath
 
-import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port
 import kubernetes_validate
 import pytest
 import yaml
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 VERSIONS = ("1.34", "1.37")
 OF_OPERATORS = {"PodMonitor"}
-"""Kinds of which Kubernetes itself has no schema."""
+"""Kinds without a schema in Kubernetes."""
 JOBS = sorted((K8S / "jobs").glob("*.yaml"))
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 GATEWAYS = ("cpu-dev", "gpu-nfs")
@@ -71,7 +71,7 @@ def test_each_job_is_one_of_kubernetes_without_unknown_fields(path, version):
 
 
 def all_pods(stack: Rendered) -> dict[str, dict]:
-    """Of an overlay, of the jobs, and of the workers that its gateway starts; by name."""
+    """All pods by name: of an overlay, of the jobs, and of its gateway's workers."""
     jobs = [yaml.safe_load(path.read_text()) for path in JOBS]
     return pods_of([*stack.objects, *jobs]) | worker_pods(stack.settings)
 
@@ -176,7 +176,7 @@ def test_what_the_settings_name_is_mounted_there(stack, monkeypatch):
     assert mounts[str(settings.bootstrap_key_file.parent)] == "first-key"
     keys = {name: set(stack.one("Secret", name)["data"]) for name in stack.names("Secret")}
     assert settings.bootstrap_key_file.name in keys["tandem-first-key"]
-    assert keys["tandem-authority"] == {"tls.crt", "tls.key"}  # as the gateway reads them
+    assert keys["tandem-authority"] == {"tls.crt", "tls.key"}  # the names that the gateway reads
     (claim,) = (volume for volume in spec["volumes"] if volume["name"] == "data")
     name = claim["persistentVolumeClaim"]["claimName"]
     assert name == settings.kubernetes.volume_claim
@@ -249,7 +249,7 @@ def test_an_upgrade_starts_the_next_gateway_before_it_ends_one_and_leaves_time_t
     pod = spec["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] >= 60
     (container,) = pod["containers"]
-    # A standby never passes `readyz`; were it asked, no upgrade would end.
+    # A standby never passes `readyz`. With such a probe, no upgrade would end.
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] == "/api/v1/healthz"
     assert "lifecycle" not in container  # SIGTERM alone hands the workers over
@@ -270,7 +270,7 @@ def test_requests_reach_the_gateway_that_serves(stack):
     assert port["targetPort"] == int(stack.settings["TANDEM_PORT"])
 
 
-# --- Who reaches whom -----------------------------------------------------------------------------
+# --- Network policies -----------------------------------------------------------------------------
 
 OF_NODES = {
     "trainer": "trainer-s-ab12-0",
@@ -295,11 +295,11 @@ ALLOWED = {
         for port in PORTS
     ),
 }
-"""The nodes of a trainer reach each other at all ports; `trainer-alone` has one node."""
+"""The nodes of a trainer reach each other at all ports. `trainer-alone` has one node."""
 
 
 def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
-    """The labels of one pod of each component: those that its maker gives it."""
+    """The labels of one pod of each component, as its maker sets them."""
     of_workers = worker_pods(stack.settings)
     jobs = pods_of([yaml.safe_load((K8S / "jobs" / "add-model.yaml").read_text())])
     pods = pods_of(stack.objects)

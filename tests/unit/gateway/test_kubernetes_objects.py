@@ -1,4 +1,4 @@
-"""What is sent to Kubernetes: held against its schemas, and for what the schemas do not see."""
+"""Objects for Kubernetes: checked by its schemas, and for mistakes that schemas miss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import json
 from pathlib import Path
 
-import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port
 import kubernetes_validate
 import pytest
 
@@ -128,7 +128,7 @@ def test_kubernetes_knows_every_field_of_every_object(spec, pool, placement):
 
 @EVERY_KIND
 def test_a_pod_asks_for_claims_that_are_made_with_it(spec, pool):
-    """A claim that is not there, or that its container does not name, would be accepted."""
+    """Kubernetes would accept a claim that is missing, or unnamed in its container."""
     objects = rendered(spec, pool)
     made = [claim["metadata"]["name"] for claim in objects.claims]
     for pod in objects.pods:
@@ -142,7 +142,7 @@ def test_a_pod_asks_for_claims_that_are_made_with_it(spec, pool):
 
 @EVERY_KIND
 def test_a_claim_asks_for_the_devices_of_its_pool_and_never_for_none(spec, pool):
-    """An empty claim would be accepted, and its pod scheduled without a device."""
+    """Kubernetes would accept an empty claim, and schedule its pod without a device."""
     for claim in rendered(spec, pool).claims:
         assert set(claim["spec"]) == {"devices"}
         (request,) = claim["spec"]["devices"]["requests"]
@@ -197,7 +197,7 @@ def test_a_pod_may_do_nothing_but_its_work(spec, pool):
         }
         assert about["restartPolicy"] == "Never"
         secret = next(each["secret"] for each in about["volumes"] if "secret" in each)
-        assert not secret["defaultMode"] & 0o337  # for its owner and its group to read
+        assert not secret["defaultMode"] & 0o337  # readable by its owner and its group
 
 
 @EVERY_KIND

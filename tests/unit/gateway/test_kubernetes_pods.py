@@ -1,4 +1,4 @@
-"""What the state of a pod means, beyond what the cluster in memory shows."""
+"""The meaning of a pod's state, beyond the cases of the cluster in memory."""
 
 from __future__ import annotations
 

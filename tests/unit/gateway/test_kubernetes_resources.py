@@ -1,4 +1,4 @@
-"""What pods request, from the size of a model."""
+"""Requests of pods, from the size of a model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def requested(kind="trainer", model: ModelSize | None = LARGE, *, pool=None, **c
 def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
     weights = LARGE.parameters * 4
     asleep = requested().memory
-    assert asleep >= 7 * weights  # weights, gradients, two moments, and three copied for a snapshot
+    assert asleep >= 7 * weights  # weights, gradients, two moments, and three copies for a snapshot
     assert requested(training=LORA).memory < asleep
     assert requested(pool=a_pool(awake=0)).memory < asleep
 
@@ -221,7 +221,7 @@ async def test_the_size_of_a_model_that_was_replaced_is_read_before_the_next_run
     assert known_size(path).parameters == 15
     a_model(tmp_path, weight=[3, 7])
     await read_ahead(str(path), settings)
-    assert known_size(path).parameters == 15  # known, as for each sample
+    assert known_size(path).parameters == 15  # cached, as for each sample
     await read_ahead(str(path), settings, anew=True)
     assert known_size(path).parameters == 21
     (path / "model-weight.safetensors").unlink()

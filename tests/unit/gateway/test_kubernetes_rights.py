@@ -1,4 +1,4 @@
-"""The Role of the gateway is what the launcher asks of the API server: no less, and no more."""
+"""The gateway's Role allows exactly the launcher's calls to the API server."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def test_each_resource_is_of_the_group_in_which_the_launcher_asks_for_it():
 
 
 async def all_calls() -> set[tuple[str, str]]:
-    """The calls of lives in which the answer to one call each was lost, and of pods that wait and
-    that fail."""
+    """Calls of whole lives, each with one lost answer, and of waiting and failing pods."""
     async with running_cluster() as cluster:
         number = await live(cluster)
         calls = {call.rule for call in cluster.calls}
@@ -57,8 +56,7 @@ async def all_calls() -> set[tuple[str, str]]:
 
 
 async def live(cluster: FakeCluster, *, lost: int = -1) -> int:
-    """Start and stop a worker of two pods, and let a next gateway look; return how many calls it
-    were."""
+    """Start and stop a worker of two pods, with a next gateway. Return the number of calls."""
 
     def lose(call) -> None:
         if call.number == lost and call.verb != "watch":
@@ -90,7 +88,7 @@ def put_gateways(cluster: FakeCluster, *, serving: str = "") -> None:
 
 
 def put_pod(cluster: FakeCluster, name: str, labels: dict[str, str]) -> None:
-    """Make a pod that runs, of somebody else."""
+    """Make a running pod of somebody else."""
     metadata = {"name": name, "labels": labels}
     spec = {"nodeName": "node-0", "containers": []}
     cluster.put("pods", {"metadata": metadata, "spec": spec, "status": {"phase": "Running"}})
@@ -106,7 +104,7 @@ async def test_the_gateway_that_takes_over_labels_its_pod_and_no_other(cluster):
     put_gateways(cluster, serving="tandem-7c4f-y")
     put_pod(cluster, "z", {SERVING: "another"})
     async with Gateway(cluster, pod=POD):
-        assert labelled(cluster) == [POD, "z"]  # the second is of another Tandem
+        assert labelled(cluster) == [POD, "z"]  # the second belongs to another Tandem
 
 
 @on_cluster()

@@ -1,10 +1,10 @@
-"""What an administrator may say of pods, and what is refused."""
+"""Pod templates of an administrator, and refused ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port
 import kubernetes_validate
 import pytest
 import yaml
@@ -100,7 +100,7 @@ def test_a_pod_has_what_its_template_says_beside_what_is_the_worker_s(tmp_path):
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert {"name": "corpus", "emptyDir": {}} in pod["spec"]["volumes"]
     shipper, worker = pod["spec"]["containers"]
-    assert shipper == sidecar  # which gets no device
+    assert shipper == sidecar  # it gets no device
     assert own["env"][0] in worker["env"]
     assert worker["image"] == "t"
     assert worker["resources"]["limits"] == {
@@ -225,5 +225,8 @@ def test_templates_that_keep_the_workers_of_a_claim_apart_are_refused(tmp_path):
         check(tmp_path)
     same = {"nodeSelector": {"zone": "a", "tandem.dev/role": "sampler"}, "tolerations": []}
     written(tmp_path, a_template(same), kind="sampler")
-    same["nodeSelector"] = {"zone": "a", "tandem.dev/role": "trainer"}  # left out
+    same["nodeSelector"] = {
+        "zone": "a",
+        "tandem.dev/role": "trainer",
+    }  # this label is left out
     check(written(tmp_path, a_template(same)))

@@ -1,8 +1,8 @@
-"""What a gateway does about its launcher before it has its lease."""
+"""The gateway's checks of its launcher before it has its lease."""
 
 from __future__ import annotations
 
-import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port
 import pytest
 
 from gateway.app import create_app

@@ -1,4 +1,4 @@
-"""Rotation and removal of log files, with a process that goes on writing."""
+"""Rotation and removal of log files while a process keeps writing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def aged(path: Path, text: str = "x\n") -> Path:
 
 @pytest.fixture
 def writer(tmp_path):
-    """What a worker and its children have as standard error."""
+    """The standard error of a worker and its children."""
     fd = os.open(tmp_path / "w.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(fd, FIRST.encode())
     yield lambda text: os.write(fd, text.encode())

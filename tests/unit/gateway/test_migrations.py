@@ -1,4 +1,4 @@
-"""The database's migrations. Each later one has a test here, with rows of the schema before."""
+"""Database migrations. Each later one has a test here, with rows of the schema before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def base_models(store):
 
 
 def schema_of(engine):
-    """Everything that the database itself says of its tables."""
+    """The database's own description of its tables."""
     with engine.connect() as connection:
         found = inspect(connection)
         return {

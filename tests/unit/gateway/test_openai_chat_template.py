@@ -1,4 +1,4 @@
-"""Chat templates: the same text and tokens as transformers, in a sandbox, with clear refusals."""
+"""Chat templates: the text and tokens of transformers, in a sandbox, with clear refusals."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ FIELDS = (
     "{% for name in m | sort %}{% if name != 'role' %} {{ name }}={{ m[name] }}{% endif %}"
     "{% endfor %};{% endfor %}"
 )
-"""Shows which fields a template is given."""
+"""Shows the fields that a template gets."""
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ MODEL = BaseModelEntry(name="m", path="/m", max_length=8)
 
 
 class FakeSamplers:
-    """Keeps what it is given."""
+    """Keeps its arguments."""
 
     def __init__(self):
         self.taken = []

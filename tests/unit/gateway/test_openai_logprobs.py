@@ -1,4 +1,4 @@
-"""Logprobs of completions: each token by its name, with its place in the text."""
+"""Logprobs of completions: each token's name, and its offset in the text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choice_of(tokenizer, *, stop=(), **fields):
 
 
 def written(tokenizer, rows, **fields):
-    """The logprobs of tokens, of which each row is the alternatives, the sampled one first."""
+    """The logprobs of tokens. Each row has a token's alternatives, the sampled one first."""
     tokens = NewTokens(
         ids=[row[0][0] for row in rows],
         logprobs=[row[0][1] for row in rows],
@@ -198,7 +198,7 @@ def test_a_whole_token_is_found_at_its_offset_also_among_noise(tokenizers, kind,
     assert all(offset <= len(text) for offset in offsets)
     for token, name, offset in zip(tokens, names, offsets, strict=True):
         known = tokenizer.token(token)
-        # A sentence tokenizer decodes a run of bytes with one wrong byte to wrong characters alone.
+        # A sentence tokenizer decodes bytes with one wrong byte to wrong characters only.
         whole = known.text.isascii() and len(known.raw) > 0 and kind == "bytes"
         if whole and token not in tokenizer.special:
             assert text[offset:].startswith(name), (text, names, offsets)

@@ -1,4 +1,4 @@
-"""Tokens into text: whole characters, stop strings, and the same text however tokens are split."""
+"""Tokens into text: whole characters, stop strings, and one text for every split."""
 
 from __future__ import annotations
 

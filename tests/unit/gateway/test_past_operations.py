@@ -1,4 +1,4 @@
-"""The past of a journal: what a start and the expiry of results cost when it is long."""
+"""The cost of a start and of expired results with a long journal."""
 
 from __future__ import annotations
 

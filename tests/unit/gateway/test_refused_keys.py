@@ -1,4 +1,4 @@
-"""How refused keys reach the log: a burst leaves two lines a minute, and its number."""
+"""Refused keys in the log: a burst leaves two lines a minute, with its number."""
 
 from __future__ import annotations
 

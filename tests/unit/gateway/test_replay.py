@@ -1,4 +1,4 @@
-"""The replay log: what it keeps, when it wants a snapshot, and what it would replay."""
+"""The replay log: its entries, its wish for a snapshot, and its replay."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_a_checkpoint_that_was_loaded_is_let_go_when_nothing_loads_it_again(watc
     [
         (0.1, 4.9, False),  # 2 % of 5 s
         (0.1, 5.1, True),
-        (10.0, 59.0, False),  # 2 % would be 500 s of work; a replay should take 60 s
+        (10.0, 59.0, False),  # 2 % would be 500 s of work, but a replay should take 60 s
         (10.0, 61.0, True),
-        (30.0, 61.0, False),  # but snapshots shall not take half of the time
+        (30.0, 61.0, False),  # snapshots must not take half of the time
         (30.0, 121.0, True),
     ],
 )
@@ -174,7 +174,7 @@ def test_too_many_bytes_are_forgotten_until_the_next_snapshot():
 
 def test_a_snapshot_that_is_older_than_what_was_forgotten_does_not_make_the_log_whole():
     watched = make(log_bytes=100)
-    watched.answered(0, "optim_step")  # a snapshot of this step is being written
+    watched.answered(0, "optim_step")  # starts a snapshot of this step
     watched.answered(1, size=60)
     watched.answered(2, size=60)
     assert watched.dropped == [1, 2]
@@ -222,7 +222,7 @@ def test_the_creator_of_a_run_may_turn_recovery_off_or_choose_the_seconds():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_replay_after_any_snapshot_rebuilds_the_state(data):
-    """Against a model of a trainer whose state is the list of calls that changed it."""
+    """The model of a trainer has the list of calls that changed its state."""
     watched = make(log_bytes=data.draw(st.sampled_from([3, 10, 10**9])))
     log, state, states, next_seq, pending = watched.log, [], {-1: []}, 0, []
     for _ in range(data.draw(st.integers(0, 40))):
@@ -238,7 +238,7 @@ def test_the_replay_after_any_snapshot_rebuilds_the_state(data):
                 state.append(seq_id)
             states[seq_id] = list(state)
             log.note_answered(seq_id, seconds=1.0)
-        elif action == "snapshot":  # that was asked for at any step since the newest one
+        elif action == "snapshot":  # of any step since the newest one
             since = [seq_id for seq_id in states if seq_id > log.newest.seq_id]
             if since:
                 chosen = data.draw(st.sampled_from(since))

@@ -1,4 +1,4 @@
-"""What is removed a while after it has ended, what stays, and in how small steps."""
+"""Removal of old rows and files in small steps, and the rows that stay."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 
 
 class History:
-    """A database with sessions of different ages. In each: a run with two operations, a sampling
-    session, a worker, and a weight version that was collected."""
+    """A database with sessions of different ages. Each has a run with two operations, a sampling
+    session, a worker, and a collected weight version."""
 
     def __init__(self, database: Database, folder) -> None:
         self.database = database
@@ -83,7 +83,7 @@ class History:
         await self.database.write(insert(metadata.tables[table]), row)
 
     async def rows(self) -> dict[str, int]:
-        """The number of rows of each table that has any."""
+        """The row counts of all tables that are not empty."""
         names = [name for name in metadata.tables if name != "audit"]
         counts = {
             name: await self.database.read_value(

@@ -1,4 +1,4 @@
-"""Which versions the tokens of a request came from, and when that is forgotten."""
+"""The weight versions of a request's tokens, and when they are forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the silence of a session's client means that it is gone."""
+"""When a client's silence ends its session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def silent_session(sessions):
 
 async def test_a_gateway_that_stood_still_does_not_blame_its_clients(sessions):
     alive, silent = [await silent_session(sessions) for _ in range(2)]
-    silent.seen_at -= 25  # of the 60 seconds, five are left
+    silent.seen_at -= 25  # five of the 60 seconds are left
     for session in (alive, silent):
         session.seen_at -= 90
     sessions._ran_at -= 90
@@ -42,7 +42,7 @@ async def test_a_gateway_that_stood_still_does_not_blame_its_clients(sessions):
 
 async def test_a_gateway_that_runs_counts_all_of_the_silence(sessions):
     session = await silent_session(sessions)
-    sessions._ran_at -= 4  # as when the event loop lags
+    sessions._ran_at -= 4  # as if the event loop lagged
     session.seen_at -= 29
     assert sessions.overdue() == {}
     session.seen_at -= 2

@@ -1,5 +1,4 @@
-"""Runs that share a trainer: what is left of those that end before they have begun, and what their
-owners see of each other."""
+"""Runs that share a trainer: leftovers of runs that never began, and isolation of owners."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from tests.support.gateway.crash_scenarios import Life, Scenario
 
 
 class SecondIsNotCreated(Scenario):
-    """The row of the second run is written while the session of the first ends, and then that of
-    the second ends, or the write fails."""
+    """The first session ends while the second run's row is written. Then the second ends, or its
+    write fails."""
 
     how = ""
 
@@ -63,7 +62,7 @@ class SecondIsNotCreated(Scenario):
 def test_the_last_run_of_a_trainer_gives_it_back_though_it_was_never_created(how, tmp_path):
     scenario = SecondIsNotCreated([batch(1), step()], tmp_path / "data", beside=[[]])
     scenario.how = how
-    scenario.run_all()  # it looks for places and processes that are left
+    scenario.run_all()  # it checks that no place or process is left
     assert [e for e in scenario.log if e["event"] == "worker_ready"], "there was a process"
 
 
@@ -81,7 +80,7 @@ def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path:
             if client.run_id not in failed:
                 await super()._serve(gateway, client)
                 return
-            self.log[:] = [e for e in self.log if e["event"] != "run_not_resumed"]  # not a fault
+            self.log[:] = [e for e in self.log if e["event"] != "run_not_resumed"]  # expected here
             await gateway.end_session(
                 session_id=client.session_id, state="finished", reason="finished", detail=""
             )

@@ -1,4 +1,4 @@
-"""The signing key and what is signed with it."""
+"""The signing key and signed tokens."""
 
 from __future__ import annotations
 

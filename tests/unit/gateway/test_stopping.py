@@ -1,4 +1,4 @@
-"""What a gateway does when it is asked to stop. No process is started here."""
+"""A gateway that is asked to stop. No process is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.virtual_time import run_in_virtual_time
 
 
 def asked(*numbers: int) -> Stop:
-    """What a gateway was asked for by these signals, one after the other."""
+    """A stop that these signals asked for, in turn."""
     stop = Stop()
     for number in numbers:
         stop.ask(number)
@@ -31,7 +31,7 @@ def test_a_second_sigint_ends_the_waiting_and_a_second_sigterm_changes_nothing()
 
 
 class SlowRun:
-    """A run whose trainer takes so long to be saved, of which nothing is asked without one."""
+    """A run that takes `seconds` to be saved, if its trainer serves."""
 
     def __init__(self, number: int, seconds: float, *, serves: bool = True) -> None:
         self.id, self.step, self.trainer = f"run-{number}", 7, SimpleNamespace(serves=serves)
@@ -44,7 +44,7 @@ class SlowRun:
 
 
 def saved(*runs: SlowRun, timeout: float, interrupted_at: float = 1e9) -> tuple[float, list[str]]:
-    """Save the runs; return how long it took, and what was said meanwhile."""
+    """Save the runs. Return the seconds, and the messages meanwhile."""
     said: list[str] = []
 
     async def scenario() -> float:

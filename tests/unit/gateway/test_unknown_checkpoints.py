@@ -1,5 +1,5 @@
-"""What is on the disk and unknown to the database, and what has expired: nothing that a user was
-told is saved is removed for it."""
+"""Unknown and expired checkpoints on the disk. A checkpoint that a user was told is saved is never
+removed with them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_folder_that_the_database_does_not_know_stays_and_is_named_once_
     }
     for path in unknown:
         whole(store, path)
-    bare = folder(store, "weights/s-9_train_0/v000001-77777777")  # without a list of its files
+    bare = folder(store, "weights/s-9_train_0/v000001-77777777")  # without a file list
     for _ in range(2):
         with capture_logs() as lines:
             await store.collector.collect_all()
@@ -152,7 +152,7 @@ async def test_what_its_user_gave_up_goes_at_once(store, end):
         await store.checkpoints.expire()
         await store.checkpoints.change(saved, expired_at=time.time() - DAY)
         await store.checkpoints.expire()
-    await store.collector.collect_all()  # as after a crash between the name's end and the files'
+    await store.collector.collect_all()  # as after a crash before the files' end
     assert not path.exists()
     assert store.collector.unknown == set()
 
@@ -162,7 +162,7 @@ async def test_a_clock_that_is_ahead_hides_a_checkpoint_and_loses_nothing(store,
     await store.checkpoints.put(checkpoint(store, STATE, expires_at=now + 7200))
 
     async def housekeeping(clock: float) -> bool:
-        """A round at this time; whether the checkpoint can be used then."""
+        """Run housekeeping at this time. Return whether the checkpoint is usable."""
         monkeypatch.setattr("time.time", lambda: clock)
         await store.checkpoints.expire()
         await store.collector.collect(RUN)

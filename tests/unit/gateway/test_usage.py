@@ -1,4 +1,4 @@
-"""What is metered, added up by hour, and reported."""
+"""Metering, hourly sums and reports of usage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 def test_shares_of_a_clock_add_up_to_the_time_in_which_there_was_work():
     now = [0.0]
     clock = TimeShares(lambda: now[0])
-    now[0] = 5.0  # nothing is under way
+    now[0] = 5.0  # no operation runs
     first = clock.start()
     now[0] = 6.0
     second = clock.start()
@@ -56,7 +56,7 @@ async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
     subject = Subject(
         id=f"{session.id}:train:0", session_id=session.id, owner="local", base_model="tiny"
     )
-    for _ in range(2):  # the second is that of the next gateway
+    for _ in range(2):  # the second is the next gateway's
         usage = UsageMeter(database=database, clock=lambda: now[0])
         usage.record("forward", subject, input_tokens=5, accelerator_seconds=0.5)
         usage.write()
