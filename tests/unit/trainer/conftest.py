@@ -1,4 +1,4 @@
-"""Tiny models, written once for all tests of this folder, which must not change them."""
+"""Tiny models, written once for all tests of this folder. Tests must not change them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(models) -> Path:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A process group of one rank, for sharded models: it has nobody to talk to."""
+    """A fake process group of one rank, for sharded models."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -33,8 +33,8 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def second() -> Iterator[None]:
-    """The second rank of two, which has nobody to talk to. (Torch remembers for all of a process
-    which rank it is, so that this cannot be each in turn.)"""
+    """The second rank of a fake group of two. Torch keeps one rank per process, so the test cannot
+    be each rank in turn."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield
     dist.destroy_process_group()

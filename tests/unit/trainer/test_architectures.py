@@ -24,8 +24,8 @@ from trainer_service.lora.merge import merge
 
 LENGTHS = (30, 30, 21, 9, 9, 4, 1)
 PADDED = frozenset(["falcon", "gemma2", "gpt_oss", "stablelm"])
-"""Packed rows can neither cap the attention's logits nor have sinks, and the attention of two
-models has a form of its own."""
+"""Architectures that cannot be packed: capped attention logits, sinks, or an attention of their
+own."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("packing", ["on", "off"])
 @pytest.mark.parametrize("architecture", CONFIGURATIONS)
 def test_logprobs_depend_on_nothing_else_in_a_micro_batch(paths, architecture, packing):
-    """Sequences are longer than a window. Transformers computes each alone, plainly."""
+    """Sequences are longer than a window. Transformers computes each one alone."""
     assert max(LENGTHS) > 2 * WINDOW
     trainer = make(paths[architecture], None, packing=packing)
     assert trainer.trainer.backend.packs == (packing == "on" and architecture not in PADDED)

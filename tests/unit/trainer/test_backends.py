@@ -1,4 +1,4 @@
-"""What a backend is asked for, and how it is found."""
+"""The interface of a backend, and its registration."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_backend_may_compute_a_share_in_a_way_of_its_own(model):
 
 
 class Recording(Fsdp2Backend):
-    """Notes the shapes of the micro-batches for which it computes log probabilities."""
+    """Notes the shapes of micro-batches that get log probabilities."""
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> torch.Tensor:
         self.shapes = [*getattr(self, "shapes", []), micro_batch.tokens.shape]
@@ -187,7 +187,7 @@ def test_ranks_add_up_gradients_once_for_a_call_where_memory_allows(
         return reduce(*given, **named)
 
     monkeypatch.setattr(dist, "reduce_scatter_single", counted)
-    backend = Fsdp2Backend(  # so small that it is one group
+    backend = Fsdp2Backend(  # small enough for one group
         model_path=model,
         settings=TrainerSettings(device="cpu", unreduced_gradients_bytes=limit),
         world=World(rank=1, size=2, device="cpu"),
@@ -223,7 +223,7 @@ def test_exported_tensors_are_those_that_were_said(models, group, architecture, 
 
 
 class OneByOne(Fsdp2Backend):
-    """Makes each tensor anew, and sees to it that nobody has more than the one before it."""
+    """Makes each tensor anew, and checks that nobody holds more than the last one."""
 
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         self.made: list[weakref.ref[torch.UntypedStorage]] = []

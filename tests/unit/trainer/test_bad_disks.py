@@ -1,4 +1,4 @@
-"""What a trainer writes, on NFS and on disks that fill up, fail and lose power."""
+"""A trainer's files on NFS and on disks that fill up, fail and lose power."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def operations(models) -> Operations:
 
 
 def header(path: Path) -> common_pb2.OperationHeader:
-    """Of the operation that writes there, however often it is delivered."""
+    """The header of the operation that writes there. A redelivery has the same one."""
     return common_pb2.OperationHeader(run_id=RUN, seq_id=1, operation_id=f"{RUN}:{path}")
 
 
 def publish(operations: Operations, path: Path) -> str:
-    """Return the type of the failure, or nothing."""
+    """Return the failure's type, or an empty string."""
     version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
     reply = operations.publish(trainer_pb2.PublishRequest(header=header(path), version=version))
     return told(reply)
@@ -66,7 +66,7 @@ def told(reply) -> str:
 
 
 def check(operations: Operations, path: Path) -> None:
-    """Verify what was written."""
+    """Verify the written version or checkpoint."""
     if (path / "manifest.json").exists():
         open_version(path, name=f"{RUN}/{path.name}")
     else:

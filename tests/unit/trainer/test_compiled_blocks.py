@@ -1,9 +1,8 @@
-"""Compiled blocks compute what the blocks compute, and are compiled once.
+"""Compiled blocks compute the results of plain blocks, and are compiled once.
 
-The last step, the machine code, is left out, which takes a minute for each kind of block: torch
-computes the graphs that it has made with its own operators. Where it is the question what is
-compiled again, and not what is computed, so are the graphs of gradients. `make nightly` has it all.
-"""
+These tests leave out machine code, which takes a minute for each kind of block: torch runs its
+graphs with its own operators. Tests of recompilation also leave out gradient graphs. `make nightly`
+has it all."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def anew():
-    """What torch has compiled belongs to classes of models, which all tests share. It holds tensors
-    without data, which tests that count tensors cannot read."""
+    """Compiled code belongs to model classes, which all tests share. It holds tensors without data,
+    which tests that count tensors cannot read."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -69,7 +68,7 @@ def forward_graphs_alone(monkeypatch):
 
 
 def assert_same(compiled, plain, request_name: str) -> None:
-    """What both compute of a request, within what another order of additions may change."""
+    """Compare the results of both, up to another order of additions."""
     found, wanted = (compute(each, mixed_request(request_name)) for each in (compiled, plain))
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
     assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
@@ -114,7 +113,7 @@ def test_neither_new_lengths_nor_new_rows_are_compiled_again(model, graphs_alone
 
 
 def test_blocks_that_are_checkpointed_for_one_batch_are_not_compiled_again(model, graphs_alone):
-    """Of a sequence that is longer than a planned micro-batch, and does not fit otherwise."""
+    """For a sequence longer than a planned micro-batch, which otherwise does not fit."""
     trainer = compiled_rank(model, micro_batch_tokens=16)
     trainer.backend.plan = replace(trainer.backend.plan, available=Available(device=0))
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""One rank in this process: padding, micro-batches and outputs, against plain transformers."""
+"""One rank in this process, against plain transformers: padding, micro-batches and outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name,
 
 
 def asked(tokens: list[int]) -> wire.Datum:
-    """A datum whose every token is of a prompt, though all have advantages."""
+    """A datum with prompt tokens only, although all have advantages."""
     ones = [1.0] * len(tokens)
     made = datum(tokens, logprobs=[-4.0] * len(tokens), advantages=ones, weights=ones)
     for spans in (made.model_input_spans, made.loss_fn_input_spans):
@@ -148,7 +148,7 @@ def test_two_halves_accumulate_to_the_whole(models):
 
 
 def test_a_single_rank_serializes_no_request_for_others(models):
-    """A request without `SerializeToString`: 32 MiB of one take 40 ms."""
+    """The request has no `SerializeToString`, which is slow for large requests."""
     payload = request(mixed_data()).SerializeToString()
     opaque = SimpleNamespace(
         payload=payload, loss_definition=b"", micro_batch_tokens=0, out_of_memory_at=0

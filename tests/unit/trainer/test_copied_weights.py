@@ -1,4 +1,4 @@
-"""A rank alone computes in bfloat16 with copies of its float32 weights, to the bits of FSDP, which
+"""A single rank computes in bfloat16 with copies of its float32 weights, to the bits of FSDP. FSDP
 casts them for each micro-batch."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which death a process group is said to have broken by."""
+"""The death that is blamed for a broken process group."""
 
 from __future__ import annotations
 

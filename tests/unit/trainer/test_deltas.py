@@ -1,4 +1,4 @@
-"""Versions that are written as what changed, by a trainer, and read as an engine does."""
+"""Versions that a trainer writes as deltas, read as an engine reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a version, after the checks of an engine."""
+    """All tensors of a version, after an engine's checks."""
     manifest = open_version(path)
     return {
         name: tensor.clone()
@@ -47,7 +47,7 @@ def trainer(model: Path) -> Operations:
 
 @pytest.fixture
 def delta(trainer: Operations, tmp_path: Path) -> Path:
-    """What a small step made of `v1`; `whole` beside it is the same."""
+    """The delta of a small step after `v1`, and beside it `whole`, the whole version."""
     publish(trainer, tmp_path / "v1")
     train(trainer, 1, lr=1e-6)
     publish(trainer, tmp_path / "whole")
@@ -142,7 +142,7 @@ def test_a_delta_that_was_published_before_its_trainer_died_is_told_again(traine
     assert first.written_bytes == again.written_bytes < first.bytes
 
 
-# --- What an engine refuses -------------------------------------------------------------------
+# --- Refusals of an engine --------------------------------------------------------------------
 
 
 def test_a_bit_of_the_patch_is_missed(delta: Path):
@@ -170,7 +170,7 @@ def test_that_it_is_gone_is_said(delta: Path):
 
 
 def test_a_patch_of_something_else_is_noticed_by_what_it_makes(delta: Path):
-    """As whole as it is: its checksum is right."""
+    """The patch is intact: its checksum is right."""
     patch = delta / "model.safetensors.patch"
     flip_a_bit(patch, at=0.9999)
     manifest = Manifest.model_validate_json((delta / "manifest.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Which device each rank of a trainer gets."""
+"""The device of each rank of a trainer."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_ranks_without_devices_have_the_whole_machine():
 
 
 def refused(**spec) -> str:
-    """Return why a trainer is refused whose backend cannot sleep."""
+    """Return the refusal of a trainer with a backend that cannot sleep."""
     about = WorkerSpec(
         worker_id="t", kind="trainer", secret="s", model_name="m", model_path="m", session_id="s"
     ).model_copy(update=spec)
@@ -131,7 +131,7 @@ def test_ranks_share_the_cores_that_are_not_their_own(monkeypatch, own_cores, th
 
 
 def assignment(**fields: object) -> Assignment:
-    """That of a rank that is alone, but for the `fields`."""
+    """The assignment of a single rank, changed by `fields`."""
     return Assignment(
         **{
             "rank": 0,
@@ -176,7 +176,7 @@ def test_a_rank_takes_no_more_of_its_gpu_than_its_budget(monkeypatch, budget, fr
 def test_a_single_rank_has_a_process_group_only_where_its_weights_are_sharded(
     model, dtype, training, meets
 ):
-    """On a GPU that of NCCL, which starts threads and takes memory."""
+    """On a GPU it would be NCCL's, which starts threads and takes memory."""
     chosen = TrainerSettings(device="cpu", threads=1, dtype=dtype)
     alone = assignment(settings=chosen, training=training, model_path=model)
     try:

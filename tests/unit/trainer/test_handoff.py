@@ -1,4 +1,4 @@
-"""What a trainer keeps in memory of a version that it publishes, and when it frees it."""
+"""A trainer's copy of a published version in memory, and when it frees it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer_service.checkpoints import publish as publishing
 
 
 def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
-    """Also of fused experts, whose names in files are others than in the model."""
+    """Also for fused experts, which have other names in files than in the model."""
     import torch
 
     trainer = make(models["qwen3_moe"], None)
@@ -40,7 +40,7 @@ def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
 
 
 def test_tensors_of_all_shapes_and_types_are_what_they_were():
-    """Buffers may be single numbers, or have none, and lie in memory in any way."""
+    """Buffers may be single numbers or empty, and lie in memory in any way."""
     import torch
 
     tensors = {
@@ -64,7 +64,7 @@ def test_tensors_of_all_shapes_and_types_are_what_they_were():
 
 
 def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_path: Path):
-    """What a reader has opened, it keeps; and no file of that name is found by another one."""
+    """A reader keeps an opened copy. A file that replaced the copy's is refused."""
     trainer = make(models["qwen3"], None)
     first = publish(trainer, tmp_path / "v1", handoff=True).handoff
     opened = open_handoff(first)
@@ -84,7 +84,7 @@ def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_pa
         second.host.file = another.fileno()
         with pytest.raises(LoadFailed, match="any more"):
             open_handoff(second)
-    os.mkfifo(tmp_path / "pipe")  # nobody writes: to open it would take for ever
+    os.mkfifo(tmp_path / "pipe")  # without a writer: opening it would block forever
     second.host.file = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(LoadFailed, match="any more"):
         open_handoff(second)
@@ -100,7 +100,7 @@ def test_a_copy_that_nobody_releases_is_freed_at_its_deadline(models, tmp_path, 
 
 
 def test_a_copy_whose_reader_would_lose_it_waits_for_its_release(models, tmp_path, monkeypatch):
-    """As on a GPU, where memory that another process has open must not be freed."""
+    """As on a GPU, where memory must not be freed while another process has it open."""
     monkeypatch.setattr(kept.KeptCopy, "outlives_close", False)
     trainer = make(models["qwen3"], None)
     first = publish(trainer, tmp_path / "v1", handoff=True).handoff
@@ -127,10 +127,10 @@ def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path,
 
 
 def test_copies_that_nobody_released_are_no_room_for_the_next_one(monkeypatch):
-    """Three of 512 bytes are beside what the plan needs."""
+    """The plan leaves room for three copies of 512 bytes."""
     import torch
 
-    export = Export("w", (4,), torch.float32, "w")  # 512 bytes, as it is aligned
+    export = Export("w", (4,), torch.float32, "w")  # 512 bytes, because of alignment
     plan = MemoryPlan(1, False, {"weights": 1000}, Available(device=2600))
     backend = SimpleNamespace(exports=lambda: [export], plan=plan, device="cpu", dtype="float32")
     held: list[kept.KeptCopy] = []

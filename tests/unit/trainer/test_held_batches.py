@@ -1,4 +1,4 @@
-"""What a step reports of its batches: those whose gradients it applied, and no others."""
+"""A step reports the batches with applied gradients, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they compute, which layers have them, and what never changes."""
+"""Low-rank adapters: their results, their layers, and frozen parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adapters(operations) -> dict[str, torch.Tensor]:
 
 
 def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, Adapter]:
-    """The layer with an adapter, which is active."""
+    """The layer with an active adapter."""
     adapter = Adapter.of(layer, rank=rank, scale=scale, seed=3)
     if layer.weight.dtype == torch.float64:
         adapter = replace(
@@ -63,7 +63,7 @@ def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, A
     return lora, adapter
 
 
-# --- What is computed ------------------------------------------------------------------------
+# --- Results ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -117,7 +117,7 @@ def test_the_gradient_of_the_loss_is_the_finite_difference(models):
 
 
 def test_an_adapter_computes_what_the_merged_weights_compute(models):
-    """Of a tied model, too: its head becomes a weight of its own, its embedding stays."""
+    """Also for a tied model: its head becomes a separate weight, its embedding stays."""
     for architecture in ("qwen3", "llama"):
         trainer = make(models[architecture])
         train(trainer, 3)
@@ -141,7 +141,7 @@ def test_alpha_and_rank_scale_the_update():
         torch.testing.assert_close(lora(x) - layer(x), expected.expand(1, 16), rtol=1e-4, atol=1e-5)
 
 
-# --- What is trained -------------------------------------------------------------------------
+# --- Trained parameters ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parallel", [0, 2])
@@ -276,7 +276,7 @@ def test_a_is_uniform_within_the_root_of_the_inputs():
 
 
 def test_no_random_number_is_drawn_while_training(models):
-    """So that a checkpoint need not hold the state of a generator."""
+    """A checkpoint therefore needs no generator state."""
     trainer = make(models["qwen3"])
     before = torch.get_rng_state()
     train(trainer, 2)

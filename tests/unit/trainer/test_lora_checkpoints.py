@@ -1,4 +1,4 @@
-"""Checkpoints of LoRA runs: small, exact, and never loaded into something else."""
+"""Checkpoints of LoRA runs: small, exact, and never loaded into another model."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_the_checkpoint_of_a_lora_run_holds_the_adapter_and_its_moments_alone(mo
     trained = sum(t.numel() for n, t in weights(lora).items() if ".lora_" in n)
     tensors = sum(1 for _ in adapted)
     size = sum(file.stat().st_size for file in (tmp_path / "lora").glob("*.safetensors"))
-    assert 12 * trained < size < 12 * trained + 3 * tensors * 3000  # each has a head of its own
+    assert 12 * trained < size < 12 * trained + 3 * tensors * 3000  # each has its own header
 
 
-# --- What does not fit -----------------------------------------------------------------------
+# --- Misfits ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

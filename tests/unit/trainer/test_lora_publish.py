@@ -46,7 +46,7 @@ def compare_with_canary(model: torch.nn.Module, version: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_peft_computes_the_trainers_logprobs_with_the_adapter(models, tmp_path, architecture):
-    """Of a head that is tied to the embedding (qwen3), too."""
+    """Also with a head that is tied to the embedding (qwen3)."""
     trainer = make(models[architecture], spec_of(architecture))
     train(trainer, 3)
     reply = publish(trainer, tmp_path / "v1")
@@ -150,7 +150,7 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
     publish(trainer, tmp_path / "adapter")
     merge(tmp_path / "adapter", models["qwen3"], tmp_path / "merged")
     publish(make(tmp_path / "merged", None), tmp_path / "v1")
-    engine = SimpleNamespace(  # it cannot load: whoever asks it to fails
+    engine = SimpleNamespace(  # it fails if asked to load
         facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64, device="cpu"),
         weight_sums=dict,
     )
@@ -174,7 +174,7 @@ def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
-    # A second copy under other names, which the index does not know, as some repositories have.
+    # A second copy under other names, absent from the index, as in some repositories.
     save_file({"layers.0.wo": torch.ones(2)}, tmp_path / "base" / "consolidated.safetensors")
     names = {source.name for source in read_sources(tmp_path / "base")}
     assert names == {*base.state_dict()} - {"lm_head.weight"}
@@ -189,7 +189,7 @@ def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_pat
     difference = logprobs_of_model(model.float(), data_of(3)) - logprobs_of_model(
         expected, data_of(3)
     )
-    assert np.abs(difference).max() < 0.3  # of weights rounded to bfloat16, large as they are
+    assert np.abs(difference).max() < 0.3  # of large weights, rounded to bfloat16
 
 
 def test_merging_never_replaces_a_directory_and_leaves_nothing_when_it_fails(
@@ -218,7 +218,7 @@ def test_a_damaged_adapter_is_not_merged(models, published, tmp_path):
         merge(tmp_path / "adapter", models["llama"], tmp_path / "out")
 
 
-# --- What other programs make of an adapter -------------------------------------------------
+# --- Adapters in other programs -------------------------------------------------------------
 
 
 def card_of(version: Path) -> str:

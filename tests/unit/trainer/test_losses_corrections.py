@@ -1,4 +1,4 @@
-"""The corrections by themselves: golden weights, bypass mode, and what they do to a loss."""
+"""The corrections by themselves: golden weights, bypass mode, and their effect on a loss."""
 
 from __future__ import annotations
 
@@ -97,17 +97,18 @@ BYPASSING: dict[str, Config] = {
     "dppo": {"delta": 1.0},
     **dict.fromkeys(("ppo", "cispo", "gspo"), UNCLIPPED),
 }
-"""The losses whose gradient, where nothing is clipped, is their ratio times the advantage."""
+"""Losses with this gradient, where nothing is clipped: their ratio times the advantage."""
 NARROW: Config = {
     **dict.fromkeys(("geometric_low", "seq_mis_low", "mis_low", "icepop_low"), 0.8),
     **dict.fromkeys(("geometric_high", "mis_high", "icepop_high"), 1.2),
     **dict.fromkeys(("tis_cap", "seq_tis_cap"), 1.1),
 }
-"""With these each correction changes some of the random data, and not all."""
+"""With these, each correction changes some of the random data, and not all."""
 
 
 def on_policy(name: str, names: str, *, old: bool) -> torch.Tensor:
-    """The gradient for a trainer that has not moved since the batch began: old is p, or absent."""
+    """The gradient for a trainer that has not moved since the batch began. `old` is p, or
+    absent."""
     data = random_data()
     for bound in UNCLIPPED:
         del data.inputs[bound]
@@ -123,7 +124,7 @@ def on_policy(name: str, names: str, *, old: bool) -> torch.Tensor:
 def test_corrections_make_the_same_gradient_in_bypass_mode_and_out_of_it(name, names):
     found, whole = (on_policy(name, each, old=False) for each in (names, "none"))
     expected, plain = (on_policy("ppo", each, old=True) for each in (names, "none"))
-    if {*names.split("+")} <= {"geometric", "off_policy_mask"}:  # they weigh nothing
+    if {*names.split("+")} <= {"geometric", "off_policy_mask"}:  # these have no weights
         kept = expected != 0
         torch.testing.assert_close(found, whole * kept)
         torch.testing.assert_close(expected, plain * kept)
@@ -134,7 +135,7 @@ def test_corrections_make_the_same_gradient_in_bypass_mode_and_out_of_it(name, n
 
 
 def test_truncation_in_bypass_mode_caps_the_ratio_of_importance_sampling():
-    """-Σ min(r, C)·A with the gradient of each token scaled alike: r/sg(r)."""
+    """-Σ min(r, C)·A, with each token's gradient scaled by r/sg(r)."""
     data = golden_data({"logprobs": "rollout"})
     ratio = (data.logprobs - data.inputs["logprobs"]).exp()
     capped = ratio.clamp(max=1.5)

@@ -1,4 +1,4 @@
-"""Every loss against the golden numbers, or its formula written down once more."""
+"""Every loss against golden numbers, or against a second writing of its formula."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_golden_pairs(name, golden):
 @pytest.mark.parametrize("z0_given_as", ["setting", "input"])
 @pytest.mark.parametrize(("good", "p", "ref"), [(1.0, -12.0, -12.5), (0.0, -15.0, -14.0)])
 def test_golden_kto(good, p, ref, z0_given_as):
-    """The fixture's chosen and rejected answers, of which the policy moved by 0.5 and -1."""
+    """The fixture's chosen and rejected answers. The policy moved them by 0.5 and -1."""
     name = "chosen" if good else "rejected"
     as_input = {"z0": 0.05} if z0_given_as == "input" else {}
     data = preference_data([p], [ref], desirable=good, **as_input)

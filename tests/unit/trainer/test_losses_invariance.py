@@ -1,4 +1,4 @@
-"""What holds for every loss and every variant of its settings, in float64."""
+"""Properties of every loss with every variant of its settings, in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def results(result: LossResult) -> torch.Tensor:
 def stopped_gradients(
     held: Iterator[torch.Tensor] | None, kept: list[torch.Tensor]
 ) -> Iterator[None]:
-    """Notes what `detach` gives, or lets it give again what was noted."""
+    """Records the results of `detach`, or replays recorded ones."""
     original = torch.Tensor.detach
 
     def detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def stopped_gradients(
 
 
 def finite_differences(loss: Loss, data: Data, config: Config) -> torch.Tensor:
-    """Central differences, with whatever the loss stops the gradient of held fixed."""
+    """Central differences. Values without a gradient in the loss are fixed."""
     noted: list[torch.Tensor] = []
     with stopped_gradients(None, noted):
         compute(loss, data, config)
@@ -121,13 +121,13 @@ def test_any_split_into_micro_batches_adds_up_to_the_whole(name, config):
 
 @every_request
 def test_what_is_masked_may_be_garbage(name, config):
-    """Policy losses have `mask`; of the others, targets of weight 0 do not count."""
+    """Policy losses have `mask`. In others, targets of weight 0 do not count."""
     loss, data = LOSSES[name], random_data()
     mask = "mask" if CASES[name].policy else "weights"
     data.inputs["mask"][3] = 0.0
     data.inputs["weights"][[3, 7]] = 0.0
     out = data.inputs[mask] == 0
-    if name == "gspo":  # it says itself which tokens make the ratio of a sequence
+    if name == "gspo":  # its mask chooses the tokens of a sequence's ratio
         data.inputs["sequence_ratio_mask"][out] = 0.0
     kept = {mask, "desirable", "z0", "sequence_ratio_mask"}
     garbage = Data(
@@ -146,7 +146,7 @@ def test_what_is_masked_may_be_garbage(name, config):
 
 @every_request
 def test_bfloat16_inputs_change_little(name, config):
-    """Weights near their bounds may flip, which the data is chosen not to do."""
+    """The data avoids weights near their bounds, which may flip."""
     loss, data = LOSSES[name], random_data(seed=5)
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,8 +159,8 @@ def test_bfloat16_inputs_change_little(name, config):
     )
     exact = gradient(loss, data, config)
     got = gradient(loss, coarse, config).double()
-    # bfloat16 has 8 bits: 0.4 % of a log probability of 3 is 0.012 of a log ratio, by sequence
-    # a multiple of it.
+    # bfloat16 has 8 bits: 0.4 % of a log probability of 3 is 0.012 of a log ratio. A sequence has a
+    # multiple of it.
     assert float((got - exact).norm() / exact.norm()) < 0.1
 
 

@@ -1,4 +1,4 @@
-"""The memory plan of experts, divided matrices and replicas is exact in weights, gradients and
+"""With experts, divided matrices and replicas, the memory plan is exact in weights, gradients and
 moments."""
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def experts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[None]:
-    """The first of four ranks, which has nobody to talk to: its numbers are wrong, and take the
-    memory of right ones."""
+    """The first of four ranks in a fake group. Its numbers are wrong, but need the same memory."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
@@ -78,5 +77,5 @@ def test_a_rank_of_several_has_its_plan_s_states(experts, four, monkeypatch, lay
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's part of them."""
+    """Bytes of this rank's part of the tensors."""
     return sum(each.to_local().nbytes for each in tensors)

@@ -1,5 +1,5 @@
-"""The memory plan of a trainer: weights, gradients and moments are exact, the rest is near to what
-torch allocates."""
+"""A trainer's memory plan: weights, gradients and moments are exact, the rest is near torch's
+allocations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_activations_and_logits_are_near_to_what_torch_allocates(
         parallel_micro_batches=1,
     )
     message = request([datum(range(3, 67), weights=[1.0] * 64)])
-    compute(trainer, message)  # gradients are there from here on
+    compute(trainer, message)  # gradients exist from here on
     taken = max(accumulate(allocations(lambda: compute(trainer, message))))
     parts = trainer.backend.plan.device
     assert 0.6 < (parts["activations"] + parts["logits"]) / taken < 1.75
@@ -69,7 +69,7 @@ def test_weights_gradients_and_moments_are_exact(model, group, kind):
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of this rank's part of them."""
+    """Bytes of this rank's part of the tensors."""
     return sum(getattr(each, "_local_tensor", each).nbytes for each in tensors)
 
 
@@ -154,13 +154,13 @@ def test_large_tensors_do_not_make_the_heap_of_a_trainer_on_a_cpu_longer():
     libc.mallinfo2.restype = _MallocInfo
     map_large_tensors()
     size = 2**21
-    torch.empty(size, dtype=torch.uint8)  # by itself, glibc now had all up to this size in its heap
+    torch.empty(size, dtype=torch.uint8)  # glibc alone would now use its heap for this size
     before = libc.mallinfo2().heap
     _kept = [torch.empty(size, dtype=torch.uint8) for _ in range(16)]
     assert libc.mallinfo2().heap == before
 
 
 class _MallocInfo(ctypes.Structure):
-    """As mallinfo(3) has it."""
+    """The struct of mallinfo(3)."""
 
     _fields_ = (("heap", ctypes.c_size_t), ("others", ctypes.c_size_t * 9))

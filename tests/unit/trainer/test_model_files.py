@@ -1,4 +1,4 @@
-"""What a published version takes over from the folder of its base model."""
+"""Files of the base model's folder that a published version takes over."""
 
 from __future__ import annotations
 

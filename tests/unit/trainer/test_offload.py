@@ -53,7 +53,7 @@ KINDS = [
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
-    """Storages that lie in several blocks, blocks that have several storages, and many batches."""
+    """Storages in several blocks, blocks with several storages, and many batches."""
     monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(module, "_BATCH_BYTES", 8192)
 
@@ -82,7 +82,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 class Tensors:
-    """A backend that has these tensors and nothing else."""
+    """A backend with only these tensors."""
 
     device = "cpu"
     capabilities = frozenset({Capability.SLEEP})
@@ -122,7 +122,7 @@ def test_all_state_leaves_the_device_and_comes_back_bit_by_bit(
     assert {tensor.untyped_storage().nbytes() for tensor in objects} == {0}
     assert (reply.bytes_moved, reply.host_bytes, reply.device_bytes) == (total, total, 0)
     assert device.given_back == 1
-    assert device.waits > 1  # batches are emptied as they have been copied
+    assert device.waits > 1  # batches are emptied after their copy
 
     reply = offload.wake()
     assert not offload.asleep
@@ -289,7 +289,7 @@ def test_a_trainer_whose_state_goes_to_a_file_gives_its_pinned_memory_back(tmp_p
     for spill in ("", str(tmp_path), ""):
         offload.sleep(spill_folder=spill)
         offload.wake()
-    buffers = [4096, 4096]  # to write and to read with
+    buffers = [4096, 4096]  # for writing and reading
     assert device.host_blocks == [4096, 4096, *buffers, 4096, 4096]
 
 

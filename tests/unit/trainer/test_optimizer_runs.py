@@ -1,4 +1,4 @@
-"""dimuon in a run: what it trains, with LoRA and without, and what a checkpoint brings back."""
+"""dimuon in a run: its parameters, with and without LoRA, and its checkpoints."""
 
 from __future__ import annotations
 

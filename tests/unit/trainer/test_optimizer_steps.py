@@ -1,4 +1,4 @@
-"""AdamW and dimuon against torch's own, on plain models, and what they refuse."""
+"""AdamW and dimuon against torch's own, on plain models, and refused settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer_service.optimizers import (
 
 
 class Tiny(nn.Module):
-    """An embedding, a hidden matrix either way, a norm, biases and a head."""
+    """An embedding, a hidden matrix each way, a norm, biases and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ def test_an_update_of_a_hidden_matrix_is_orthogonal_and_as_large_as_adamws() -> 
     dimuon(model).step(DiMuonSettings(learning_rate=0.5, beta1=0.0, grad_clip_norm=0.0))
     update = (model.up.weight.detach() - before) / (0.5 * 0.2 * math.sqrt(12))
     values = torch.linalg.svdvals(update)
-    # Newton-Schulz brings singular values near 1, not to it, and a small one not all the way.
+    # Newton-Schulz brings singular values only near 1, and a small one only part of the way.
     assert values.max() < 1.3
     assert (values > 0.5).sum() >= 6
 
 
 def test_dimuon_clips_by_the_norm_of_all_gradients() -> None:
-    """Muon forgets the size of a gradient; AdamW's second moment shows what came to it."""
+    """Muon forgets the size of a gradient, so AdamW's second moment shows the clipping."""
     model = Tiny()
     backward(model, 1)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
@@ -220,7 +220,7 @@ def made(kind: Literal["adamw", "dimuon"], model: Tiny) -> Optimizer:
 
 
 def first_step_without_two(model: Tiny, optimizer: Optimizer, settings: StepSettings) -> None:
-    """As with experts that no token has been sent to yet."""
+    """As with experts that got no token yet."""
     backward(model, 0)
     model.up.weight.grad = model.norm.weight.grad = None
     optimizer.step(settings)

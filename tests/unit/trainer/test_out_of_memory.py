@@ -41,7 +41,7 @@ PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
 def make(
     path: Path, way: str = "plain", *, most: int = 10**9, where: Where = "forward", plan: int = 0
 ) -> RankTrainer:
-    """The only rank of a trainer that has memory for micro-batches of `most` tokens."""
+    """The only rank of a trainer with memory for micro-batches of `most` tokens."""
     backend = SmallMemory(
         model_path=path,
         settings=TrainerSettings(
@@ -103,7 +103,6 @@ def test_the_same_size_is_tried_once_more_where_memory_has_come_free(
     backend = small.backend
 
     def free(device: str) -> int:
-        """The neighbour has ended meanwhile."""
         backend.most = 10**9
         return 1
 

@@ -1,4 +1,4 @@
-"""Packed rows give what each sequence gives alone."""
+"""Packed rows give the results of each sequence alone."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_trainer_tells_whether_it_packs_and_logs_why_it_cannot(model, monkeypa
 
 
 class Kernels:
-    """Notes the mode in which torch's kernel for GPUs is called."""
+    """Notes the mode of each call of torch's GPU kernel."""
 
     def __init__(self, *, failing: bool = False) -> None:
         self.failing = failing
@@ -266,7 +266,7 @@ def backward_on_gpu() -> None:
 def test_torch_adds_in_one_order_in_the_gpu_s_backward_kernel_and_nowhere_else(
     monkeypatch, failing, warned
 ) -> None:
-    """Whatever the mode was before, and whether or not the kernel fails."""
+    """With any mode before, and even if the kernel fails."""
     kernels = Kernels(failing=failing)
     monkeypatch.setattr(packing, "_KERNELS", kernels)
     torch.use_deterministic_algorithms(warned is not None, warn_only=bool(warned))
@@ -281,7 +281,7 @@ def test_torch_adds_in_one_order_in_the_gpu_s_backward_kernel_and_nowhere_else(
 
 
 def test_a_row_of_single_tokens_tells_a_compiler_no_constant() -> None:
-    """A length of one would be compiled by itself, in the middle of a run."""
+    """A length of one would cause another compilation in the middle of a run."""
     bounds = bounds_of([1, 1])
     assert row_inputs(np.zeros(2, np.int64), bounds, "cpu")["longest"] == 2
     assert row_inputs(np.zeros(16, np.int64), bounds_of([9, 7]), "cpu")["longest"] == 9

@@ -1,4 +1,4 @@
-"""Micro-batches computed in parallel threads give what one after the other gives."""
+"""Micro-batches in parallel threads give the results of sequential ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_service.compute.trainer import BatchResult, RankTrainer
 
 
 def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
-    """Several micro-batches for each thread."""
+    """A rank with several micro-batches for each thread."""
     return make_rank(path, parallel=parallel, micro_batch_tokens=32)
 
 

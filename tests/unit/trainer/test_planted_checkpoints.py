@@ -1,5 +1,4 @@
-"""Files that somebody put in place of a checkpoint's: each is refused, with a reason, and before
-memory is taken for it."""
+"""Planted files in a checkpoint: each is refused with a reason, before memory is taken for it."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def saved(original, tmp_path) -> Path:
 
 
 def split(file: Path) -> tuple[Json, bytes]:
-    """Return the header of a file, and what comes after it."""
+    """Return the header of a file, and the bytes after it."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -62,7 +61,7 @@ def join(file: Path, header: object, data: bytes) -> None:
 
 
 def recorded(path: Path) -> None:
-    """Makes the record's checksums those of the files, as a careful attacker would."""
+    """Write the files' checksums into the record, as a careful attacker would."""
     record = json.loads((path / "checkpoint.json").read_text())
     record["files"] = [checksum_file(path / e["name"]).model_dump() for e in record["files"]]
     (path / "checkpoint.json").write_text(json.dumps(record))
@@ -177,7 +176,7 @@ def test_bytes_that_belong_to_no_tensor_are_refused(operations, saved, extra):
 
 
 def test_a_file_with_more_state_than_a_run_has_is_refused_unread(operations, saved):
-    """A sparse file takes no space, and would take hours to read."""
+    """A sparse file takes no space, and hours to read."""
     header, data = split(saved / FILE)
     end, large = len(data), 2**40
     for number in range(4):
@@ -207,7 +206,7 @@ def test_an_optimizer_of_which_a_part_is_missing_is_refused_and_changes_nothing(
 
 
 def cut(saved: Path, boxes: list[tuple[slice, slice]]) -> None:
-    """Cuts a matrix of 4 rows and 6 columns into these parts, in place of the checkpoint."""
+    """Replace the checkpoint's matrix of 4 rows and 6 columns by these parts."""
     whole = torch.arange(24.0).reshape(4, 6)
     header: Json = {}
     data = b""
@@ -333,7 +332,7 @@ def mutated(value: object, draw: random.Random) -> object:
 
 @pytest.fixture
 def little_memory():
-    """No allocation of half a gigabyte succeeds."""
+    """An allocation of half a gigabyte fails."""
     if sys.platform != "linux":
         pytest.skip("needs Linux")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""A trainer reads the batches that wait while it computes an earlier one."""
+"""A trainer reads the next batches while it computes an earlier one."""
 
 from __future__ import annotations
 

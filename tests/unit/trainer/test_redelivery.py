@@ -1,4 +1,4 @@
-"""What a trainer answers when an operation is delivered again: it is applied once, if at all."""
+"""A trainer's answers to redelivered operations. Each is applied at most once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Aborted(Exception):
 
 
 class Context:
-    """A call with so many seconds left."""
+    """A call with `seconds` left."""
 
     def __init__(self, left: float | None = None) -> None:
         self.left = left
@@ -47,7 +47,7 @@ class Context:
 
 
 class Operations:
-    """Counts what is applied; refuses the steps in `refused`."""
+    """Counts applied operations, and refuses the steps in `refused`."""
 
     def __init__(self) -> None:
         self.applied: list[int] = []
@@ -73,7 +73,7 @@ class Operations:
 
 
 class Runs:
-    """As `HostedRuns`."""
+    """Replaces `HostedRuns`."""
 
     def __init__(self) -> None:
         self.by_id = {RUN: Operations()}
@@ -93,7 +93,7 @@ class Runs:
 
 
 class Engine:
-    """Applies each job when it gets it, or when `held` jobs are let go."""
+    """Applies each job at once, or when `held` jobs are released."""
 
     def __init__(self) -> None:
         self.runs: Any = Runs()
@@ -211,7 +211,7 @@ async def test_an_operation_whose_result_is_forgotten_is_refused_and_not_applied
     with pytest.raises(Aborted, match="operation 1 was applied already") as caught:
         await trainer.step(1)
     assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
-    assert (await trainer.step(2)).step == 2  # the oldest that is kept
+    assert (await trainer.step(2)).step == 2  # the oldest kept one
     assert trainer.applied == list(range(1, KEPT_RESULTS + 2))
 
 

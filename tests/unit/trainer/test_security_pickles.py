@@ -32,7 +32,7 @@ METHODS = {
 
 
 class Evil:
-    """What an attacker writes: unpickling it calls a function of their choice."""
+    """An attacker's object: unpickling it calls a function of their choice."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

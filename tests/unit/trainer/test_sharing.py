@@ -1,4 +1,4 @@
-"""LoRA runs that share one base model in one trainer, each as if it had a trainer of its own."""
+"""LoRA runs that share one base model in one trainer, each as if alone."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def add(
 
 
 def trainer_of(model: Path, run_id: str, **settings: object) -> Operations:
-    """A trainer of the run's own."""
+    """A separate trainer for the run."""
     spec = SPECS[run_id]
     return make(model, spec.lora, optimizer=spec.optimizer, **settings)
 
 
 def step(operations: Operations, *, clip: float = 0.0) -> float:
-    """Make a step; return the norm of the gradients."""
+    """Make a step. Return the norm of the gradients."""
     settings: dict[str, object] = {
         "adamw": trainer_pb2.AdamWParams(
             learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=clip
@@ -87,7 +87,7 @@ def step(operations: Operations, *, clip: float = 0.0) -> float:
 
 
 def experiment(turn: Turn, *, seed: int) -> Iterator[object]:
-    """Operations of a run, one at each `next`; yields what they answer."""
+    """Operations of a run, one at each `next`. Yields their answers."""
     for number in range(seed, seed + 3):
         yield forward_backward(turn(), data_of(number)).SerializeToString(deterministic=True)
         yield forward_backward(turn(), data_of(number + 50)).SerializeToString(deterministic=True)
@@ -226,7 +226,7 @@ def test_a_run_publishes_its_own_adapter_alone(models, tmp_path):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All but the manifest, which has the version's name."""
+    """All files but the manifest, which has the version's name."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if f.name != "manifest.json"}
 
 
@@ -286,7 +286,7 @@ def test_two_runs_may_write_snapshots_at_the_same_time(model, tmp_path):
         assert_same_weights(own, shared.find(name))
 
 
-# --- What goes wrong --------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------
 
 
 def test_a_refused_batch_of_one_run_leaves_the_gradients_of_another(model):
@@ -371,14 +371,14 @@ def test_a_run_is_added_once(model):
 
 
 def all_tensors() -> list[torch.Tensor]:
-    """Those of this process that have memory: torch holds others of compiled blocks."""
+    """All tensors of this process with memory. Those of compiled blocks have none."""
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     return [each for each in found if not isinstance(each, FakeTensor | FunctionalTensor)]
 
 
 def held_bytes() -> int:
-    """The bytes of all tensors in this process, each storage counted once."""
+    """Bytes of all tensors in this process, with each storage counted once."""
     found = all_tensors()
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     storages = [each.untyped_storage() for each in found]
@@ -386,7 +386,7 @@ def held_bytes() -> int:
 
 
 def test_a_further_run_needs_memory_for_its_adapter_alone_and_gives_it_back(model):
-    _of_earlier_tests = all_tensors()  # none of them goes meanwhile
+    _of_earlier_tests = all_tensors()  # keeps them until the end
     shared = host(model, "a")
     before = held_bytes()
     add(shared, "b")
@@ -394,7 +394,7 @@ def test_a_further_run_needs_memory_for_its_adapter_alone_and_gives_it_back(mode
     assert held_bytes() - before == 4 * trained
     forward_backward(shared.take_turn("b"), data_of(1))
     assert held_bytes() - before == 8 * trained  # gradients
-    step(shared.take_turn("b"))  # the moments of some, the momentum of others, and a few counters
+    step(shared.take_turn("b"))  # moments, momentum, and a few counters
     assert held_bytes() - before <= 12 * trained + 1000
     shared.remove("b")
     assert held_bytes() == before

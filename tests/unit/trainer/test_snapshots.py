@@ -36,7 +36,7 @@ DIMUON = trainer_pb2.DiMuonParams(learning_rate=1e-2, beta1=0.9)
 def step(
     operations: Operations, number: int, *, snapshot: Path | None = None, optimizer: str = "adamw"
 ) -> trainer_pb2.OptimStepReply:
-    """A batch and a step, which differ from number to number."""
+    """A batch and a step, different for each number."""
     forward_backward(operations, data_of(number))
     header = common_pb2.OperationHeader(run_id=RUN, seq_id=2 * number)
     params = {"adamw": ADAMW} if optimizer == "adamw" else {"dimuon": DIMUON}
@@ -229,7 +229,7 @@ def test_reading_is_told_in_pieces_so_that_a_slow_disk_does_not_seem_to_stand_st
     assert max(after - before for before, after in pairwise(loaded)) <= 4096
 
 
-# --- What a trainer had done before it died, though nobody heard of it -----------------------
+# --- Operations of a dead trainer that nobody heard of ---------------------------------------
 
 
 def test_a_publish_that_is_delivered_again_gives_the_version_that_is_there(models, tmp_path):

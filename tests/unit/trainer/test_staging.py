@@ -1,4 +1,4 @@
-"""The host memory of snapshots is kept, and never that of one that is still written."""
+"""The host memory of snapshots is reused, but never while a snapshot is written from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_copy_that_is_still_written_is_not_overwritten():
     first = staging.copy(state(1.0))
     second = staging.copy(state(2.0))
     assert not set(places(first).values()) & set(places(second).values())
-    staging.end(second)  # which is not the kept one
+    staging.end(second)  # not the kept one
     third = staging.copy(state(3.0))
     assert [values(each)["model.w"] for each in (first, second, third)] == [1.0, 2.0, 3.0]
     staging.end(first)

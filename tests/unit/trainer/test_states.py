@@ -48,7 +48,7 @@ def give_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
 
 
 def stepped(moments: Moments | StagedMoments, *steps: int) -> torch.Tensor:
-    """All weights, after steps with gradients that differ from step to step."""
+    """All weights, after steps with different gradients."""
     for step in steps:
         give_gradients(moments.parameters, step)
         moments.step(SETTINGS)
@@ -91,7 +91,7 @@ def test_random_bits_are_those_of_a_position_wherever_a_piece_begins():
     assert torch.equal(torch.cat(parts), whole)
     parts = [bits(Positions(first + n), 0, 25) for n in range(0, 100, 25)]
     assert torch.equal(torch.cat(parts), whole)
-    columns = Positions(first + 3, width=7, stride=10)  # 3 to 9 of a matrix with ten of them
+    columns = Positions(first + 3, width=7, stride=10)  # 3 to 9 of a matrix with ten columns
     parts = [bits(columns, 0, 33), bits(columns, 33, 70)]
     assert torch.equal(torch.cat(parts).view(10, 7), whole.view(10, 10)[:, 3:])
     assert not torch.equal(whole, bits(Positions(first), 0, 100, key=10))
@@ -196,7 +196,7 @@ def test_all_states_of_a_run_are_in_bfloat16_and_it_learns(model):
 def test_it_computes_what_a_run_with_float32_states_does_from_weights_that_bfloat16_can_say(
     model, tmp_path
 ):
-    """The published weights are those of the states, exactly."""
+    """The published weights equal the states exactly."""
     bfloat16 = make(model, None, states="bfloat16")
     train(bfloat16, 1)
     publish(bfloat16, tmp_path / "v1")

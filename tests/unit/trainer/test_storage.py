@@ -1,4 +1,4 @@
-"""Publishing and checkpoints when the disk or the files are not as they should be."""
+"""Publishing and checkpoints on faulty disks and with faulty files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
 
 @pytest.fixture
 def small_files():
-    """No file may have more than 100,000 bytes."""
+    """Limit every file to 100,000 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     yield
@@ -139,7 +139,7 @@ def test_the_failure_of_another_rank_reaches_rank_0():
 
 
 def test_a_version_of_several_files_is_the_model(models, tmp_path, monkeypatch):
-    trainer = make_rank(models["qwen3_moe"])  # whose files are laid out otherwise than its modules
+    trainer = make_rank(models["qwen3_moe"])  # its files differ in layout from its modules
     publish_to(Operations(trainer), tmp_path / "one")
     most = max(each.bytes for each in trainer.backend.exports())
     monkeypatch.setattr(publish, "FILE_BYTES", most)

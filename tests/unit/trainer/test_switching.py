@@ -1,4 +1,4 @@
-"""Ranks that sleep and wake together, all or none."""
+"""Ranks sleep and wake together, all or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 30.0
 
 
 class Line:
-    """Carries what two ranks of one process say to each other."""
+    """Carries messages between two ranks of one process."""
 
     def __init__(self) -> None:
         self.down: queue.Queue[tuple[Op, bytes]] = queue.Queue()
@@ -32,7 +32,7 @@ class Line:
 
 
 class Control:
-    """The end of one rank; as far as `Switching` needs it, a `ControlGroup`."""
+    """One rank's end: the part of a `ControlGroup` that `Switching` needs."""
 
     size = 2
     group = None
@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def whole(self) -> bool:
-        """Whether its state is all there."""
+        """Whether its state is complete."""
         return self.tensor.untyped_storage().nbytes() == 4000 and torch.equal(
             self.tensor, torch.arange(1000.0)
         )

@@ -1,4 +1,4 @@
-"""Which models can be divided among ranks that compute the same datums, and why others cannot."""
+"""Models that ranks with the same datums can divide, and why others cannot be divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which nodes a trainer's ranks are."""
+"""The nodes of a trainer's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every bad batch is refused as a whole, with a sentence that says what was wrong."""
+"""Every bad batch is refused as a whole, with a sentence about the mistake."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_input_of_a_custom_loss_that_names_a_vast_shape_is_refused(columns):
 
 
 def shaped(*shape: int, dtype: int = wire.DTYPE_FLOAT32, csr: bool = False) -> wire.Tensor:
-    """An empty tensor of a shape with a 0 in it."""
+    """An empty tensor. Its shape contains a 0."""
     tensor = wire.Tensor(dtype=dtype, shape=shape)
     if csr:
         tensor.sparse_csr.crow_indices = np.zeros(1, "<i8").tobytes()
@@ -140,7 +140,7 @@ def shaped(*shape: int, dtype: int = wire.DTYPE_FLOAT32, csr: bool = False) -> w
 
 
 def check_pair(pair: wire.Tensor) -> Batch:
-    """Checks a datum with a further input for a custom loss."""
+    """Check a datum with another input for a custom loss."""
     made = datum([4, 5])
     made.loss_fn_inputs["pair"].CopyFrom(pair)
     message = parse(request([made], "custom").SerializeToString())
@@ -232,7 +232,7 @@ def with_cut_bytes():
 
 
 def configured(loss: str, **settings: float | str) -> wire.ForwardBackwardRequest:
-    """A request with settings as the newer clients send them, texts among them."""
+    """A request with settings in the newer clients' form, texts among them."""
     message = request([policy_datum()], loss)
     for name, value in settings.items():
         if isinstance(value, str):

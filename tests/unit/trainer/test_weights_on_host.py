@@ -1,6 +1,7 @@
-"""Weights that are kept on the host, and come to the device by group: a run computes with them what
-it computes with weights on the device, to the bit. (Here both are one memory; what is where beside
-a GPU is in `tests/component/trainer/test_weights_on_host.py`.)"""
+"""Weights on the host that come to the device by group give the bits of weights on the device.
+
+Here both are one memory. `tests/component/trainer/test_weights_on_host.py` checks the memory beside
+a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ WAYS = {
 
 
 def on_host(*given, **settings) -> Operations:
-    """In groups of one block each."""
+    """Operations with weights on the host, in groups of one block each."""
     made = make(*given, offload="weights", shard_group_parameters=1, **settings)
     groups = made.trainer.backend._groups._modules()
     assert len(groups) > 1
@@ -79,7 +80,7 @@ def test_a_run_has_the_bits_of_one_with_weights_on_the_device(models, tmp_path, 
 
 @pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
 def test_checkpoints_are_those_of_any_other_run(model, tmp_path, lora):
-    """Of either, a run of the other kind goes on as the run itself does."""
+    """Either kind of run can continue the other's checkpoint."""
     made = {"there": on_host, "here": make}
     for name, other in (("there", "here"), ("here", "there")):
         saved = made[name](model, lora)
