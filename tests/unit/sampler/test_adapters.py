@@ -1,4 +1,4 @@
-"""Which adapters an engine holds, when, and which are refused, with a fake engine."""
+"""An engine's adapters with a fake engine: when it holds them, and refused ones."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_adapter_with_requests_is_never_evicted(base: Path, tmp_path: Path):
         for n in range(3)
         for version in versions
     ]
-    bench.settle()  # the fake asserts that none is taken out under its requests
+    bench.settle()  # the fake asserts that none is removed during its requests
     assert [a.result(0).version for a in answers] == versions * 3
 
 

@@ -1,4 +1,4 @@
-"""Requests that go on with newer weights of their run, with a fake engine."""
+"""Requests that continue with newer weights of their run, with a fake engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE, TWO, THREE = (
 
 
 def runs(sampled: Sampled) -> list[tuple[str, int]]:
-    """Which version drew how many tokens of the only sample."""
+    """The versions of the only sample, each with its number of tokens."""
     ((*each,),) = versions_of(sampled)
     return [(run.version, run.tokens) for run in each]
 
@@ -102,11 +102,11 @@ def test_requests_beside_those_in_flight_end_with_their_own_version_first():
 def test_what_waits_or_arrives_later_is_served_by_the_newest_version_at_once():
     reads = LaterReads(at_once=True)
     bench = serving(ONE, start_reading=reads)
-    running = bench.ask(ONE, "running", steps=3)  # keeps the engine from changing over
+    running = bench.ask(ONE, "running", steps=3)  # delays the change of version
     bench.turns(1)
     load = bench.scheduler.load(TWO, in_flight=True)
     bench.turns(1)
-    bench.now += 10.0  # nothing is admitted any more before the load
+    bench.now += 10.0  # nothing is admitted before the load any more
     waiting = bench.ask(ONE, "waiting", in_flight=True)
     bench.settle()
     late = bench.ask(ONE, "late", in_flight=True)
@@ -152,7 +152,7 @@ def test_after_a_load_that_fails_what_runs_goes_on_with_the_version_before(error
 
 
 def test_what_follows_a_version_that_was_handed_over_reads_its_files():
-    """What the trainer kept of it is gone by then."""
+    """The trainer's copy is gone by then."""
     bench = serving(replace(TWO, handoff=common_pb2.Handoff(name=TWO.name)))
     bench.scheduler.load(THREE)
     bench.settle()

@@ -1,4 +1,4 @@
-"""Which vLLM an engine starts with."""
+"""The vLLM versions with which an engine starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(sampler_service.__file__).parents[1]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Let these be the distributions that are installed."""
+    """Replace the installed distributions."""
 
     def version(name: str) -> str:
         if name.replace("-", "_") not in versions:

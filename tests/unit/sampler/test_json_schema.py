@@ -1,4 +1,4 @@
-"""A schema is rewritten in keywords that llguidance implements, with the same meaning."""
+"""Schemas are rewritten in llguidance's keywords, with the same meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = {"type": "string", "enum": ["a", "b"]}
 
 QUOTE = ord('"')
 TELLING = list(b"/:.@%?#+-0169PTZ")
-"""Bytes at which formats differ."""
+"""Bytes that distinguish formats."""
 BYTES = LLTokenizer("byte")
 
 
@@ -39,7 +39,7 @@ def matcher_of(schema: object) -> LLMatcher:
 
 
 def written(schema: object, seed: int) -> str:
-    """Return a string that the grammar of a schema permits, drawn byte by byte."""
+    """Return a string that a schema's grammar permits, drawn byte by byte."""
     drawn, matcher, text = random.Random(seed), matcher_of(schema), b""
     ends = drawn.choice((0.02, 0.2, 0.5))
     mask = llguidance.numpy.allocate_token_bitmask(1, BYTES.vocab_size)

@@ -1,4 +1,4 @@
-"""An engine's share of a GPU, and memory that is given back in sleep."""
+"""An engine's share of a GPU, and memory freed in sleep."""
 
 from __future__ import annotations
 

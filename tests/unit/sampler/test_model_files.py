@@ -1,4 +1,4 @@
-"""Reading model directories without a framework, and the environment of the engine's process."""
+"""Reading model directories without a framework, and the engine's environment."""
 
 from __future__ import annotations
 

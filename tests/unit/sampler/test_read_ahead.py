@@ -1,4 +1,4 @@
-"""Weights are read while the engine samples from others, and only then does it drain."""
+"""Weights are read while the engine samples from others. Only then does it drain."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_version_that_is_not_read_in_time_fails_and_the_engine_goes_on():
     with pytest.raises(LoadFailed, match="not read within 100 s"):
         new.result(0)
     assert old.result(0).version == BASE
-    reads.finish()  # of what hung, at last
+    reads.finish()  # the read that hung
     assert bench.loader.reads == []
 
 

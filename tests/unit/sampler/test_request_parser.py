@@ -1,4 +1,4 @@
-"""What a client may get wrong in a sample request, and what absent fields mean."""
+"""Errors in sample requests, and the meaning of absent fields."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def message(prompt=(5, 6, 7), *, num_samples=1, payload=None, topk=0, **params):
 
 
 def asked(request: sampler_pb2.SampleRequest, **fields: object) -> sampler_pb2.SampleRequest:
-    """The request with fields of its own set."""
+    """The request with these fields set."""
     request.MergeFrom(sampler_pb2.SampleRequest(**fields))
     return request
 
@@ -105,7 +105,10 @@ def csr(values, crow, columns, shape=(2, 3)) -> bytes:
     ("payload", "error"),
     [
         (b"\xff\xff\xff", MalformedPayload),
-        (tensor([[5], [6], [7]]), InvalidRequest),  # the prompt's rows, not those after the first
+        (
+            tensor([[5], [6], [7]]),
+            InvalidRequest,
+        ),  # the prompt has more rows
         (tensor([5, 6]), InvalidRequest),
         (tensor([[], []]), InvalidRequest),
         (tensor([[5.0], [6.0]], dtype=wire.DTYPE_FLOAT32, numbers="<f4"), InvalidRequest),
@@ -235,7 +238,7 @@ def test_a_prompt_that_fills_the_context_leaves_no_room_for_a_wanted_token(max_t
     request.params.ClearField("max_tokens")
     if max_tokens is not None:
         request.params.max_tokens = max_tokens
-    if max_tokens == 2:  # the SDK never asks for so many where it wants none
+    if max_tokens == 2:  # the SDK asks for fewer if it wants none
         request.prompt_logprobs = True
     with pytest.raises(SequenceTooLong, match=f"16 prompt tokens \\+ {max_tokens or 1} max_tokens"):
         parse_request(request, FACTS)

@@ -1,4 +1,4 @@
-"""How answers are encoded, and how streams are buffered."""
+"""The encoding of answers, and the buffering of streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the requests of one gateway are answered on their stream."""
+"""The stream that answers one gateway's requests."""
 
 from __future__ import annotations
 

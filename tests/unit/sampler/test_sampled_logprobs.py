@@ -1,4 +1,4 @@
-"""The arrays of sampled logprobs are those that a loop over each cell would give."""
+"""The arrays of sampled logprobs equal a loop over each cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 
 def drawn(*, tokens: int, columns: int) -> Rows:
-    """Return rows as vLLM gives them: ids with ties, and values of which a filter excluded some."""
+    """Return rows in vLLM's form: ids with ties, and values of which a filter excluded some."""
     random = np.random.default_rng(tokens)
     ids = random.integers(0, 9, (tokens, columns), np.int32)
     values = np.round(-random.random((tokens, columns), np.float32), 1)

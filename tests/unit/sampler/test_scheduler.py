@@ -1,4 +1,4 @@
-"""The scheduler's rules, with a fake engine and a clock that the test moves."""
+"""The scheduler's rules, with a fake engine and a test-controlled clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sleep and wake as the scheduler carries them out, with a fake engine."""
+"""The scheduler's sleep and wake, with a fake engine."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_an_adapter_that_is_being_checked_is_waited_for(tmp_path: Path):
 
 def test_an_engine_that_breaks_while_it_wakes_refuses_the_wake_too():
     bench = asleep(KEEP)
-    bench.engine.weights_asleep = False  # its own assertion fails
+    bench.engine.weights_asleep = False  # the fake engine's own assertion fails
     wake, waiting = bench.scheduler.wake(), bench.ask(BASE, "waiting")
     bench.scheduler.run()
     for refused in (wake, waiting):

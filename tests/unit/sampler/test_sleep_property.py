@@ -1,9 +1,8 @@
-"""Whatever is asked of a sampler, in whatever order: nothing is computed while it is asleep, by
-weights that were dropped, or by another version than the one asked for (in flight: than that which
-the token says, of the same run, and never an older one), and every call ends.
+"""Any requests in any order: a sampler computes nothing while it is asleep or without its weights.
 
-The fake engine refuses what a real one could not do in its state (`tests/support/fake_engine.py`).
-"""
+It uses only the version that was asked for. A request in flight may also use a newer version of its
+run, which each token names. Every call ends. The fake engine refuses calls that a real one could
+not carry out in its state (`tests/support/fake_engine.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ NUMBERS = range(1, 4)
 
 
 class WouldBlock(Exception):
-    """The engine's thread would wait for something to be asked."""
+    """The engine's thread would wait for a request."""
 
 
 class NonBlockingQueue(SubmissionQueue):
@@ -57,7 +56,7 @@ class Asked:
 
 
 def label(version: LoadableVersion) -> str:
-    """What the fake engine says that a token was computed with."""
+    """The fake engine's name for a token's version."""
     return version.name if version.adapter else version.path.name
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are staged are those of the files, bit for bit, and leave nothing behind."""
+"""Staged tensors equal the files bit for bit, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def write_in_order(file: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """As safetensors would, which puts tensors in an order in which each is aligned."""
+    """safetensors itself would sort the tensors by alignment."""
     header, place = {}, 0
     for name, tensor in tensors.items():
         end = place + tensor.nbytes
@@ -72,16 +72,16 @@ def threads_left() -> list[str]:
 
 
 def open_files(folder: Path) -> list[str]:
-    """Those of a folder alone, since tests before this one may have left others to be collected."""
+    """Open files of one folder. Earlier tests may have left others."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # of this very look
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             found.append(str(descriptor.readlink()))
     return [each for each in found if each.startswith(str(folder))]
 
 
 class Memory:
-    """What is allocated, as `staged` is given it, and how much of it at once."""
+    """The `allocate` of `staged`. Notes all allocations, and the most bytes at once."""
 
     def __init__(self, *, refuses_after: int = 99) -> None:
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
@@ -105,7 +105,7 @@ def test_tensors_of_any_type_shape_and_place_are_those_of_the_file(tmp_path: Pat
     with staged(
         read_sources(tmp_path), threads=3, allocate=memory, ahead=MIB, most=40 * MIB
     ) as tensors:
-        found = list(tensors)  # all are kept, so that no memory is filled twice
+        found = list(tensors)  # all are kept, so no memory is reused
     assert len(memory.storages) == len(found) - 1, "what is empty needs none"
     expected = list(read_tensors(tmp_path))
     assert [name for name, _ in found] == [name for name, _ in expected] == [*ODD, "other"]
@@ -191,14 +191,14 @@ def test_threads_apply_the_changes_of_a_delta(changed: WeightsFile):
 
 def test_a_patch_that_is_damaged_is_named_and_nothing_is_left(changed: WeightsFile):
     content = bytearray(changed.patch.read_bytes())
-    content[16] = 255  # the first gap goes on, and there is no other
+    content[16] = 255  # the first gap continues without an end
     changed.patch.write_bytes(content)
     with (
         pytest.raises(LoadFailed, match="patch is damaged"),
         staged(changed.sources(), threads=2, allocate=Memory()) as tensors,
     ):
         deque(tensors, maxlen=0)
-    gc.collect()  # an error that a thread has had refers to itself
+    gc.collect()  # an error in a thread refers to itself
     assert not threads_left() and not open_files(changed.path.parent)
 
 

@@ -32,7 +32,7 @@ GRAMMARS = [Grammar("regex", f"[{letter}]") for letter in "abcd"]
 
 
 class Slow:
-    """Compiles when it is allowed to."""
+    """Compiles when the test allows it."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -90,7 +90,7 @@ def test_equal_grammars_that_come_together_are_compiled_once():
         compiler = compiler_of(slow, seconds=60)
         asked = [asyncio.create_task(compiler.compile(GRAMMARS[0])) for _ in range(32)]
         await asyncio.sleep(0)
-        asked.pop().cancel()  # whoever gives up takes nothing from the others
+        asked.pop().cancel()  # the others still get their result
         slow.go.set()
         assert len(set(await asyncio.gather(*asked))) == 1
         assert slow.compiled == GRAMMARS[:1]
@@ -161,7 +161,7 @@ def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path):
 
 
 def test_tokens_of_a_byte_level_tokenizer_are_the_bytes_that_they_stand_for(tmp_path: Path):
-    """Real models' tokenizers are of this kind; the tiny ones of other tests are not."""
+    """Real models have such tokenizers, other tests' tiny models have not."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -206,7 +206,7 @@ def test_a_schema_that_the_tokens_cannot_express_is_refused_for_that(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = "abcdefghijklmnopqrstuvwxyz "
-    if kind == "letters":  # the token for unknown characters is none of the special ones
+    if kind == "letters":  # the token for unknown characters is not special
         vocabulary = {token: id_ for id_, token in enumerate(["<unk>", "<end>", *characters])}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -1,4 +1,4 @@
-"""The waiting list: what came first of each version, and what is taken of it."""
+"""The waiting list: order within each version, and removal."""
 
 from __future__ import annotations
 

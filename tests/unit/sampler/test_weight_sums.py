@@ -1,4 +1,4 @@
-"""Sums that tell whether an engine holds the numbers of a version's files, wherever they lie."""
+"""Checksums prove that an engine holds the numbers of a version's files, in any layout."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def test_workers_have_parts_of_a_parameter_or_several_have_the_same_one():
     assert sums_of_workers([{"0.k": 1}, {"0.k": 1}, {"0.k": 2}, {"0.k": 2}]) == {"0": 3}
 
 
-# --- What is made of them -----------------------------------------------------------------
+# --- Comparison ---------------------------------------------------------------------------
 
 
 @dataclass
 class HoldingEngine:
-    """Holds tensors: q and k as one, with q halved if it is `halving`; ignores loads if told so."""
+    """Holds q and k as one tensor, with q halved if `halving`. Ignores loads if `ignores`."""
 
     tensors: dict[str, torch.Tensor]
     halving: bool = False

@@ -1,4 +1,4 @@
-"""Where the workers of an agent keep compiled code."""
+"""The folder of compiled code of an agent's workers."""
 
 from __future__ import annotations
 

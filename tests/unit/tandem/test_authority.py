@@ -1,4 +1,4 @@
-"""The certificate authority and what it signs, as files."""
+"""The certificate authority and its certificates, as files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands say of themselves, and how they print names of the platform."""
+"""The help of commands, and the printing of Tandem's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands print: whole cells in a pipe, and within 80 columns on a terminal."""
+"""Tables of commands: whole cells in a pipe, and at most 80 columns on a terminal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ANSWERS = {
 
 @pytest.fixture
 def gateway(monkeypatch):
-    """A gateway that always answers the same."""
+    """A gateway that always gives the same answers."""
 
     def call(_data_dir, _method, path, **_):
         return ANSWERS[path]
@@ -119,7 +119,7 @@ def gateway(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A terminal of 80 columns, and what is on it."""
+    """A terminal of 80 columns, and its content."""
     screen = StringIO()
     console = Console(
         file=screen, force_terminal=True, width=80, color_system=None, highlight=False, emoji=False

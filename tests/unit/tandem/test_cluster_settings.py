@@ -1,4 +1,4 @@
-"""The settings of pods and of the pools of claims."""
+"""The settings of pods and of claim pools."""
 
 from __future__ import annotations
 

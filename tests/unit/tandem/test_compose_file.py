@@ -1,4 +1,4 @@
-"""What docker-compose.yaml promises, and the Dockerfiles."""
+"""Properties of docker-compose.yaml and the Dockerfiles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_no_container_has_more_rights_than_it_needs(name: str):
     assert not {"privileged", "cap_add", "pid", "ipc", "devices"} & service.keys()
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not any("docker.sock" in volume for volume in service["volumes"])
-    if name != "postgres":  # whose image begins as root, to give its files to its user
+    if name != "postgres":  # its image begins as root, to give files to its user
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
-        assert all(",size=" in each for each in service["tmpfs"])  # it is memory
+        assert all(",size=" in each for each in service["tmpfs"])  # tmpfs is memory
 
 
 @pytest.mark.parametrize("name", LASTING)
@@ -90,7 +90,7 @@ def test_the_gateway_is_stopped_before_its_workers_and_its_database():
     for gateway, suffix in (("gateway", ""), ("gateway-gpu", "-gpu")):
         needed = set(SERVICES[gateway]["depends_on"])
         assert needed == {"postgres", "setup", f"trainer{suffix}", f"sampler{suffix}"}
-        assert SERVICES[gateway]["stop_signal"] == "SIGINT"  # which saves the runs
+        assert SERVICES[gateway]["stop_signal"] == "SIGINT"  # SIGINT saves the runs
 
 
 def test_the_file_is_of_the_syntax_that_every_compose_has():

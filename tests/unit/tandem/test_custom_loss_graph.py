@@ -1,4 +1,4 @@
-"""What a custom loss may not be: the reader's refusals, which need no torch."""
+"""Custom losses that the reader refuses without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def output(loss: object, metrics: object = None) -> Body:
 
 
 def body_of(*nodes: Body, inputs: list[Body] | None = None) -> Body:
-    """-Σ of something: `nodes` come between the placeholder and the output."""
+    """The negative sum of a graph: `nodes` come between the placeholder and the output."""
     last = nodes[-1]["name"] if nodes else "logprobs"
     return {
         "session_id": "s-test",

@@ -1,4 +1,4 @@
-"""Patches: whatever differs between two files of one size, a patch makes one out of the other."""
+"""Patches: a patch makes one file out of another of the same size, with any differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patched(old: Bytes, patch: bytes, folder: Path, *, start: int = 0) -> Bytes:
 
 
 def changed(values: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """The same with so many of its elements drawn again."""
+    """A copy in which this share of elements is drawn again."""
     other = values.copy()
     chosen = rng.random(values.size) < share
     other[chosen] = rng.integers(0, 256, chosen.sum() * values.itemsize, np.uint8).view(

@@ -1,4 +1,4 @@
-"""Every `tandem` command of README.md and docs/ is one of the command line, with its options."""
+"""Every `tandem` command of README.md and docs/ exists, with its options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_unknown_command_or_option_is_noticed():
 
 
 def command_lines(text: str) -> list[str]:
-    """Return the lines of a page's shell blocks, and its inline code that begins with `tandem`."""
+    """Return the lines of a page's shell blocks, and inline code that begins with `tandem`."""
     shells = "".join(block for language, block in BLOCK.findall(text) if language in SHELLS)
     lines = shells.replace("\\\n", " ").splitlines()
     return lines + [" ".join(each.split()) for each in INLINE.findall(BLOCK.sub("", text))]
@@ -64,7 +64,7 @@ def invocations(line: str) -> list[list[str]]:
 
 
 def fault(words: list[str]) -> str | None:
-    """Return why the command line would refuse these words."""
+    """Return why the command line would refuse these words, or `None`."""
     command, taken = typer.main.get_command(app), []
     options: dict[str, bool] = {}
     rest = list(words)

@@ -1,4 +1,4 @@
-"""A model ends at the end tokens that any of its files names."""
+"""A model ends at the end tokens of any of its files."""
 
 from __future__ import annotations
 

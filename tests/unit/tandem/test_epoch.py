@@ -1,4 +1,4 @@
-"""Whoever has heard a later gateway hears no earlier one any more."""
+"""A worker that heard a later gateway refuses an earlier one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Context:
 
 
 async def heard(door: EpochInterceptor, epoch: int | None) -> bool:
-    """Whether a call of a gateway of that epoch passes; None: of nobody who has one."""
+    """Whether a gateway's call with this epoch passes. None: the caller has no epoch."""
     passed = []
 
     async def handle(_details) -> None:

@@ -90,7 +90,7 @@ def test_a_fault_of_a_worker_is_told_without_the_folders_of_the_machine(said, to
 def _raised(error: BaseException, cause: BaseException | None) -> BaseException:
     try:
         raise error from cause
-    except BaseException as raised:  # noqa: BLE001 - it is what the test looks at
+    except BaseException as raised:  # noqa: BLE001 - the test examines it
         return raised
 
 

@@ -23,11 +23,11 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 FEWEST_LETTERS = 12
-"""Of a text with gaps, so that it says something about a message."""
+"""A shorter text with gaps would match any message."""
 
 
 def templates() -> Iterator[re.Pattern[str]]:
-    """Yield each text of the code as a pattern, in which a value stands for anything."""
+    """Yield each text of the code as a pattern. A value matches anything."""
     for source in SOURCES:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,4 +1,4 @@
-"""`make first-hour` finds its commands and scripts in the pages that a new user reads."""
+"""`make first-hour` finds its commands and scripts in the pages for new users."""
 
 from __future__ import annotations
 

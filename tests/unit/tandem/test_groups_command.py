@@ -57,7 +57,7 @@ QUEUED = {
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What was asked of the gateway; it answers with the above."""
+    """The requests to a gateway that gives these answers."""
     found = []
 
     def call(_data_dir, method, path):

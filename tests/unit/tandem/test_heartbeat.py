@@ -20,7 +20,7 @@ def beat(heartbeats: ProcessHeartbeat) -> None:
 
 
 def listen(heartbeats: ProcessHeartbeat, clock, *, seconds: float) -> float:
-    """Listen twice a second, and return the silence at the end."""
+    """Listen twice a second. Return the silence at the end."""
     for _ in range(int(2 * seconds)):
         clock.now += 0.5
         silence = heartbeats.silence()

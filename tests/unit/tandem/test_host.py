@@ -1,4 +1,4 @@
-"""What a host has, and has left."""
+"""A host's devices, cores and memory, and their free parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_free_is_bounded_by_the_container_whose_cache_counts_as_free(tmp
         ("GPU-22bb-3", [2]),
         ("GPU-2", [2]),
         ("GPU-2, GPU-11aa-1", [0, 2]),
-        ("0,7,1", [0]),  # CUDA reads no further than a name that it does not know
+        ("0,7,1", [0]),  # CUDA stops at the first unknown name
         ("GPU-33, 0", []),
         ("22bb", []),
     ],
@@ -91,7 +91,7 @@ def group(*devices: str, roles: tuple[str, ...] = ("trainer", "sampler")) -> dic
         (1, {}, 1),
         (8, {}, 1),
         (1, {"trainer": {"device": "cpu"}}, 2),
-        (1, {"trainer": {"ranks": 4}}, 4),  # refused by the gateway, with both numbers
+        (1, {"trainer": {"ranks": 4}}, 4),  # the gateway refuses it, with both numbers
         (0, {"groups": [group("cpu:0")]}, 1),
         (1, {"groups": [group("cpu:0", "cpu:1", "cpu:2")]}, 2),
         (2, {"groups": [group("cuda:0", "cuda:1")]}, 1),

@@ -1,4 +1,4 @@
-"""Which hosts a request may name: not those that may be the site of a browser's page."""
+"""Hosts that a request may name. A possible site of a browser's page is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's configuration says against training it."""
+"""Reasons in a model's configuration against training it."""
 
 from __future__ import annotations
 

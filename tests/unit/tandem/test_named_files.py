@@ -1,4 +1,4 @@
-"""Files that documents, docstrings and comments name exist, also after files have moved."""
+"""Files that documents, docstrings and comments name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and where clients are made."""
+"""This machine's addresses, and the files that make clients."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_a_proxy_of_the_environment_is_seen_unless_no_proxy_names_the_host(monke
 
 
 def test_clients_are_made_in_one_place_each():
-    """So none of them can forget that requests to this machine take no proxy."""
+    """So none of them forgets that requests to this machine take no proxy."""
     makes = {
         r"httpx\.(Client|AsyncClient|get|post|put|delete|request|stream)\(|urlopen\(|"
         r"HTTPS?Connection\(|(?<![\w.])requests\.(get|post|Session)\(": {
             "tandem/protocol/own_machine.py"
         },
-        # The check of the agent imports little, and calls a Unix socket.
+        # The agent's check imports little, and calls a Unix socket.
         r"\b(in)?secure_channel\(": {
             "tandem/protocol/channels.py",
             "tandem/agent/check.py",
@@ -73,7 +73,7 @@ def test_clients_are_made_in_one_place_each():
             "tandem/protocol/channels.py",
             "tandem/agent/check.py",
         },
-        # The client library of Kubernetes makes its session, for a cluster elsewhere.
+        # Kubernetes' client library makes its session, for a remote cluster.
         r"aiohttp\.ClientSession\(": set(),
     }
     folders = ("tandem", "gateway", "trainer_service", "sampler_service", "benchmarks", "scripts")

@@ -1,4 +1,4 @@
-"""What the process of the tests keeps until it ends."""
+"""State that the test process keeps until its end."""
 
 from __future__ import annotations
 

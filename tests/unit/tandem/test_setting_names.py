@@ -1,4 +1,4 @@
-"""Which names of environment variables Tandem takes, and which it refuses."""
+"""Names of environment variables that Tandem takes or refuses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FILES = ("README.md", "CONTRIBUTING.md", "Makefile", "docker-compose.yaml")
 _WRONG_ON_PURPOSE = {
     "test_setting_names.py",
     "test_unknown_settings.py",
-    "test_environment.py",  # of what an agent inherits
-    "error_table.py",  # an example of the error, also on the two pages below
+    "test_environment.py",  # variables that an agent inherits
+    "error_table.py",  # an example of the error, also on the next two pages
     "errors.md",
     "troubleshooting.md",
     "test_cluster_settings.py",

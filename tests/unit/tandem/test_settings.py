@@ -1,4 +1,4 @@
-"""What is shown of settings."""
+"""The display of settings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When a gateway or an agent that ended is started again, and how the stack ends whatever fails. No
-process is started here."""
+"""Restarts of a gateway or an agent that ended, and the stack's end after any failure. No process
+is started."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_stack_that_ended_leaves_no_descriptors(tmp_path, monkeypatch):
     stack = Stack(data_dir=tmp_path)
     monkeypatch.setattr(stack, "_supervise", lambda: None)
     stack._run()
-    # A client that an earlier test has left in a thread may open a connection just now.
+    # A client that an earlier test left in a thread may open a connection now.
     wait_until(lambda: descriptors() <= before)
 
 

@@ -1,4 +1,4 @@
-"""The formula of a trainer's memory: its exact parts, and the micro-batch that it chooses."""
+"""The formula of a trainer's memory: its exact parts, and its choice of a micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = ModelSize.of(SHAPES, {"vocab_size": 50, "hidden_size": 10})
 def memory_of(
     *, ranks: int = 1, device: str = "cpu", at_once: int = 1, settings: object = (), **training
 ) -> TrainerMemory:
-    """Of 500 + 3 · 100 parameters; or of an adapter of 40."""
+    """Memory of 500 + 3 · 100 parameters, or of an adapter of 40."""
     trained = 40 if training.get("lora") else 800
     return TrainerMemory(
         model=SIZE,

@@ -1,4 +1,4 @@
-"""The filesystem that other tests trust to lie as NFS and disks do."""
+"""The fake filesystem of other tests, which fails as NFS and disks do."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_host_that_knows_a_replaced_file_or_a_renamed_folder_sees_the_old_for_
         assert not (data / "old").exists()
 
 
-# --- What survives ---------------------------------------------------------------------------
+# --- Power failures --------------------------------------------------------------------------
 
 
 def test_what_was_not_synced_does_not_survive_a_power_failure(disk, data):
@@ -111,7 +111,7 @@ def test_what_a_failing_sync_or_close_lost_is_not_brought_back_by_the_next_sync(
         if strike.hit.startswith(("sync", "close")):
             fsync_path(data / "f")
         whole = (data / "f").exists() and (data / "f").read_text() == "content"
-        # A close that fails loses nothing that was synced before.
+        # A failed close loses nothing that was synced before.
         assert whole == (strike.hit in ("", "close /f"))
 
 
@@ -140,7 +140,8 @@ def test_a_killed_process_does_nothing_more(disk, data):
                 shutil.rmtree(data / "d", ignore_errors=True)
         seen.append(sorted(str(path.relative_to(data)) for path in data.rglob("*")))
     half = ["d", "d/file"]
-    # Killed before: mkdir, create, write, close, rename, the removals; and at last not at all.
+    # Killed before mkdir, create, write, close, rename and the removals. The last run is not
+    # killed.
     assert seen == [[], ["d"], half, half, half, ["d", "d/named"], ["d"], []]
 
 

@@ -27,7 +27,7 @@ SHARDS = {
 
 
 def write(data_dir: Path, *, number: int = 1) -> tuple[PartialVersion, Manifest]:
-    """All that a publish does, except for the commit."""
+    """A whole publish, except for the commit."""
     name = new_version_name(run_id=RUN, number=number)
     partial = PartialVersion(version_path(data_dir, name))
     partial.create()
@@ -74,7 +74,7 @@ def test_nothing_has_the_final_name_before_the_rename_and_everything_has_it_afte
     monkeypatch.setattr(Path, "rename", watched)
     assert not partial.final.exists()
     partial.commit(manifest)
-    assert seen == [(False, manifest)]  # what gets the name is whole, the manifest included
+    assert seen == [(False, manifest)]  # a version is whole before it gets its name
     assert open_version(partial.final) == manifest
     assert not partial.path.exists()
 

@@ -1,4 +1,4 @@
-"""What is missing or broken in a model's files is named before anything loads them."""
+"""Missing or broken model files are named before anything loads them."""
 
 from __future__ import annotations
 

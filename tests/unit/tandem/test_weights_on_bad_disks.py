@@ -38,7 +38,8 @@ def data(tmp_path) -> Path:
 
 
 def publish(data_dir: Path, *, name: str = "") -> str:
-    """Publish a version, as a trainer does; return its name, or "" if the disk does not take it."""
+    """Publish a version, as a trainer does. Return its name, or an empty string if the disk
+    fails."""
     name = name or new_version_name(run_id=RUN, number=1)
     partial = PartialVersion(version_path(data_dir, name))
     try:
@@ -63,7 +64,7 @@ def publish(data_dir: Path, *, name: str = "") -> str:
 
 
 def names_on_disk(data_dir: Path) -> set[str]:
-    """The versions that have their name, each of them verified."""
+    """The published versions, each of them verified."""
     found = {f"{RUN}/{path.name}" for path in data_dir.glob("weights/*/v*")}
     for name in found:
         open_version(version_path(data_dir, name), name=name)
@@ -93,7 +94,7 @@ def test_a_writer_killed_anywhere_leaves_a_whole_version_or_none(disk, data):
         with strike:
             publish(data_dir)
         found = names_on_disk(data_dir)
-        for name in found:  # the next trainer finds it, and says that it is published
+        for name in found:  # the next trainer finds it, and reports it as published
             sync_name(version_path(data_dir, name))
         again = publish(data_dir)
         disk.lose_power()

@@ -1,4 +1,4 @@
-"""How a worker that loads for long is waited for, in virtual time."""
+"""The wait for a worker that loads for long, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANDLE = WorkerHandle.of(
 
 
 class LoadingWorker:
-    """Its health, which is SERVING after an hour."""
+    """The health of a worker, SERVING after an hour."""
 
     def __init__(self) -> None:
         self.called_at: list[float] = []
