@@ -1,4 +1,4 @@
-"""Each class of the product has a unique name, so that a search finds one thing."""
+"""Unique class names let a search find one thing."""
 
 from __future__ import annotations
 

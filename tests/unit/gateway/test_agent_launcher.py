@@ -77,7 +77,6 @@ def test_a_worker_is_not_gone_unless_its_agent_says_so(tmp_path, answer):
 
 
 async def told(watch) -> str:
-    """Return the id of the worker that ended."""
     async with asyncio.timeout(60):
         return (await anext(watch)).worker_id
 

@@ -1,5 +1,3 @@
-"""The balancer's choice of an engine. Engines are names, and nothing is computed."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Base models: registered ones, and those of the models directory."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""The bootstrap key: taken from a setting, rotated, refused if invalid."""
-
 from __future__ import annotations
 
 import pytest
@@ -29,7 +27,7 @@ async def database(tmp_path):
 
 
 async def started(database, folder, secret: str = "", *, local: str = "tml-local") -> KeyStore:
-    """The keys of a gateway that starts with this bootstrap key."""
+    """Start a gateway with this bootstrap key. Return its keys."""
     keys = KeyStore(database=database)
     await keys.open()
     keys.set_local(local)
@@ -79,7 +77,7 @@ async def test_without_the_setting_the_key_stays_as_it_is(database, tmp_path):
 
 
 async def test_a_key_that_was_revoked_stays_revoked_and_replaces_no_other(database, tmp_path):
-    """As after a start of an old gateway, or after the admin revoked it."""
+    """As after a start with an old key, or after the admin revoked it."""
     await started(database, tmp_path, FIRST)
     await started(database, tmp_path, SECOND)
     with capture_logs() as lines:

@@ -91,8 +91,7 @@ HEALTHY = {
 
 
 def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dict[str, Check]:
-    """Examine a healthy cluster with changed answers by path, one answer missing, or rights
-    refused."""
+    """Examine a healthy cluster with changed or missing answers, or refused rights."""
     answers = copy.deepcopy(HEALTHY) | changes
     answers.pop(without, None)
 

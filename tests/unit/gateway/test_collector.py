@@ -1,5 +1,3 @@
-"""Leftovers of a crash, files in use, and the collector's treatment of both."""
-
 from __future__ import annotations
 
 import asyncio
@@ -143,8 +141,7 @@ async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
 
 
 async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
-    """The collector saw the folder, but not yet the names. Then the save gets its name and unpins
-    the folder."""
+    """The collector saw the folder before the save got its name and unpinned it."""
     seen, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(GarbageCollector):
@@ -170,7 +167,6 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
 
 
 async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
-    """A constant reader sees one of the two at every moment."""
     for leaf in ("a-11111111", "a-22222222"):
         folder(store, f"checkpoints/s-1_train_0/{leaf}")
     await store.checkpoints.put(checkpoint(store, "checkpoints/s-1_train_0/a-11111111"))

@@ -1,5 +1,3 @@
-"""One transaction with the writes of several requests."""
-
 from __future__ import annotations
 
 import pytest

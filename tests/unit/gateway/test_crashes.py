@@ -1,8 +1,7 @@
-"""A gateway dies at any moment, again and again, and a trainer beside it. The run's results equal
-an undisturbed run's.
+"""A gateway dies at any moment, and a trainer beside it. The run's results equal an undisturbed
+run's.
 
-A test's numbers in its name decide everything that happens: repeat it by its name. `make nightly`
-runs some thousands."""
+The numbers in a test's name decide everything that happens. `make nightly` runs some thousands."""
 
 from __future__ import annotations
 
@@ -73,7 +72,6 @@ PARTS = 25
 
 @functools.cache
 def undisturbed(name: str) -> tuple[Left, Scenario]:
-    """Return an undisturbed script's results and its scenario."""
     with TemporaryDirectory() as folder:
         scenario = Scenario(script_of(name), Path(folder, "data"), seed=1)
         return scenario.run(), scenario
@@ -149,7 +147,7 @@ def test_a_trainer_is_adopted_whatever_did_not_fit_into_the_log(name, part, tmp_
 
 
 def die_again_and_again(seed: int, folder: Path, *, sharing: int = 1) -> None:
-    """Let gateways and workers die. `sharing` sessions share one trainer."""
+    """`sharing` sessions share one trainer."""
     rng = random.Random(seed)
     name = rng.choice([*SCRIPTS, str(seed)])
     longest = rng.choice((100, 400, 1500))

@@ -1,5 +1,3 @@
-"""The data directory and its files after a power failure."""
-
 from __future__ import annotations
 
 from gateway.storage.data_directory import keep_api_key, locked_data_directory

@@ -42,8 +42,7 @@ LIMIT = 1800.0
 
 
 class OneAtATime:
-    """A worker that takes `seconds` for each call, one at a time. A call past its deadline raises,
-    as in gRPC."""
+    """A worker that takes `seconds` for each call, one at a time. Late calls raise, as in gRPC."""
 
     def __init__(self, seconds: dict[int, float], reply: Any) -> None:
         self.seconds = seconds
@@ -169,7 +168,6 @@ async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
 
 
 def sampler(seconds: dict[int, float], given_up: list[str]) -> SamplerClient:
-    """`given_up` gets the reasons for giving up the sampler."""
     client: Any = SamplerClient(WORKER, timeout=LIMIT, give_up=given_up.append)
     engine = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
 
@@ -210,8 +208,6 @@ def test_a_sampler_that_answers_nobody_is_given_up():
 
 def test_a_reader_that_does_not_read_says_nothing_about_the_sampler():
     class Stream:
-        """A stream of one delta and the answer."""
-
         def __init__(self, *_args: Any, **_more: Any) -> None:
             self._events = [
                 sampler_pb2.SampleEvent(delta=sampler_pb2.SampleDelta()),

@@ -1,5 +1,3 @@
-"""The sizes of a run's deltas decide which versions are whole."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""The dispatcher with a test-controlled runner: order, window, gaps and the end."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,8 +44,6 @@ class FakeRunner:
 
 
 class World:
-    """A running dispatcher, its runner, and the outcomes by `seq_id`."""
-
     def __init__(
         self, *, window: int = 4, window_bytes: int = 100, gap_timeout: float = 60
     ) -> None:
@@ -80,7 +76,6 @@ class World:
 
 
 async def settle() -> None:
-    """Run the event loop until nothing is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -1,5 +1,3 @@
-"""`tandem doctor` on this machine: the checks of hosts."""
-
 from __future__ import annotations
 
 from pathlib import Path

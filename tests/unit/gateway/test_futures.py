@@ -1,5 +1,3 @@
-"""The table of futures: waiters, removal, and its cost with thousands of entries."""
-
 from __future__ import annotations
 
 import asyncio

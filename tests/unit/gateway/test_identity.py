@@ -1,5 +1,3 @@
-"""The identity of a key, or of a token that was exchanged for one."""
-
 from __future__ import annotations
 
 import time
@@ -22,7 +20,7 @@ KEY_ID = id_of(digest_of(KEY.encode()))
 
 
 def identity(*, signing_key: bytes = SIGNING_KEY, ttl: float = 600) -> Identity:
-    """The identities of a gateway with only the local key. Its database is never opened."""
+    """Only the local key exists. The database is never opened."""
     keys = KeyStore(database=Database(url="sqlite://", data_dir=Path()))
     keys.set_local(KEY)
     return Identity(keys=keys, signing_key=signing_key, token_ttl=ttl)
@@ -98,7 +96,7 @@ def test_a_token_cannot_renew_itself_for_ever():
 
 
 def test_owner_and_role_are_those_of_the_key_whatever_the_token_says():
-    """Even for a token with a valid signature, as an earlier version may have issued."""
+    """Even with a valid signature, as an earlier version may have issued."""
     caller = identity().identify(forged(sub="tml:organization_user:eve", role="reader"))
     assert (caller.owner, caller.role) == ("local", "admin")
 

@@ -1,5 +1,3 @@
-"""The journal on a database that fails for a while, and its leftover payload files."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,8 +29,6 @@ ROOM = len(LARGE.body) + 2 * len(SMALL.body)
 
 
 class World:
-    """A journal and its database, without the rest of a gateway."""
-
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
         self.database = Database(url=url_for(data_dir), data_dir=data_dir, kept_bytes=ROOM)

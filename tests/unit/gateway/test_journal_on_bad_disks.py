@@ -1,4 +1,4 @@
-"""Files of the journal and of results on disks that fill up, fail and lose power."""
+"""Files of the journal and of results on full, failing and powerless disks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def journal(database, data) -> Journal:
 
 
 async def wait_until_written(database: Database) -> None:
-    """Return when no write is left to try again."""
     async with asyncio.timeout(PATIENCE):
         while not await database.flush():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

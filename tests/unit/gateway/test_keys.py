@@ -1,5 +1,3 @@
-"""The key store: keeping, finding, revoking and refusing keys."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""An API server that answers badly or not at all."""
-
 from __future__ import annotations
 
 import asyncio

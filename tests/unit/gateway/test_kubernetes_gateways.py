@@ -1,5 +1,3 @@
-"""A gateway dies between any two calls and is replaced, or wakes after another took over."""
-
 from __future__ import annotations
 
 import asyncio
@@ -44,8 +42,8 @@ def test_a_gateway_that_is_killed_between_any_two_calls_leaves_nothing_and_adopt
 
 
 async def killed_at(cut: int, *, carried_out: bool) -> int:
-    """Return the number of workers that the next gateway adopts. Check that nothing else is left,
-    and nothing at all after their stop."""
+    """Return the number of adopted workers. Check that nothing else is left, and nothing after
+    their stop."""
     async with running_cluster() as cluster:
         first = Gateway(cluster, nodes=NODES, idle=1, epoch=1)
         first.session.sever_at, first.session.sever_after = cut, carried_out

@@ -24,7 +24,6 @@ def test_what_a_launcher_does_on_any_cluster(each):
 
 
 async def started(gateway, worker_id="trainer-s-1-0", **about):
-    """Begin a start that does not complete yet."""
     task = asyncio.create_task(gateway.launcher.start(spec(worker_id, **about)))
     await asyncio.sleep(0)
     return task

@@ -1,5 +1,3 @@
-"""The launcher of the settings, with the real objects that it makes."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The manifests of `k8s/`: checked by Kubernetes' schemas, and for mistakes that schemas miss."""
+"""The manifests of `k8s/`, checked by Kubernetes' schemas and for mistakes that schemas miss."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_job_is_one_of_kubernetes_without_unknown_fields(path, version):
 
 
 def all_pods(stack: Rendered) -> dict[str, dict]:
-    """All pods by name: of an overlay, of the jobs, and of its gateway's workers."""
+    """Pods by name: of an overlay, of the jobs, and of its gateway's workers."""
     jobs = [yaml.safe_load(path.read_text()) for path in JOBS]
     return pods_of([*stack.objects, *jobs]) | worker_pods(stack.settings)
 
@@ -278,7 +278,6 @@ OF_NODES = {
     "trainer-other": "trainer-s-cd34-0",
     "trainer-other-node-1": "trainer-s-cd34-0-1",
 }
-"""The pods of two trainers on two nodes each."""
 HOLDERS = (
     *("gateway", *OF_NODES, "trainer-alone", "sampler"),
     *("database", "models", "somebody"),
@@ -299,7 +298,7 @@ ALLOWED = {
 
 
 def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
-    """The labels of one pod of each component, as its maker sets them."""
+    """The labels of one pod of each component."""
     of_workers = worker_pods(stack.settings)
     jobs = pods_of([yaml.safe_load((K8S / "jobs" / "add-model.yaml").read_text())])
     pods = pods_of(stack.objects)

@@ -1,5 +1,3 @@
-"""Objects for Kubernetes: checked by its schemas, and for mistakes that schemas miss."""
-
 from __future__ import annotations
 
 import base64
@@ -128,7 +126,7 @@ def test_kubernetes_knows_every_field_of_every_object(spec, pool, placement):
 
 @EVERY_KIND
 def test_a_pod_asks_for_claims_that_are_made_with_it(spec, pool):
-    """Kubernetes would accept a claim that is missing, or unnamed in its container."""
+    """Kubernetes would accept a missing or unnamed claim."""
     objects = rendered(spec, pool)
     made = [claim["metadata"]["name"] for claim in objects.claims]
     for pod in objects.pods:
@@ -142,7 +140,7 @@ def test_a_pod_asks_for_claims_that_are_made_with_it(spec, pool):
 
 @EVERY_KIND
 def test_a_claim_asks_for_the_devices_of_its_pool_and_never_for_none(spec, pool):
-    """Kubernetes would accept an empty claim, and schedule its pod without a device."""
+    """Kubernetes would schedule a pod with an empty claim without a device."""
     for claim in rendered(spec, pool).claims:
         assert set(claim["spec"]) == {"devices"}
         (request,) = claim["spec"]["devices"]["requests"]

@@ -1,5 +1,3 @@
-"""The meaning of a pod's state, beyond the cases of the cluster in memory."""
-
 from __future__ import annotations
 
 from datetime import UTC, datetime

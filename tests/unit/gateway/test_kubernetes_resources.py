@@ -1,5 +1,3 @@
-"""Requests of pods, from the size of a model."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The gateway's Role allows exactly the launcher's calls to the API server."""
-
 from __future__ import annotations
 
 import yaml
@@ -88,7 +86,6 @@ def put_gateways(cluster: FakeCluster, *, serving: str = "") -> None:
 
 
 def put_pod(cluster: FakeCluster, name: str, labels: dict[str, str]) -> None:
-    """Make a running pod of somebody else."""
     metadata = {"name": name, "labels": labels}
     spec = {"nodeName": "node-0", "containers": []}
     cluster.put("pods", {"metadata": metadata, "spec": spec, "status": {"phase": "Running"}})

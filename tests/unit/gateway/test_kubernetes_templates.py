@@ -1,5 +1,3 @@
-"""Pod templates of an administrator, and refused ones."""
-
 from __future__ import annotations
 
 from pathlib import Path

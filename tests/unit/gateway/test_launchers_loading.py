@@ -1,5 +1,3 @@
-"""The gateway's checks of its launcher before it has its lease."""
-
 from __future__ import annotations
 
 import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port

@@ -1,5 +1,3 @@
-"""Rotation and removal of log files while a process keeps writing."""
-
 from __future__ import annotations
 
 import os

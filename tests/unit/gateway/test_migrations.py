@@ -1,4 +1,4 @@
-"""Database migrations. Each later one has a test here, with rows of the schema before."""
+"""Each later migration has a test here, with rows of the old schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def base_models(store):
 
 
 def schema_of(engine):
-    """The database's own description of its tables."""
     with engine.connect() as connection:
         found = inspect(connection)
         return {

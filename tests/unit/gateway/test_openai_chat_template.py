@@ -1,4 +1,4 @@
-"""Chat templates: the text and tokens of transformers, in a sandbox, with clear refusals."""
+"""Chat templates give transformers' text and tokens, in a sandbox."""
 
 from __future__ import annotations
 
@@ -109,7 +109,6 @@ FIELDS = (
     "{% for name in m | sort %}{% if name != 'role' %} {{ name }}={{ m[name] }}{% endif %}"
     "{% endfor %};{% endfor %}"
 )
-"""Shows the fields that a template gets."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Waiting for samples: slow readers, timeouts, and a gateway that shuts down."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,8 +20,6 @@ MODEL = BaseModelEntry(name="m", path="/m", max_length=8)
 
 
 class FakeSamplers:
-    """Keeps its arguments."""
-
     def __init__(self):
         self.taken = []
         self.cancelled = []

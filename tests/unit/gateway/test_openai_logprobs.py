@@ -1,5 +1,3 @@
-"""Logprobs of completions: each token's name, and its offset in the text."""
-
 from __future__ import annotations
 
 import itertools
@@ -48,7 +46,7 @@ def choice_of(tokenizer, *, stop=(), **fields):
 
 
 def written(tokenizer, rows, **fields):
-    """The logprobs of tokens. Each row has a token's alternatives, the sampled one first."""
+    """Logprobs of rows, one per token. A row has the alternatives, the sampled token first."""
     tokens = NewTokens(
         ids=[row[0][0] for row in rows],
         logprobs=[row[0][1] for row in rows],

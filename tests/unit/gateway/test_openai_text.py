@@ -1,5 +1,3 @@
-"""Tokens into text: whole characters, stop strings, and one text for every split."""
-
 from __future__ import annotations
 
 import itertools
@@ -35,7 +33,6 @@ def tokenizers(tmp_path_factory):
 
 
 def pieces_of(tokens, cuts):
-    """Split the tokens at the cuts."""
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     return [tokens[a:b] for a, b in itertools.pairwise(edges)]
 

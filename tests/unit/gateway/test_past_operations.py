@@ -40,7 +40,7 @@ def ended(run_id: str, seq_id: int, *, ago: float, result: bytes | None = None) 
 
 @asynccontextmanager
 async def journal_of(folder, *rows: dict):
-    """The journal of a gateway that starts on a database with these rows."""
+    """The journal of a gateway that starts with these rows."""
     folder.mkdir(exist_ok=True)
     database = Database(url=url_for(folder), data_dir=folder)
     await database.open()

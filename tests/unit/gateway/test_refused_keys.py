@@ -1,5 +1,3 @@
-"""Refused keys in the log: a burst leaves two lines a minute, with its number."""
-
 from __future__ import annotations
 
 from structlog.testing import capture_logs

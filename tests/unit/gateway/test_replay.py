@@ -1,5 +1,3 @@
-"""The replay log: its entries, its wish for a snapshot, and its replay."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

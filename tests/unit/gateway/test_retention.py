@@ -1,5 +1,3 @@
-"""Removal of old rows and files in small steps, and the rows that stay."""
-
 from __future__ import annotations
 
 import time
@@ -25,8 +23,8 @@ ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 
 
 class History:
-    """A database with sessions of different ages. Each has a run with two operations, a sampling
-    session, a worker, and a collected weight version."""
+    """A database with sessions of different ages, each with a run, a sampling session, a worker and
+    a collected weight version."""
 
     def __init__(self, database: Database, folder) -> None:
         self.database = database
@@ -36,7 +34,7 @@ class History:
         )
 
     async def add(self, session: str, *, days_ago: float | None) -> None:
-        """`days_ago` None: it has not ended."""
+        """With `days_ago` None it has not ended."""
         at = None if days_ago is None else time.time() - days_ago * DAY
         state = {"state": "active" if at is None else "ended", "ended_at": at, "created_at": 1.0}
         run = f"{session}:train:0"
@@ -83,7 +81,6 @@ class History:
         await self.database.write(insert(metadata.tables[table]), row)
 
     async def rows(self) -> dict[str, int]:
-        """The row counts of all tables that are not empty."""
         names = [name for name in metadata.tables if name != "audit"]
         counts = {
             name: await self.database.read_value(

@@ -1,5 +1,3 @@
-"""The weight versions of a request's tokens, and when they are forgotten."""
-
 from __future__ import annotations
 
 from gateway.owners.usage.sampled_versions import RememberedVersions, VersionRun

@@ -1,5 +1,3 @@
-"""When a client's silence ends its session."""
-
 from __future__ import annotations
 
 import pytest

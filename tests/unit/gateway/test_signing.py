@@ -1,5 +1,3 @@
-"""The signing key and signed tokens."""
-
 from __future__ import annotations
 
 from gateway.owners.auth.signing import is_signed, sign

@@ -1,5 +1,3 @@
-"""The format of a Chrome trace."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,4 @@
-"""Unknown and expired checkpoints on the disk. A checkpoint that a user was told is saved is never
-removed with them."""
+"""A checkpoint that a user was told is saved is never removed as unknown or expired."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ async def test_a_clock_that_is_ahead_hides_a_checkpoint_and_loses_nothing(store,
     await store.checkpoints.put(checkpoint(store, STATE, expires_at=now + 7200))
 
     async def housekeeping(clock: float) -> bool:
-        """Run housekeeping at this time. Return whether the checkpoint is usable."""
+        """Return whether the checkpoint is usable at this time."""
         monkeypatch.setattr("time.time", lambda: clock)
         await store.checkpoints.expire()
         await store.collector.collect(RUN)

@@ -1,5 +1,3 @@
-"""Metering, hourly sums and reports of usage."""
-
 from __future__ import annotations
 
 import pytest

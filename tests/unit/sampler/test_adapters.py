@@ -1,5 +1,3 @@
-"""An engine's adapters with a fake engine: when it holds them, and refused ones."""
-
 from __future__ import annotations
 
 from pathlib import Path

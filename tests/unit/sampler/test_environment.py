@@ -1,5 +1,3 @@
-"""The environment of an engine, and its model runner."""
-
 from __future__ import annotations
 
 import os

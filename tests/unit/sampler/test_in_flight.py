@@ -1,4 +1,4 @@
-"""Requests that continue with newer weights of their run, with a fake engine."""
+"""Requests that continue with newer weights of their run."""
 
 from __future__ import annotations
 

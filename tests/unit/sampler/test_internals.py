@@ -1,5 +1,3 @@
-"""The vLLM versions with which an engine starts."""
-
 from __future__ import annotations
 
 import re
@@ -18,8 +16,6 @@ ROOT = Path(sampler_service.__file__).parents[1]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Replace the installed distributions."""
-
     def version(name: str) -> str:
         if name.replace("-", "_") not in versions:
             raise metadata.PackageNotFoundError(name)

@@ -1,5 +1,3 @@
-"""An engine's share of a GPU, and memory freed in sleep."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Reading model directories without a framework, and the engine's environment."""
-
 from __future__ import annotations
 
 import json

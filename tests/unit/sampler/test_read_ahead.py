@@ -1,4 +1,4 @@
-"""Weights are read while the engine samples from others. Only then does it drain."""
+"""An engine reads weights while it samples from others. Only then does it drain."""
 
 from __future__ import annotations
 

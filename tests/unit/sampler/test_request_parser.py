@@ -1,5 +1,3 @@
-"""Errors in sample requests, and the meaning of absent fields."""
-
 from __future__ import annotations
 
 import math
@@ -44,7 +42,6 @@ def message(prompt=(5, 6, 7), *, num_samples=1, payload=None, topk=0, **params):
 
 
 def asked(request: sampler_pb2.SampleRequest, **fields: object) -> sampler_pb2.SampleRequest:
-    """The request with these fields set."""
     request.MergeFrom(sampler_pb2.SampleRequest(**fields))
     return request
 
@@ -105,10 +102,7 @@ def csr(values, crow, columns, shape=(2, 3)) -> bytes:
     ("payload", "error"),
     [
         (b"\xff\xff\xff", MalformedPayload),
-        (
-            tensor([[5], [6], [7]]),
-            InvalidRequest,
-        ),  # the prompt has more rows
+        (tensor([[5], [6], [7]]), InvalidRequest),  # the first token has no row
         (tensor([5, 6]), InvalidRequest),
         (tensor([[], []]), InvalidRequest),
         (tensor([[5.0], [6.0]], dtype=wire.DTYPE_FLOAT32, numbers="<f4"), InvalidRequest),

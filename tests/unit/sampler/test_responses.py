@@ -1,5 +1,3 @@
-"""The encoding of answers, and the buffering of streams."""
-
 from __future__ import annotations
 
 import asyncio

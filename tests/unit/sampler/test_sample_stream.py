@@ -1,5 +1,3 @@
-"""The stream that answers one gateway's requests."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The arrays of sampled logprobs equal a loop over each cell."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +11,7 @@ Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
 
 def drawn(*, tokens: int, columns: int) -> Rows:
-    """Return rows in vLLM's form: ids with ties, and values of which a filter excluded some."""
+    """Return rows in vLLM's form, with ties and filtered values."""
     random = np.random.default_rng(tokens)
     ids = random.integers(0, 9, (tokens, columns), np.int32)
     values = np.round(-random.random((tokens, columns), np.float32), 1)
@@ -22,7 +20,6 @@ def drawn(*, tokens: int, columns: int) -> Rows:
 
 
 def collected(rows: Rows, *, topk: int) -> SampledLogprobs:
-    """Add rows in steps of one token, as an engine does."""
     sampled = SampledLogprobs(topk)
     for row in range(len(rows[0])):
         sampled.append(rows[0][row : row + 1], rows[1][row : row + 1])

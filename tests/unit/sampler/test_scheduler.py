@@ -1,5 +1,3 @@
-"""The scheduler's rules, with a fake engine and a test-controlled clock."""
-
 from __future__ import annotations
 
 import threading

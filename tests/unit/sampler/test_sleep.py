@@ -1,5 +1,3 @@
-"""The scheduler's sleep and wake, with a fake engine."""
-
 from __future__ import annotations
 
 import threading

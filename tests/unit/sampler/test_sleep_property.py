@@ -1,8 +1,7 @@
 """Any requests in any order: a sampler computes nothing while it is asleep or without its weights.
 
-It uses only the version that was asked for. A request in flight may also use a newer version of its
-run, which each token names. Every call ends. The fake engine refuses calls that a real one could
-not carry out in its state (`tests/support/fake_engine.py`)."""
+It uses only the requested version, or in flight a newer one of the run, which each token names.
+Every call ends. The fake engine refuses calls that a real one could not carry out in its state."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ class Asked:
 
 
 def label(version: LoadableVersion) -> str:
-    """The fake engine's name for a token's version."""
     return version.name if version.adapter else version.path.name
 
 

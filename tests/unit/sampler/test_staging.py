@@ -1,5 +1,3 @@
-"""Staged tensors equal the files bit for bit, and leave nothing behind."""
-
 from __future__ import annotations
 
 import gc
@@ -72,7 +70,7 @@ def threads_left() -> list[str]:
 
 
 def open_files(folder: Path) -> list[str]:
-    """Open files of one folder. Earlier tests may have left others."""
+    """Files of one folder only. Earlier tests may have left others open."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor of this listing
@@ -81,7 +79,7 @@ def open_files(folder: Path) -> list[str]:
 
 
 class Memory:
-    """The `allocate` of `staged`. Notes all allocations, and the most bytes at once."""
+    """Notes all allocations, and the most bytes at once."""
 
     def __init__(self, *, refuses_after: int = 99) -> None:
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []

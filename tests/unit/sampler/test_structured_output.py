@@ -32,8 +32,6 @@ GRAMMARS = [Grammar("regex", f"[{letter}]") for letter in "abcd"]
 
 
 class Slow:
-    """Compiles when the test allows it."""
-
     def __init__(self) -> None:
         self.go = threading.Event()
         self.may_end = defaultdict(lambda: self.go)
@@ -161,7 +159,7 @@ def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path):
 
 
 def test_tokens_of_a_byte_level_tokenizer_are_the_bytes_that_they_stand_for(tmp_path: Path):
-    """Real models have such tokenizers, other tests' tiny models have not."""
+    """Real models have such tokenizers, other tests' tiny models do not."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,5 +1,3 @@
-"""The waiting list: order within each version, and removal."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -99,7 +99,7 @@ def test_workers_have_parts_of_a_parameter_or_several_have_the_same_one():
 
 @dataclass
 class HoldingEngine:
-    """Holds q and k as one tensor, with q halved if `halving`. Ignores loads if `ignores`."""
+    """Holds q and k as one tensor, with q halved if `halving`."""
 
     tensors: dict[str, torch.Tensor]
     halving: bool = False

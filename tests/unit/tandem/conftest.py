@@ -4,8 +4,6 @@ import pytest
 
 
 class Clock:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 

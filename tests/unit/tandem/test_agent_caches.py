@@ -1,5 +1,3 @@
-"""The folder of compiled code of an agent's workers."""
-
 from __future__ import annotations
 
 import os

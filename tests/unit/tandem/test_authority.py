@@ -1,5 +1,3 @@
-"""The certificate authority and its certificates, as files."""
-
 from __future__ import annotations
 
 import stat

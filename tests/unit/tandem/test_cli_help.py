@@ -1,5 +1,3 @@
-"""The help of commands, and the printing of Tandem's names."""
-
 from __future__ import annotations
 
 from io import StringIO

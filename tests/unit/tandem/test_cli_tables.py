@@ -1,4 +1,4 @@
-"""Tables of commands: whole cells in a pipe, and at most 80 columns on a terminal."""
+"""Commands print whole cells into a pipe, and at most 80 columns on a terminal."""
 
 from __future__ import annotations
 
@@ -106,8 +106,6 @@ ANSWERS = {
 
 @pytest.fixture
 def gateway(monkeypatch):
-    """A gateway that always gives the same answers."""
-
     def call(_data_dir, _method, path, **_):
         return ANSWERS[path]
 
@@ -119,7 +117,6 @@ def gateway(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A terminal of 80 columns, and its content."""
     screen = StringIO()
     console = Console(
         file=screen, force_terminal=True, width=80, color_system=None, highlight=False, emoji=False

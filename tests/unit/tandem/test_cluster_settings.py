@@ -1,5 +1,3 @@
-"""The settings of pods and of claim pools."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Properties of docker-compose.yaml and the Dockerfiles."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Custom losses that the reader refuses without torch."""
-
 from __future__ import annotations
 
 import json
@@ -29,7 +27,7 @@ def output(loss: object, metrics: object = None) -> Body:
 
 
 def body_of(*nodes: Body, inputs: list[Body] | None = None) -> Body:
-    """The negative sum of a graph: `nodes` come between the placeholder and the output."""
+    """The negative sum of a graph, with `nodes` between placeholder and output."""
     last = nodes[-1]["name"] if nodes else "logprobs"
     return {
         "session_id": "s-test",

@@ -1,5 +1,3 @@
-"""Patches: a patch makes one file out of another of the same size, with any differences."""
-
 from __future__ import annotations
 
 import struct
@@ -12,7 +10,6 @@ from tandem.weights.delta import PIECE_BYTES, Bytes, Patch, encode
 
 
 def patch_of(old: Bytes, new: Bytes, *, start: int = 0) -> bytes:
-    """A patch of one tensor that begins at `start`."""
     parts = []
     for at in range(0, new.size, PIECE_BYTES):
         end = at + PIECE_BYTES
@@ -29,7 +26,7 @@ def patched(old: Bytes, patch: bytes, folder: Path, *, start: int = 0) -> Bytes:
 
 
 def changed(values: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A copy in which this share of elements is drawn again."""
+    """A copy with this share of its elements drawn again."""
     other = values.copy()
     chosen = rng.random(values.size) < share
     other[chosen] = rng.integers(0, 256, chosen.sum() * values.itemsize, np.uint8).view(

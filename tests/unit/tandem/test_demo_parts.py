@@ -1,5 +1,3 @@
-"""The parts of the demo that need no stack: model, task and datums."""
-
 from __future__ import annotations
 
 import random

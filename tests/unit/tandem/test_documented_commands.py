@@ -40,14 +40,13 @@ def test_an_unknown_command_or_option_is_noticed():
 
 
 def command_lines(text: str) -> list[str]:
-    """Return the lines of a page's shell blocks, and inline code that begins with `tandem`."""
+    """Return the lines of shell blocks, and inline code that begins with `tandem`."""
     shells = "".join(block for language, block in BLOCK.findall(text) if language in SHELLS)
     lines = shells.replace("\\\n", " ").splitlines()
     return lines + [" ".join(each.split()) for each in INLINE.findall(BLOCK.sub("", text))]
 
 
 def invocations(line: str) -> list[list[str]]:
-    """Return the words after each `tandem` of a shell line."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # a line of a longer quotation
@@ -64,7 +63,7 @@ def invocations(line: str) -> list[list[str]]:
 
 
 def fault(words: list[str]) -> str | None:
-    """Return why the command line would refuse these words, or `None`."""
+    """Return the command line's refusal of these words, or `None`."""
     command, taken = typer.main.get_command(app), []
     options: dict[str, bool] = {}
     rest = list(words)

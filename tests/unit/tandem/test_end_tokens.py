@@ -1,5 +1,3 @@
-"""A model ends at the end tokens of any of its files."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The environment variables that an agent and its workers inherit."""
-
 from __future__ import annotations
 
 import pytest

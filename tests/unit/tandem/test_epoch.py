@@ -1,5 +1,3 @@
-"""A worker that heard a later gateway refuses an earlier one."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

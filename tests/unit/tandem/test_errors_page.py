@@ -1,5 +1,3 @@
-"""docs/design/errors.md has each type of error, with a message that the code can produce."""
-
 from __future__ import annotations
 
 import ast
@@ -27,7 +25,7 @@ FEWEST_LETTERS = 12
 
 
 def templates() -> Iterator[re.Pattern[str]]:
-    """Yield each text of the code as a pattern. A value matches anything."""
+    """Yield the code's texts as patterns. A value matches anything."""
     for source in SOURCES:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,5 +1,3 @@
-"""`make first-hour` finds its commands and scripts in the pages for new users."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""`tandem groups` and `tandem top` on given answers."""
-
 from __future__ import annotations
 
 import re
@@ -57,7 +55,6 @@ QUEUED = {
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The requests to a gateway that gives these answers."""
     found = []
 
     def call(_data_dir, method, path):

@@ -1,5 +1,3 @@
-"""A host's devices, cores and memory, and their free parts."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Hosts that a request may name. A possible site of a browser's page is refused."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Reasons in a model's configuration against training it."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Files that documents, docstrings and comments name exist."""
-
 from __future__ import annotations
 
 import re

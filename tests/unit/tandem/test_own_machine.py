@@ -1,5 +1,3 @@
-"""This machine's addresses, and the files that make clients."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""State that the test process keeps until its end."""
-
 from __future__ import annotations
 
 import asyncio

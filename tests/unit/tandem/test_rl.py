@@ -1,5 +1,3 @@
-"""Advantages and schedules of the client-side library."""
-
 from __future__ import annotations
 
 import json

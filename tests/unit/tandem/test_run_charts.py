@@ -1,5 +1,3 @@
-"""The charts of `tandem runs show`."""
-
 from __future__ import annotations
 
 import pytest

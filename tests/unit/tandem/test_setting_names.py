@@ -1,5 +1,3 @@
-"""Names of environment variables that Tandem takes or refuses."""
-
 from __future__ import annotations
 
 import re

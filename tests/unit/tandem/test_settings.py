@@ -1,5 +1,3 @@
-"""The display of settings."""
-
 from __future__ import annotations
 
 import pytest

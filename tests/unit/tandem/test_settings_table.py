@@ -1,5 +1,3 @@
-"""The settings in docs/operations.md are those of the code."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,6 +1,3 @@
-"""Restarts of a gateway or an agent that ended, and the stack's end after any failure. No process
-is started."""
-
 from __future__ import annotations
 
 import os

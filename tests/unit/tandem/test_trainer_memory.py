@@ -1,5 +1,3 @@
-"""The formula of a trainer's memory: its exact parts, and its choice of a micro-batch."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The fake filesystem of other tests, which fails as NFS and disks do."""
+"""The fake filesystem of other tests fails as NFS and disks do."""
 
 from __future__ import annotations
 

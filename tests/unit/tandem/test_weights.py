@@ -27,7 +27,7 @@ SHARDS = {
 
 
 def write(data_dir: Path, *, number: int = 1) -> tuple[PartialVersion, Manifest]:
-    """A whole publish, except for the commit."""
+    """Write a version without its commit."""
     name = new_version_name(run_id=RUN, number=number)
     partial = PartialVersion(version_path(data_dir, name))
     partial.create()

@@ -1,5 +1,3 @@
-"""Missing or broken model files are named before anything loads them."""
-
 from __future__ import annotations
 
 import errno

@@ -38,8 +38,7 @@ def data(tmp_path) -> Path:
 
 
 def publish(data_dir: Path, *, name: str = "") -> str:
-    """Publish a version, as a trainer does. Return its name, or an empty string if the disk
-    fails."""
+    """Return the published version's name, or an empty string if the disk fails."""
     name = name or new_version_name(run_id=RUN, number=1)
     partial = PartialVersion(version_path(data_dir, name))
     try:
@@ -64,7 +63,6 @@ def publish(data_dir: Path, *, name: str = "") -> str:
 
 
 def names_on_disk(data_dir: Path) -> set[str]:
-    """The published versions, each of them verified."""
     found = {f"{RUN}/{path.name}" for path in data_dir.glob("weights/*/v*")}
     for name in found:
         open_version(version_path(data_dir, name), name=name)

@@ -1,5 +1,3 @@
-"""The wait for a worker that loads for long, in virtual time."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,8 +26,6 @@ HANDLE = WorkerHandle.of(
 
 
 class LoadingWorker:
-    """The health of a worker, SERVING after an hour."""
-
     def __init__(self) -> None:
         self.called_at: list[float] = []
 

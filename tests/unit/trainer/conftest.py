@@ -33,8 +33,8 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def second() -> Iterator[None]:
-    """The second rank of a fake group of two. Torch keeps one rank per process, so the test cannot
-    be each rank in turn."""
+    """The second rank of a fake group of two. A process has only one rank, so tests cannot
+    alternate."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield
     dist.destroy_process_group()

@@ -1,5 +1,3 @@
-"""The interface of a backend, and its registration."""
-
 from __future__ import annotations
 
 import sys
@@ -151,8 +149,6 @@ def test_a_backend_may_compute_a_share_in_a_way_of_its_own(model):
 
 
 class Recording(Fsdp2Backend):
-    """Notes the shapes of micro-batches that get log probabilities."""
-
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> torch.Tensor:
         self.shapes = [*getattr(self, "shapes", []), micro_batch.tokens.shape]
         return super().logprobs(micro_batch, gradients=gradients)
@@ -223,7 +219,7 @@ def test_exported_tensors_are_those_that_were_said(models, group, architecture, 
 
 
 class OneByOne(Fsdp2Backend):
-    """Makes each tensor anew, and checks that nobody holds more than the last one."""
+    """Checks that nobody holds more than the last tensor."""
 
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         self.made: list[weakref.ref[torch.UntypedStorage]] = []

@@ -35,7 +35,7 @@ def operations(models) -> Operations:
 
 
 def header(path: Path) -> common_pb2.OperationHeader:
-    """The header of the operation that writes there. A redelivery has the same one."""
+    """A redelivery has the same header."""
     return common_pb2.OperationHeader(run_id=RUN, seq_id=1, operation_id=f"{RUN}:{path}")
 
 
@@ -66,7 +66,6 @@ def told(reply) -> str:
 
 
 def check(operations: Operations, path: Path) -> None:
-    """Verify the written version or checkpoint."""
     if (path / "manifest.json").exists():
         open_version(path, name=f"{RUN}/{path.name}")
     else:

@@ -1,8 +1,7 @@
 """Compiled blocks compute the results of plain blocks, and are compiled once.
 
-These tests leave out machine code, which takes a minute for each kind of block: torch runs its
-graphs with its own operators. Tests of recompilation also leave out gradient graphs. `make nightly`
-has it all."""
+These tests leave out machine code, which takes a minute for each kind of block. Tests of
+recompilation also leave out gradient graphs. `make nightly` has it all."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Compiled code belongs to model classes, which all tests share. It holds tensors without data,
-    which tests that count tensors cannot read."""
+    """Compiled code belongs to model classes, which tests share. Its tensors have no data, which
+    breaks tests that count tensors."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -68,7 +67,7 @@ def forward_graphs_alone(monkeypatch):
 
 
 def assert_same(compiled, plain, request_name: str) -> None:
-    """Compare the results of both, up to another order of additions."""
+    """Compare up to another order of additions."""
     found, wanted = (compute(each, mixed_request(request_name)) for each in (compiled, plain))
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
     assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)

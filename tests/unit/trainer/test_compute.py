@@ -1,4 +1,4 @@
-"""One rank in this process, against plain transformers: padding, micro-batches and outputs."""
+"""One rank, against plain transformers: padding, micro-batches and outputs."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_the_sdk_reads_the_output(models):
 
 
 def test_a_step_is_that_of_torch(models):
-    """Loss, clipping and AdamW, against a plain loop with the same numbers."""
+    """Loss, clipping and AdamW, against a plain loop."""
 
     data = mixed_data(4)
     trainer = make_rank(models["qwen3"])

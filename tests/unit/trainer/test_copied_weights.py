@@ -1,5 +1,4 @@
-"""A single rank computes in bfloat16 with copies of its float32 weights, to the bits of FSDP. FSDP
-casts them for each micro-batch."""
+"""A single rank's bfloat16 copies of its float32 weights give the bits of FSDP's casts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The death that is blamed for a broken process group."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Versions that a trainer writes as deltas, read as an engine reads them."""
-
 from __future__ import annotations
 
 import shutil
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a version, after an engine's checks."""
+    """Read a version as an engine does."""
     manifest = open_version(path)
     return {
         name: tensor.clone()
@@ -47,7 +45,7 @@ def trainer(model: Path) -> Operations:
 
 @pytest.fixture
 def delta(trainer: Operations, tmp_path: Path) -> Path:
-    """The delta of a small step after `v1`, and beside it `whole`, the whole version."""
+    """The delta of a small step after `v1`. `whole` has the whole version."""
     publish(trainer, tmp_path / "v1")
     train(trainer, 1, lr=1e-6)
     publish(trainer, tmp_path / "whole")

@@ -1,5 +1,3 @@
-"""The device of each rank of a trainer."""
-
 from __future__ import annotations
 
 import os
@@ -90,7 +88,6 @@ def test_ranks_without_devices_have_the_whole_machine():
 
 
 def refused(**spec) -> str:
-    """Return the refusal of a trainer with a backend that cannot sleep."""
     about = WorkerSpec(
         worker_id="t", kind="trainer", secret="s", model_name="m", model_path="m", session_id="s"
     ).model_copy(update=spec)
@@ -131,7 +128,6 @@ def test_ranks_share_the_cores_that_are_not_their_own(monkeypatch, own_cores, th
 
 
 def assignment(**fields: object) -> Assignment:
-    """The assignment of a single rank, changed by `fields`."""
     return Assignment(
         **{
             "rank": 0,

@@ -1,5 +1,3 @@
-"""A trainer's copy of a published version in memory, and when it frees it."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""A step reports the batches with applied gradients, and no others."""
-
 from __future__ import annotations
 
 import pytest

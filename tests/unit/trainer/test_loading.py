@@ -56,8 +56,6 @@ def test_parameters_have_no_memory_when_they_are_prepared_and_their_type_afterwa
 
 @pytest.fixture
 def changed(tmp_path):
-    """Writes a model, changes its tensors, and returns its directory."""
-
     def change(change_tensors, *, architecture="llama"):
         path = write_tiny_model(tmp_path / "model", architecture=architecture)
         tensors = load_file(path / "model.safetensors")

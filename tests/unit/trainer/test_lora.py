@@ -1,5 +1,3 @@
-"""Low-rank adapters: their results, their layers, and frozen parts."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -49,7 +47,6 @@ def adapters(operations) -> dict[str, torch.Tensor]:
 
 
 def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, Adapter]:
-    """The layer with an active adapter."""
     adapter = Adapter.of(layer, rank=rank, scale=scale, seed=3)
     if layer.weight.dtype == torch.float64:
         adapter = replace(

@@ -1,5 +1,3 @@
-"""Checkpoints of LoRA runs: small, exact, and never loaded into another model."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Adapters and merged models as other programs read them: peft, transformers, vLLM's loader."""
-
 from __future__ import annotations
 
 import json

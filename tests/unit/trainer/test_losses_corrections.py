@@ -1,5 +1,3 @@
-"""The corrections by themselves: golden weights, bypass mode, and their effect on a loss."""
-
 from __future__ import annotations
 
 import itertools
@@ -103,12 +101,11 @@ NARROW: Config = {
     **dict.fromkeys(("geometric_high", "mis_high", "icepop_high"), 1.2),
     **dict.fromkeys(("tis_cap", "seq_tis_cap"), 1.1),
 }
-"""With these, each correction changes some of the random data, and not all."""
+"""Each correction changes some of the random data, and not all."""
 
 
 def on_policy(name: str, names: str, *, old: bool) -> torch.Tensor:
-    """The gradient for a trainer that has not moved since the batch began. `old` is p, or
-    absent."""
+    """The gradient at the start of a batch. `old` is p, or absent."""
     data = random_data()
     for bound in UNCLIPPED:
         del data.inputs[bound]

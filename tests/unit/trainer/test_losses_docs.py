@@ -1,5 +1,3 @@
-"""docs/training.md agrees with the registry of losses."""
-
 from __future__ import annotations
 
 import runpy

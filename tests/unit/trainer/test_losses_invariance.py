@@ -1,5 +1,3 @@
-"""Properties of every loss with every variant of its settings, in float64."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -80,7 +78,6 @@ def test_gradients_are_those_of_finite_differences(name, config):
 
 
 def groups(loss: Loss, data: Data) -> list[list[int]]:
-    """The datums that must stay together."""
     datums = range(len(data.sizes))
     return [list(datums[start : start + loss.group]) for start in datums[:: loss.group]]
 

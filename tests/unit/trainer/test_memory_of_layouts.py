@@ -1,6 +1,3 @@
-"""With experts, divided matrices and replicas, the memory plan is exact in weights, gradients and
-moments."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -77,5 +74,4 @@ def test_a_rank_of_several_has_its_plan_s_states(experts, four, monkeypatch, lay
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of this rank's part of the tensors."""
     return sum(each.to_local().nbytes for each in tensors)

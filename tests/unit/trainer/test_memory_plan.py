@@ -1,5 +1,4 @@
-"""A trainer's memory plan: weights, gradients and moments are exact, the rest is near torch's
-allocations."""
+"""Weights, gradients and moments are exact. The rest is near torch's allocations."""
 
 from __future__ import annotations
 
@@ -69,7 +68,6 @@ def test_weights_gradients_and_moments_are_exact(model, group, kind):
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of this rank's part of the tensors."""
     return sum(getattr(each, "_local_tensor", each).nbytes for each in tensors)
 
 

@@ -1,5 +1,3 @@
-"""Files of the base model's folder that a published version takes over."""
-
 from __future__ import annotations
 
 from trainer_service.models.files import copy_small_files

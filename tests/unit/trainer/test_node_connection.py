@@ -1,5 +1,3 @@
-"""The connection between the nodes of a trainer."""
-
 from __future__ import annotations
 
 import socket

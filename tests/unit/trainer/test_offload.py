@@ -1,5 +1,3 @@
-"""Moving a trainer's state off its device and back."""
-
 from __future__ import annotations
 
 import errno
@@ -82,8 +80,6 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 class Tensors:
-    """A backend with only these tensors."""
-
     device = "cpu"
     capabilities = frozenset({Capability.SLEEP})
 

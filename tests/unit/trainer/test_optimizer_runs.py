@@ -1,5 +1,3 @@
-"""dimuon in a run: its parameters, with and without LoRA, and its checkpoints."""
-
 from __future__ import annotations
 
 from pathlib import Path

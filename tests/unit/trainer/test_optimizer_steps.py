@@ -1,4 +1,4 @@
-"""AdamW and dimuon against torch's own, on plain models, and refused settings."""
+"""AdamW and dimuon against torch's own, on plain models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from trainer_service.optimizers import (
 
 
 class Tiny(nn.Module):
-    """An embedding, a hidden matrix each way, a norm, biases and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)

@@ -1,5 +1,3 @@
-"""A batch that does not fit into memory is computed in smaller micro-batches, or refused."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Packed rows give the results of each sequence alone."""
-
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -149,7 +147,7 @@ def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
 
 
 def heads(seed: int, *, keys: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Query, key and value of one row, as a model makes them, with 4 heads and `keys`."""
+    """Query, key and value of one row with 4 heads, in a model's layout."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(1, sum(LENGTHS), count, 8, generator=generator, dtype=dtype)

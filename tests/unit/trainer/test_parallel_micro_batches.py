@@ -1,5 +1,3 @@
-"""Micro-batches in parallel threads give the results of sequential ones."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Planted files in a checkpoint: each is refused with a reason, before memory is taken for it."""
+"""Planted files are refused with a reason, before memory is taken for them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saved(original, tmp_path) -> Path:
 
 
 def split(file: Path) -> tuple[Json, bytes]:
-    """Return the header of a file, and the bytes after it."""
+    """Return a file's header and the rest."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -312,7 +312,6 @@ INTERESTING = (0, 1, -1, 64, 2**31, 2**40, 2**63, 2**64, 10**30, 1e308, float("n
 
 
 def mutated(value: object, draw: random.Random) -> object:
-    """Return JSON that differs in one place."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key = draw.choice(list(value))
         rest = {name: entry for name, entry in value.items() if name != key}

@@ -1,5 +1,3 @@
-"""A trainer reads the next batches while it computes an earlier one."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A trainer's answers to redelivered operations. Each is applied at most once."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,8 +28,6 @@ class Aborted(Exception):
 
 
 class Context:
-    """A call with `seconds` left."""
-
     def __init__(self, left: float | None = None) -> None:
         self.left = left
         self.metadata: dict[str, str] = {}
@@ -73,8 +69,6 @@ class Operations:
 
 
 class Runs:
-    """Replaces `HostedRuns`."""
-
     def __init__(self) -> None:
         self.by_id = {RUN: Operations()}
 

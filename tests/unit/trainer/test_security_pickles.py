@@ -32,7 +32,7 @@ METHODS = {
 
 
 class Evil:
-    """An attacker's object: unpickling it calls a function of their choice."""
+    """Unpickling it calls a function of the attacker's choice."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -44,11 +44,9 @@ D = TrainingSpec(lora=LoraSpec(rank=3, seed=8, mlp=False))
 SPECS = {"a": A, "b": B, "c": C, "d": D}
 
 Turn = Callable[[], Operations]
-"""Gives a run its turn."""
 
 
 def host(model: Path, *run_ids: str, **settings: object) -> HostedRuns:
-    """A trainer of these runs, which begins with the first."""
     first, *others = run_ids
     runs = HostedRuns(trainer_of(model, first, **settings).trainer, run_id=first)
     for run_id in others:
@@ -65,13 +63,12 @@ def add(
 
 
 def trainer_of(model: Path, run_id: str, **settings: object) -> Operations:
-    """A separate trainer for the run."""
     spec = SPECS[run_id]
     return make(model, spec.lora, optimizer=spec.optimizer, **settings)
 
 
 def step(operations: Operations, *, clip: float = 0.0) -> float:
-    """Make a step. Return the norm of the gradients."""
+    """Return the norm of the gradients."""
     settings: dict[str, object] = {
         "adamw": trainer_pb2.AdamWParams(
             learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=clip
@@ -129,7 +126,6 @@ def test_runs_that_take_turns_compute_what_each_computes_alone(models, architect
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of one rank, for sharded models."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -371,14 +367,14 @@ def test_a_run_is_added_once(model):
 
 
 def all_tensors() -> list[torch.Tensor]:
-    """All tensors of this process with memory. Those of compiled blocks have none."""
+    """Only tensors with memory, which those of compiled blocks lack."""
     gc.collect()
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     return [each for each in found if not isinstance(each, FakeTensor | FunctionalTensor)]
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors in this process, with each storage counted once."""
+    """Each storage counts once."""
     found = all_tensors()
     found += [each.grad for each in found if each.is_leaf and each.grad is not None]
     storages = [each.untyped_storage() for each in found]

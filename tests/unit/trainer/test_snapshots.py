@@ -1,5 +1,3 @@
-"""Snapshots, and a trainer that is restored from one."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""The host memory of snapshots is reused, but never while a snapshot is written from it."""
-
 from __future__ import annotations
 
 import pytest

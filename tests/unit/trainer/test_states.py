@@ -1,5 +1,3 @@
-"""States in bfloat16, and moments on the host: rounded, stepped, saved and restored."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -48,7 +46,6 @@ def give_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
 
 
 def stepped(moments: Moments | StagedMoments, *steps: int) -> torch.Tensor:
-    """All weights, after steps with different gradients."""
     for step in steps:
         give_gradients(moments.parameters, step)
         moments.step(SETTINGS)
@@ -174,7 +171,6 @@ def test_a_reset_forgets_all_steps():
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """A process group of one rank, for sharded models."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

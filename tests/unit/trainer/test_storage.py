@@ -1,5 +1,3 @@
-"""Publishing and checkpoints on faulty disks and with faulty files."""
-
 from __future__ import annotations
 
 import errno
@@ -76,7 +74,6 @@ def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
 
 @pytest.fixture
 def small_files():
-    """Limit every file to 100,000 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     yield

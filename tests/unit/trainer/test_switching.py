@@ -1,5 +1,3 @@
-"""Ranks sleep and wake together, all or none."""
-
 from __future__ import annotations
 
 import queue
@@ -76,7 +74,6 @@ class Rank:
 
     @property
     def whole(self) -> bool:
-        """Whether its state is complete."""
         return self.tensor.untyped_storage().nbytes() == 4000 and torch.equal(
             self.tensor, torch.arange(1000.0)
         )

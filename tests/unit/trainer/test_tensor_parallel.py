@@ -1,5 +1,3 @@
-"""Models that ranks with the same datums can divide, and why others cannot be divided."""
-
 from __future__ import annotations
 
 import math

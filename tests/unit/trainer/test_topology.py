@@ -1,5 +1,3 @@
-"""The nodes of a trainer's ranks."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Every bad batch is refused as a whole, with a sentence about the mistake."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -140,7 +138,6 @@ def shaped(*shape: int, dtype: int = wire.DTYPE_FLOAT32, csr: bool = False) -> w
 
 
 def check_pair(pair: wire.Tensor) -> Batch:
-    """Check a datum with another input for a custom loss."""
     made = datum([4, 5])
     made.loss_fn_inputs["pair"].CopyFrom(pair)
     message = parse(request([made], "custom").SerializeToString())
@@ -232,7 +229,7 @@ def with_cut_bytes():
 
 
 def configured(loss: str, **settings: float | str) -> wire.ForwardBackwardRequest:
-    """A request with settings in the newer clients' form, texts among them."""
+    """Settings in the newer clients' form, texts among them."""
     message = request([policy_datum()], loss)
     for name, value in settings.items():
         if isinstance(value, str):

@@ -1,7 +1,6 @@
 """Weights on the host that come to the device by group give the bits of weights on the device.
 
-Here both are one memory. `tests/component/trainer/test_weights_on_host.py` checks the memory beside
-a GPU."""
+Here both are one memory. `tests/component/trainer/test_weights_on_host.py` checks a GPU's."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ WAYS = {
 
 
 def on_host(*given, **settings) -> Operations:
-    """Operations with weights on the host, in groups of one block each."""
+    """Each group has one block."""
     made = make(*given, offload="weights", shard_group_parameters=1, **settings)
     groups = made.trainer.backend._groups._modules()
     assert len(groups) > 1
