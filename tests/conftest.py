@@ -1,5 +1,3 @@
-"""Fixtures and settings of all tests."""
-
 from __future__ import annotations
 
 import os
@@ -55,7 +53,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_proxies() -> Iterator[None]:
-    """Tests talk to this machine. The SDK would use the environment's proxy."""
+    """The SDK would use the environment's proxy."""
     with without_proxies():
         yield
 
@@ -66,8 +64,8 @@ _INTERFACES_BEFORE = {name: os.environ.get(name) for name in _INTERFACES}
 
 @pytest.fixture(autouse=True)
 def interfaces_of_collectives() -> Iterator[None]:
-    """A rank in this process sets the interface of its collectives in the environment. Processes of
-    later tests, some on hosts of their own, must not inherit it."""
+    """A rank in this process sets its collectives' interface in the environment. Later tests'
+    processes must not inherit it."""
     yield
     for name, value in _INTERFACES_BEFORE.items():
         if value is None:
@@ -78,12 +76,11 @@ def interfaces_of_collectives() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_of_all_tests() -> Iterator[None]:
-    """Keeps the state that all grpc.aio channels and servers share until the tests end.
+    """Keeps the shared state of all grpc.aio channels and servers until the tests end.
 
-    gRPC counts them. After the last one it stops the polling thread, removes its reader from every
-    event loop, and shuts its core down. Here gateways come and go in threads: one thread's new
-    channel would start gRPC again while another thread still ends it. Our programs have one loop
-    and are safe."""
+    After the last channel, gRPC stops its polling thread, removes its reader from every event loop,
+    and shuts its core down. Here gateways come and go in threads: one thread's new channel would
+    start gRPC again while another thread still ends it."""
 
     async def count_one_more() -> None:
         grpc.aio.init_grpc_aio()  # binds the running loop

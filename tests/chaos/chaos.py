@@ -1,5 +1,3 @@
-"""A run of chaos: two experiments, faults, and the comparison with undisturbed experiments."""
-
 from __future__ import annotations
 
 import random
@@ -40,8 +38,7 @@ def run_chaos(
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Struck]:
     """Strike experiments that share the device `groups`. With `share`, LoRA experiments also share
-    a trainer and an engine. Raise `AssertionError` if a result differs from an undisturbed run, or
-    if anything is left."""
+    a trainer and an engine. Raise `AssertionError` if a result differs, or anything is left."""
     rng = random.Random(seed)
     model = write_qwen(folder / "model", seed=seed)
     settings = {
@@ -89,7 +86,7 @@ def _start(where: Machine, each: Experiment, exactly: int | None = None) -> thre
 
 
 def _progress(experiments: list[Experiment]) -> None:
-    """Wait until each experiment has a result of a step that it sent after this call."""
+    """Wait until each experiment has a result of a step after this call."""
     goals = [each.sent + 1 for each in experiments]
 
     def all_there() -> bool:
@@ -138,7 +135,7 @@ _ACTIVE = (
 
 
 def _nothing_left(where: Machine, experiments: list[Experiment]) -> None:
-    """Of ended runs, only the checkpoints that they saved may be left."""
+    """Ended runs may leave only their saved checkpoints."""
     wait_until(lambda: not where.found("_service", "VLLM"), what="no worker is left")
     status = where.ask("api/tandem/v1/status").json()
     for name in ("sessions", "runs", "samplers", "workers"):

@@ -1,4 +1,4 @@
-"""Experiments for chaos: the unmodified SDK in a thread, which notes its results."""
+"""Experiments with the unmodified SDK in a thread. They note their results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.sdk import Floats, adam, datum, outputs, params, sequences, s
 from tests.support.stacks import TIED
 
 TIMEOUT = 240.0
-"""Seconds until a result must come, with any fault."""
+"""Longest seconds until a result."""
 PROMPTS = 2
 """Prompts of each reinforcement step, with one sample each."""
 _AHEAD = 2
 """Steps that are sent before the first results are fetched."""
 _PACE = 0.25
-"""Least seconds between two steps. All steps are computed again, undisturbed."""
+"""Least seconds between steps."""
 _SAVE_EVERY, _LOAD_AFTER = 20, 5
 """Steps."""
 
@@ -36,9 +36,9 @@ KINDS = ("full", "lora", "rl", "rl-full")
 class Experiment:
     """Trains until `stop` is set.
 
-    `sent` counts requested steps, `steps` has the result bytes of each step, and `fault` is the
-    reason of an early end. `number` decides the data. Experiments on one engine sample in `turn`:
-    the number of sequences that an engine computes at once changes the last bits."""
+    `sent` counts requested steps, and `steps` has their result bytes. `fault` is the reason of an
+    early end. `number` decides the data. Experiments on one engine sample in `turn`, because the
+    size of an engine's batch changes the last bits."""
 
     kind: str
     number: int = 0
@@ -52,7 +52,6 @@ class Experiment:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, service: ServiceClient, *, exactly: int | None = None) -> None:
-        """Train until `stop`, or `exactly` so many steps."""
         try:
             model = f"{TIED}:full" if self.kind.endswith("full") else TIED
             training = service.create_lora_training_client(model, rank=8, seed=7).result(TIMEOUT)
@@ -92,7 +91,6 @@ class Experiment:
         return self._learn(training, data, "cross_entropy", b"")
 
     def _rehearse(self, training: TrainingClient, number: int) -> Callable[[], None]:
-        """Sample with the newest weights, and learn from the samples."""
         sampler = _when_there_is_room(training.save_weights_and_get_sampling_client)
         data, drawn = [], b""
         for prompt in sequences(PROMPTS, seed=self._seed(number)):

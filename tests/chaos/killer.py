@@ -1,7 +1,7 @@
 """A seeded killer of processes, disks and connections.
 
-Each fault and its victim depend on the seed alone. A process is chosen by its position among those
-of its kind, because process ids differ from run to run."""
+The seed alone decides each fault and its victim. A process is chosen by its position among those of
+its kind, because process ids differ from run to run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ UNRESPONSIVE = 5.0
 COLLECTIVE = 8.0
 SESSION = 40.0
 """The machine's deadlines, in seconds. A frozen process stands still for up to twice its longest
-deadline. The session's leaves room for heartbeats: the SDK sends one every ten seconds, and does
-not repeat a lost one."""
+one. A session's leaves room for lost heartbeats: the SDK sends one every ten seconds."""
 SETTINGS = {
     "worker_unresponsive_timeout": str(UNRESPONSIVE),
     "trainer_collective_timeout": str(COLLECTIVE),
@@ -45,8 +44,6 @@ _WRITTEN = ("snapshots", "weights", "checkpoints")
 
 
 class Killer:
-    """`strike` carries out one fault. `only` restricts the faults."""
-
     def __init__(self, machine: Machine, *, seed: int, only: Sequence[str] = ()) -> None:
         self._machine = machine
         self._seed = seed
@@ -98,7 +95,7 @@ class Killer:
         self._kill(who)
 
     def _note_end(self, who: tuple[str, ...]) -> None:
-        """Note that the gateway or the agent is about to end. Wait while that would end the whole
+        """Note the coming end of the gateway or the agent. Wait while it would end the whole
         stack."""
         ends = self._ends[who]
         if len(ends) == _MOST_ENDS:
@@ -112,7 +109,6 @@ class Killer:
         _signal(self._one(who), number)
 
     def _one(self, who: tuple[str, ...]) -> int:
-        """Wait for processes of a kind, and return one."""
         found = wait_until(lambda: self._machine.found(*who), what=f"there is a {who[0]}")
         return self._rng.choice(found)
 
@@ -125,7 +121,6 @@ class Killer:
         self._machine.start()
 
     def _kill_writer(self) -> None:
-        """Kill a trainer while it writes a version, a snapshot or a checkpoint."""
         changes = self._rng.randrange(4)
         share = self._rng.random()
         partial = wait_until(self._partial, what="something is written")
@@ -186,7 +181,7 @@ class Killer:
         self._machine.proxy.mend()
 
     def _cut_workers(self) -> None:
-        """Break the gateway's connections to all workers, which keep running."""
+        """The workers keep running."""
         found = psutil.Process(self._one(_GATEWAY)).net_connections("tcp")
         own = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
         for each in found:
@@ -201,7 +196,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _output_of(pid: int) -> str:
-    """Return the path of a process's log, or an empty string if it has ended."""
+    """Return a process's log path, or an empty string if it has ended."""
     try:
         return str(Path(f"/proc/{pid}/fd/1").readlink())
     except OSError:

@@ -1,4 +1,4 @@
-"""The machine under attack: `tandem up` on a small disk of its own, behind a proxy."""
+"""`tandem up` on a small disk of its own, behind a proxy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Machine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Run `tandem up`. Return when it serves."""
         arguments = ["up", "--port", "0", "--data-dir", str(self.data_dir), *self._models]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -101,13 +100,12 @@ class Machine:
         return [p.pid for p in self.processes() if any(part in p.command for part in parts)]
 
     def service(self) -> tinker.ServiceClient:
-        """The unmodified SDK, pointed at the proxy."""
+        """The unmodified SDK, through the proxy."""
         endpoint = read_endpoint(self.data_dir)
         assert endpoint is not None
         return tinker.ServiceClient(base_url=self.proxy.url, api_key=endpoint.api_key)
 
     def ask(self, path: str) -> httpx.Response:
-        """Return an answer of the gateway's own API."""
         endpoint = read_endpoint(self.data_dir)
         assert endpoint is not None
         headers = {"X-API-Key": endpoint.api_key}
@@ -124,7 +122,6 @@ class Machine:
 def machine(
     folder: Path, *, models: dict[str, Path], settings: dict[str, str]
 ) -> Iterator[Machine]:
-    """A running machine. Everything ends with the block."""
     with small_disk(folder / "data", megabytes=_DISK) as mounted:
         found = Machine(folder, models=models, settings=settings, own_disk=mounted)
         try:
@@ -140,7 +137,7 @@ def machine(
 
 
 class Proxy:
-    """A proxy between the SDK and the gateway. `cut` breaks all connections."""
+    """A proxy between the SDK and the gateway."""
 
     def __init__(self, target: Callable[[], Endpoint | None]) -> None:
         self._target = target

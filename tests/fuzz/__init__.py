@@ -1,4 +1,4 @@
-"""Fuzzing: requests that no client would send. `make fuzz` runs it, and the tests run it briefly.
+"""Requests that no client would send. `make fuzz` runs many, the tests a few.
 
-The same seed gives the same bodies. `regressions/` keeps bodies that found a fault, and every run
-sends them again."""
+The same seed gives the same bodies. Every run also sends the bodies of `regressions/`, which found
+faults."""

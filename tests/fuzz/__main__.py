@@ -28,11 +28,10 @@ from tests.support.waiting import wait_until
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250
 GROWTH = 96 * 2**20
-"""Bytes that memory may grow after the first quarter: results, finished samples and database pages
-are kept for a while by design."""
+"""Bytes that memory may grow after the first quarter. Results and database pages are kept for a
+while."""
 _MEMORY = 6 * 2**30
-"""Bytes that this process may map beyond its start. A request that wants all memory is reported as
-a fault and harms no other process."""
+"""Bytes that this process may map beyond its start. A request for more is reported as a fault."""
 _TRAINER_MEMORY = 2 * 2**30
 _TOLD_EVERY = 5000
 

@@ -1,5 +1,3 @@
-"""Generated requests. The same seed and number give the same request."""
-
 from __future__ import annotations
 
 import base64
@@ -73,7 +71,8 @@ def has_body(operation: PathOperation) -> bool:
 
 
 class Cases:
-    """Makes requests. `losses` names the losses that a forward_backward may use."""
+    """The same seed and number give the same request. `losses` names the losses of a
+    forward_backward."""
 
     def __init__(
         self, operations: Sequence[PathOperation], *, seed: int, losses: list[str]
@@ -91,7 +90,7 @@ class Cases:
         self._weighted = [*self._others, *bodies, *bodies]
 
     def make(self, number: int, *, seq_id: int) -> Case:
-        """Make a request. `seq_id` is the run's next one."""
+        """`seq_id` is the run's next one."""
         rng = Random(f"{self._seed}:{number}")
         if rng.random() < 0.4:
             return self._encoded(rng, self._forward_backward(rng, seq_id))
@@ -99,7 +98,6 @@ class Cases:
         return self._encoded(rng, self._other(rng, operation, seq_id))
 
     def good(self) -> Case:
-        """Make a forward_backward that must succeed."""
         message = tinker_pb2.ForwardBackwardRequest()
         message.CopyFrom(self._protobuf[0])
         message.seq_id = 1
@@ -157,7 +155,7 @@ class Cases:
         return "?" + urlencode(chosen, errors="surrogateescape")
 
     def _encoded(self, rng: Random, case: Case) -> Case:
-        """Compress some requests, or send headers that contradict the body. Leave most alone."""
+        """Compress some requests, or send headers that contradict the body."""
         fields = {**asdict(case), "headers": dict(case.headers)}
         if rng.random() < 0.03:
             fields["chunked"] = True

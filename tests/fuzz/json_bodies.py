@@ -68,7 +68,6 @@ def render(value: Json) -> str:
 
 
 def _mutated(rng: Random, value: Json) -> Json:
-    """Change a part of the value, or replace it."""
     if isinstance(value, dict) and value and rng.random() < 0.93:
         changed = dict(value)
         key = rng.choice(sorted(changed))
@@ -97,7 +96,7 @@ def _mutated(rng: Random, value: Json) -> Json:
 
 
 def _value(rng: Random, before: Json = None) -> Json:
-    """Draw a value, mostly of the kind it replaces, so that it reaches later checks."""
+    """Draw a value, mostly of the old one's kind, so that it reaches later checks."""
     if rng.random() < 0.7:
         if isinstance(before, str):
             return rng.choice(_TEXTS)

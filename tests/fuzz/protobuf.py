@@ -32,7 +32,7 @@ BytesMutation = Callable[[Random, bytes, bytes], bytes]
 
 
 def mutate(rng: Random, seed: Request, other: Request) -> bytes:
-    """Mutate the seed into bytes. Parts may come from `other`."""
+    """Return the mutated bytes of `seed`, with parts of `other`."""
     message = Request()
     message.CopyFrom(seed)
     if rng.random() < 0.75:
@@ -71,7 +71,6 @@ def _mutate_field(rng: Random, message: Message) -> None:
 
 
 def _inner(rng: Random, message: Message, field: FieldDescriptor) -> Message | None:
-    """Return a message of this field, or `None`."""
     if field.message_type is None:
         return None
     value = getattr(message, field.name)
@@ -180,7 +179,6 @@ def _flip_bits(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _splice(rng: Random, data: bytes, other: bytes) -> bytes:
-    """Insert a part of another message."""
     start = rng.randrange(len(other) + 1)
     part = other[start : start + rng.choice((1, 4, 16, 64, 256))]
     at = rng.randrange(len(data) + 1)
@@ -205,7 +203,6 @@ def _long_length(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _wire_type(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Add a field of another wire type or an unknown number."""
     tag = rng.randrange(0, 256)
     at = rng.choice((0, len(data)))
     return data[:at] + bytes([tag]) + rng.randbytes(rng.choice((0, 1, 4, 8))) + data[at:]
@@ -220,7 +217,6 @@ def _groups(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _nested(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Nest well-formed datums."""
     inner = b""
     for _ in range(rng.choice((3, 40, 120, 400))):
         inner = b"\x1a" + _varint(len(inner)) + inner

@@ -1,5 +1,3 @@
-"""Search for secrets in logs and answers."""
-
 from __future__ import annotations
 
 import base64
@@ -27,7 +25,7 @@ class Watch:
         return
 
     def know(self, secret: str | bytes) -> None:
-        """Add a secret in every form in which it might be printed."""
+        """Add a secret in every printable form."""
         if isinstance(secret, str):
             self._forms.add(secret)
             secret = secret.encode()
@@ -36,7 +34,6 @@ class Watch:
         self._forms |= {secret.hex(), plain, url, repr(secret)[2:-1]}
 
     def check(self) -> None:
-        """Raise `SecretFound` if a line since the last check contains a secret."""
         text = self._text.getvalue()
         self.lines += text.count("\n")
         self._text = io.StringIO()

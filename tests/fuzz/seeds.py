@@ -1,6 +1,6 @@
 """Bodies as the SDK writes them, and a good body for every JSON route.
 
-Mutations begin from them. Their ids are placeholders of the length of real ones."""
+Mutations begin from them. Their placeholders have the length of real ids."""
 
 from __future__ import annotations
 
@@ -120,10 +120,7 @@ def _datum_of_custom_loss() -> types.Datum:
 SAMPLER = f"{SESSION}:sample:0"
 WEIGHTS = f"tinker://{RUN}/weights/kept"
 SEQ = 424_242
-"""Placeholder for the run's next seq_id."""
 MODEL_FOLDER = "/fuzz-model-folder"
-"""Placeholder for a model's folder."""
-
 _PLACE = {"model_id": RUN, "seq_id": SEQ}
 _OPENAI = {
     "model": "tiny",

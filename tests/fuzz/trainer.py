@@ -25,7 +25,7 @@ LONGEST_SENTENCE = 5000
 
 
 class Checked:
-    """Runs the trainer's checks on a body and returns the error's type, or `ok`."""
+    """Runs the trainer's checks on a body. Returns the error's type, or `ok`."""
 
     def __init__(self) -> None:
         self._definition = custom_loss_body()
@@ -35,7 +35,7 @@ class Checked:
         return sorted(LOSSES)
 
     def __call__(self, body: bytes) -> str:
-        """Raise all errors but `UserError`, and `AssertionError` if the checks take too long."""
+        """Raise other errors than `UserError`, and `AssertionError` if the checks take too long."""
         began = time.thread_time()
         try:
             validate(parse(body), limits=LIMITS, definition=self._definition)
@@ -49,8 +49,8 @@ class Checked:
 
 
 def damaged_losses(count: int) -> set[str]:
-    """Return the error types of damaged custom losses, or `ok`, in little memory. Call it in a
-    process of its own: threads of others may die of the memory limit."""
+    """Return the error types of damaged custom losses, or `ok`. Call it in a separate process: the
+    memory limit may kill other threads."""
     seed = json.loads(custom_loss_body())
     found = set()
     with bounded_memory(2**30):
@@ -80,7 +80,7 @@ def bounded_memory(more: int) -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Return free memory to the system, and return the bytes of this process."""
+    """Return this process's bytes, after it returned free memory to the system."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

@@ -1,4 +1,4 @@
-"""A gateway with the trainer's real checks, and the objects that the requests name."""
+"""A gateway with the trainer's real checks, and the objects of the requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from tests.support.gateway.running import KEY, Gate
 from trainer_service.batches.validation import parse, validate
 
 DEADLINE = 60.0
-"""Seconds for every answer, and for every operation to end."""
+"""Seconds for every answer and operation."""
 LONGEST_REFUSAL = 16 * 2**10
 """Bytes. A refusal does not repeat the request."""
 _FRESH_RUN = 7_777_777
 _SHOWN = frozenset({"exchange_token", "create_key"})
-"""Routes with secrets in their answers."""
 
 
 class CheckingTrainer(FakeTrainer):
@@ -63,8 +62,7 @@ class Answer:
 
 
 class World:
-    """A session with a run, a sampler and checkpoints. Their ids replace the placeholders. `close`
-    ends the session."""
+    """A session with a run, a sampler and checkpoints. Their ids replace the placeholders."""
 
     def __init__(self, gate: Gate, operations: Sequence[PathOperation], watch: Watch) -> None:
         self._gate = gate
@@ -102,7 +100,7 @@ class World:
         """Send a request. Its answer must be in time, be declared and contain no secret."""
         answer = self._exchange(case)
         operation = self._operations[case.operation]
-        astray = "%2F" in case.target  # the router reads it as a slash, so as another path
+        astray = "%2F" in case.target  # the router reads another path
         check_answer(
             operation, status=answer.status, media=answer.media, body=answer.body, astray=astray
         )
@@ -118,7 +116,6 @@ class World:
         return answer
 
     def settle(self) -> None:
-        """Wait until every accepted operation has ended."""
         retrieve = self._operations["retrieve_future"]
         deadline = time.monotonic() + DEADLINE
         for request_id in self._open:
@@ -152,7 +149,6 @@ class World:
         assert result.headers["content-type"] == "application/x-protobuf", result.text
 
     def _note(self, answer: Answer) -> None:
-        """Keep request ids to retrieve later."""
         prefix = b'{"request_id":"%b:' % self.run_id.encode()
         if not answer.body.startswith(prefix):
             return
@@ -212,7 +208,7 @@ def check_answer(
     assert status < 500, f"{where}: {body[:500]!r}"
     expected = status == operation.status_code
     declared = operation.responses.get(status)
-    others = (401, 404, 431) if astray else (404, 431)  # statuses of the router and the connection
+    others = (401, 404, 431) if astray else (404, 431)  # of router and connection
     if declared is None and status in others:
         declared = operation.responses.get(401, {"model": Refusal})
     assert expected or declared is not None, f"{where}, which is not declared"

@@ -1,7 +1,7 @@
-"""`make test-gpu`: tests that need an NVIDIA GPU, and other tests that prove more on one.
+"""`make test-gpu`: tests that need an NVIDIA GPU, or prove more on one.
 
 Exits with status 2 without a GPU. Without `make`, in an environment with CUDA builds:
-`python -m tests.gpu -k trainer --junitxml report.xml`. All arguments are pytest's. Tests with
+`python -m tests.gpu -k trainer --junitxml report.xml`, with any arguments of pytest. Tests with
 missing packages are skipped, and named at the end. Trainer tests need neither vLLM nor the
 gateway's packages."""
 
@@ -17,13 +17,11 @@ import pytest
 from tandem.agent.host import accelerators
 
 ALSO = ("tests/component/trainer/test_devices.py",)
-"""Tests of real trainers' devices."""
 WITH_ENGINES = (
     "tests/integration/test_agreement.py",
     "tests/integration/test_lora.py",
     "tests/integration/test_sessions.py",
 )
-"""Whole stacks, on the machine's devices."""
 _ROOT = Path(__file__).parents[2]
 
 

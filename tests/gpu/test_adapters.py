@@ -1,5 +1,3 @@
-"""An engine in bfloat16 serves an adapter that a trainer in bfloat16 published."""
-
 from __future__ import annotations
 
 from importlib.util import find_spec

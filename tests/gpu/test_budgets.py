@@ -1,5 +1,3 @@
-"""A trainer's GPU and host memory: its budget, and its snapshots."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Two whole experiments on one undeclared GPU."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""An idle process learns its worker's GPU after all imports."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Runs with default and other options on a GPU stay close to float32 on a CPU."""
+"""Runs with each option on a GPU stay close to float32 on a CPU."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def rms(values: torch.Tensor) -> float:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)], ids=["all", "grouped", "one"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_of_a_packed_row_is_that_of_each_sequence_alone(device, heads, size, window):
-    """Forward and backward. Each sequence is compared by itself, so that errors of a short one
-    show."""
+    """Each sequence is compared by itself, so that errors of a short one show."""
     parts = row(device, heads=heads, size=size)
     bounds = bounds_of(LENGTHS)
     packed, _ = packed_attention(
@@ -79,7 +78,7 @@ def test_attention_of_a_packed_row_is_that_of_each_sequence_alone(device, heads,
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_trainer_in_bfloat16_packs_and_computes_what_a_padded_one_does(tmp_path, device):
-    """Equal up to bfloat16's rounding, which happens in different places."""
+    """Up to bfloat16's rounding, which happens in different places."""
     model = write_tiny_model(tmp_path / "model", head_dim=64)
     found = {}
     for packing in ("on", "off"):

@@ -1,5 +1,3 @@
-"""One step always gives the same bits, even if sequences are longer than a kernel's block."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""An engine leaves a GPU and comes back."""
-
 from __future__ import annotations
 
 from importlib.util import find_spec

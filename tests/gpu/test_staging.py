@@ -1,5 +1,3 @@
-"""Staged tensors reach a GPU with the bytes of the file."""
-
 from __future__ import annotations
 
 from pathlib import Path

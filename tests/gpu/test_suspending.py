@@ -1,5 +1,3 @@
-"""A trainer is moved off a GPU from outside, without its help."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A trainer leaves a GPU and comes back."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Trainers on GPUs compute the same results as a trainer on a CPU."""
-
 from __future__ import annotations
 
 from pathlib import Path

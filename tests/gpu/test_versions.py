@@ -1,5 +1,3 @@
-"""An engine on a GPU loads published weights of a trainer on the same GPU."""
-
 from __future__ import annotations
 
 import copy
@@ -23,9 +21,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("model_runner", ["v1", "v2"])
 def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path, model_runner):
-    """Two versions, the second a delta of the first: in turn, during an answer, and after a sleep
-    that dropped the weights. The canary of each load compares the trainer's logprobs with the
-    engine's."""
+    """Two versions, the second a delta: in turn, during an answer, and after a sleep that dropped
+    the weights. The canary of each load compares the trainer's logprobs with the engine's."""
     model = tmp_path / "model"
     write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
     versions = []
@@ -102,7 +99,6 @@ def test_an_engine_takes_the_weights_from_the_memory_of_a_trainer_on_its_device(
             )
 
         def freed(version) -> int:
-            """Bytes of the device that the version's release frees."""
             before, _ = torch.cuda.mem_get_info()
             trainer.release(version)
             after, _ = torch.cuda.mem_get_info()

@@ -223,8 +223,5 @@ def test_templates_that_keep_the_workers_of_a_claim_apart_are_refused(tmp_path):
         check(tmp_path)
     same = {"nodeSelector": {"zone": "a", "tandem.dev/role": "sampler"}, "tolerations": []}
     written(tmp_path, a_template(same), kind="sampler")
-    same["nodeSelector"] = {
-        "zone": "a",
-        "tandem.dev/role": "trainer",
-    }  # this label is left out
+    same["nodeSelector"] = {"zone": "a", "tandem.dev/role": "trainer"}  # ignored
     check(written(tmp_path, a_template(same)))

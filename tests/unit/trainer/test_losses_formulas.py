@@ -34,7 +34,7 @@ def test_every_loss_has_a_row():
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_loss_has_a_golden_number_or_a_second_formula(name):
-    preference = name in ("dpo", "ipo", "kto")  # below
+    preference = name in ("dpo", "ipo", "kto")  # tested below
     assert CASES[name].goldens or CASES[name].reference or preference
 
 
