@@ -17,8 +17,8 @@ from tests.support.virtual_time import run_in_virtual_time
 
 
 class Agents:
-    """Replaces the stub. `stop` gives or raises `answer`. A stream of exits ends with the
-    connection, or as an agent ends that stopped its workers."""
+    """Replaces the stub. `Stop` gives or raises `answer`. A stream of exits breaks with the
+    connection, or ends like an agent that stopped its workers."""
 
     def __init__(self) -> None:
         self.answer: agent_pb2.StopWorkerReply | grpc.StatusCode = agent_pb2.StopWorkerReply()

@@ -1,4 +1,4 @@
-"""A checkpoint that a user was told is saved is never removed as unknown or expired."""
+"""Unknown and expired checkpoints. Only its user deletes, replaces or expires a saved one."""
 
 from __future__ import annotations
 
