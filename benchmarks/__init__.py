@@ -6,5 +6,4 @@ bench-gateway`), `gpu` (`make bench-gpu`), `history` (`make bench-history`), `me
 bench-memory`), `recovery` (`make bench-recovery`) and `versus` (this checkout beside another one).
 
 To add a benchmark, write a module with a function that returns rows, and call it in a section of
-`__main__`.
-"""
+`__main__`."""

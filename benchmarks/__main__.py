@@ -163,8 +163,7 @@ class Bench:
 
     def rl_step(self) -> None:
         """Measure on all cores, then with one core for the trainer, which client and gateway do not
-        use.
-        """
+        use."""
         cores = sorted(os.sched_getaffinity(0))
         self._rl_step("rl step", threads=min(2, len(cores)))
         if len(cores) > 1:

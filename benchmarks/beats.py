@@ -1,8 +1,7 @@
 """`make bench-beats`: another owner's heartbeats and healthz during a burst of 5,000 samples.
 
 One owner requests all samples at once over 1,000 connections, like the SDK. With another checkout
-as the argument, this file measures both in turn.
-"""
+as the argument, this file measures both in turn."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`make bench-bombs`: latency of healthz while clients send compressed bombs.
 
 A bomb is a few kilobytes of zstd that expand to megabytes. With another checkout as the argument,
-this file measures its gateway too.
-"""
+this file measures its gateway too."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 the SDK.
 
 Plain HTTP shows the server's cost. The SDK's difference to it is work in the client's process. In
-all ways, all requests are sent at once, and each fetches its own samples.
-"""
+all ways, all requests are sent at once, and each fetches its own samples."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def compare(
     """Return a row for each workload: medians, and medians of each round's ratios.
 
     A row also has the CPU seconds of a plain HTTP round beside the engine's alone. Workloads with
-    short rounds have three times as many.
-    """
+    short rounds have three times as many."""
     rows: list[dict[str, object]] = []
     for name, workload in WORKLOADS.items():
         turns = rounds if workload.tokens > 10_000 else 3 * rounds

@@ -2,8 +2,7 @@
 and a sampler.
 
 It runs against the unit tests' API server in memory. Time is virtual, with 20 ms for an API call.
-Processor time and memory are measured without those of the simulated cluster.
-"""
+Processor time and memory are measured without those of the simulated cluster."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Passes:
 async def life(sessions: int, passes: Passes) -> list[dict[str, object]]:
     """Start all sessions at once, wait ten minutes, adopt them and stop them.
 
-    The memory measurement only starts them.
-    """
+    The memory measurement only starts them."""
     rows: list[dict[str, object]] = []
     async with running_cluster(nodes=2 * sessions // 20 + 1, strict=False, at_once=100) as cluster:
         for node in cluster.nodes.values():

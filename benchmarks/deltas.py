@@ -1,7 +1,6 @@
 """Publishing deltas beside publishing whole versions: two equal runs, in turn.
 
-Both train a model in bfloat16 by RL steps, with advantages of 1 and -1.
-"""
+Both train a model in bfloat16 by RL steps, with advantages of 1 and -1."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def whole_and_delta(
     stack: Stack, service: tinker.ServiceClient, *, rate: float
 ) -> dict[str, object]:
     """Return medians over the steps that wrote a delta, and the changed bytes after one step and
-    all.
-    """
+    all."""
     whole, delta = (
         _Run(
             service.create_lora_training_client(

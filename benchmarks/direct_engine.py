@@ -1,8 +1,7 @@
 """Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL`.
 
 Its process answers each [workload, round] with tokens per second (`benchmarks.in_turn`), and each
-["reload", folder] with the seconds of vLLM's own reload.
-"""
+["reload", folder] with the seconds of vLLM's own reload."""
 
 from __future__ import annotations
 

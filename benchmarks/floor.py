@@ -3,8 +3,7 @@
 The process (`python -m benchmarks.floor MODEL THREADS [compiled]`) makes a step on request
 (`benchmarks.in_turn`). Like the demo, a step has 100 prompts × 8 samples of at most 4 tokens, 48
 updates of 100 sequences, and new weights for the engine. Loss, optimizer, clipping, shuffling and
-rewards are equal.
-"""
+rewards are equal."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Clients sample from a sampler's process by gRPC, through a gateway without other users, and through
 a gateway with idle sessions. These only send a heartbeat every ten seconds. The clients use raw
-HTTP from one process.
-"""
+HTTP from one process."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float
     """Sample with all clients at once, each one request after the other.
 
     Returns the latencies and the whole duration, in seconds. Each client's first requests do not
-    count.
-    """
+    count."""
     latencies: list[float] = []
 
     async def client(ask: Ask) -> None:

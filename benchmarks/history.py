@@ -2,8 +2,7 @@
 
 SQL writes the past: ended sessions of one run each, with operations as large as the SDK's. One run
 measures both gateways: the start with a cold page cache, and an empty operation, before, during and
-after the removal of the past.
-"""
+after the removal of the past."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ class Place:
 
     def start_seconds(self) -> tuple[float, float]:
         """Start and stop a gateway with a cold page cache. Return seconds until it answered, and of
-        processors.
-        """
+        processors."""
         with self.file.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -22,8 +22,7 @@ def asked(
 ) -> Iterator[tuple[Ask, psutil.Process]]:
     """Start a module that prints "ready", then answers each line of JSON with one (`answers`).
 
-    Yields a function that asks it, and its process.
-    """
+    Yields a function that asks it, and its process."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,

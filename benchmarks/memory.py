@@ -2,8 +2,7 @@
 
 It measures forward_backward by vocabulary and length, ways of training beside their memory plan,
 and loading by number of ranks. Each number is a process's peak of anonymous memory, less the amount
-before. `whole` keeps all logits of a micro-batch.
-"""
+before. `whole` keeps all logits of a micro-batch."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def measure_training(
     lora: bool = False,
 ) -> dict[str, object]:
     """Measure two micro-batches of `length` tokens on each thread, beside the memory plan's
-    numbers.
-    """
+    numbers."""
     import numpy as np
     import torch
 

@@ -1,7 +1,6 @@
 """The cost of gateway and wire for an operation that does nothing.
 
-It is an optim_step without gradients: two HTTP requests, one gRPC call, one commit.
-"""
+It is an optim_step without gradients: two HTTP requests, one gRPC call, one commit."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def empty_operation_seconds(client: httpx.Client, *, run_id: str, seq_id: int) -
 def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, float]:
     """Return p50 and p95 in milliseconds of operations in turn, by a plain HTTP client.
 
-    The run must be new: its seq_ids are used from 1 on.
-    """
+    The run must be new: its seq_ids are used from 1 on."""
     headers = {"X-API-Key": stack.endpoint.api_key}
     samples = []
     with http_client(f"{stack.endpoint.url}/api/v1", headers=headers) as client:

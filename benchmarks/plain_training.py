@@ -3,8 +3,7 @@
 The process (`python -m benchmarks.plain_training MODEL THREADS [compiled]`, `benchmarks.in_turn`)
 answers with wall and processor seconds of a batch split in one of `WAYS`. `whole` is one forward
 pass. `sorted` takes 16 sequences of similar length at a time, which need little padding and stay in
-the cache. `compiled` is the whole model under `torch.compile`, with dynamic lengths.
-"""
+the cache. `compiled` is the whole model under `torch.compile`, with dynamic lengths."""
 
 from __future__ import annotations
 

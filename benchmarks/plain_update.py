@@ -1,6 +1,5 @@
 """One update of the demo with plain torch and transformers: padded sequences, importance sampling,
-clipping, fused AdamW.
-"""
+clipping, fused AdamW."""
 
 from __future__ import annotations
 

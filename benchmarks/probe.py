@@ -1,8 +1,7 @@
 """One running stack that measures on command: `python probe.py MODEL`, with PYTHONPATH a checkout.
 
 It answers each line, the name of a measurement, with a line of JSON. It imports nothing of
-`benchmarks`, so that it can measure another commit's checkout (`versus.py`).
-"""
+`benchmarks`, so that it can measure another commit's checkout (`versus.py`)."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Probe:
     def gateway_cpu_ms_per_32_mib(self) -> float:
         """The gateway's processor time per forward_backward of 32 MiB, over eight of them.
 
-        The sequence is too long for the model, so the trainer refuses it at once.
-        """
+        The sequence is too long for the model, so the trainer refuses it at once."""
         run_id = self._plain_run.get_info().model_id
         message = tinker_pb2.ForwardBackwardRequest(model_id=run_id, loss_fn="cross_entropy")
         message.data.add().model_input.add().encoded_text.tokens = bytes(32 * 2**20)

@@ -23,8 +23,7 @@ def publish_to_served(
 ) -> dict[str, object]:
     """Return medians over `rounds` publishes of one model, after two for warm-up.
 
-    Ratios are to the unavoidable work: writing the bytes once, and the engine's own load.
-    """
+    Ratios are to the unavoidable work: writing the bytes once, and the engine's own load."""
     content = (model / "model.safetensors").read_bytes()
     served, written, loaded = [], [], []
     for number in range(rounds + 2):
@@ -52,8 +51,7 @@ def adapter_to_served(
 ) -> dict[str, object]:
     """Return medians over `rounds` publishes of an adapter, after two for warm-up.
 
-    Versions are published in `weights`.
-    """
+    Versions are published in `weights`."""
     seconds = []
     for _ in range(rounds + 2):
         started = time.perf_counter()

@@ -12,8 +12,7 @@ import orjson
 class Connection:
     """A persistent connection for one request at a time, reopened if closed while idle.
 
-    Raises `OSError` or `asyncio.IncompleteReadError` if the server closes it during a request.
-    """
+    Raises `OSError` or `asyncio.IncompleteReadError` if the server closes it during a request."""
 
     def __init__(self, *, url: str, key: str) -> None:
         parts = urlsplit(url)

@@ -1,8 +1,7 @@
 """`make bench-recovery`: the cost of snapshots, and a run's pause after the death of its trainer.
 
 Each model does some optimizer steps, with snapshots as often as possible. Then the trainer is
-killed a few times, and the time until the next result is measured.
-"""
+killed a few times, and the time until the next result is measured."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Both ways take turns on new stacks. For each number of runs, it measures the creation of the first
 run and of each further one, and then all workers' memory and the steps per second of all runs at
-once.
-"""
+once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`make bench-starts`: the time of a start, and the gains and costs of idle processes started in
 advance.
 
-Runs with and without idle processes take turns, so that other load affects both.
-"""
+Runs with and without idle processes take turns, so that other load affects both."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ def send_to_idle_processes(number: signal.Signals) -> None:
 
 def beside(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
     """Measure a run's steps while idle processes are made, and every other second while they are
-    stopped.
-    """
+    stopped."""
     data = batch()
     rates: dict[str, list[float]] = {"alone": [], "while idle processes are made": []}
     with stack(work / "beside", model, pool=0) as (_running, service):

@@ -3,8 +3,7 @@
 Each experiment spends about equal time sampling and training, on one core each. In each round, the
 experiments do a number of steps one after the other, and then as many at once. Reported are the
 makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bound
-set by the busier group, the times of switches, and the fairness among owners.
-"""
+set by the busier group, the times of switches, and the fairness among owners."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ def switches(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
 ) -> dict[str, object]:
     """Return the number of switches, the seconds of a recent switch, and the owners' shares of
-    time.
-    """
+    time."""
     evenness = {}
     for old, new in zip(before, after, strict=True):
         used: dict[str, float] = {}

@@ -26,8 +26,7 @@ _WARM_UP = 2
 def floors(model: Path) -> Iterator[dict[str, Way]]:
     """The loops: one thread or two, batches whole or in parts, eager or compiled.
 
-    Compiled loops compile at their first request, one after the other.
-    """
+    Compiled loops compile at their first request, one after the other."""
     made: dict[str, Way] = {}
     with ExitStack() as opened:
         for kind in (PLAIN, COMPILED):
@@ -74,8 +73,7 @@ def compare(ways: dict[str, Way], *, rounds: int) -> list[dict[str, object]]:
     """Return a row for each batch and way, with only the fastest plain and the fastest compiled
     loop.
 
-    Numbers are medians over rounds in which each way had its turn, after two that do not count.
-    """
+    Numbers are medians over rounds in which each way had its turn, after two that do not count."""
     rows: list[dict[str, object]] = []
     for name in BATCHES:
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}

@@ -2,8 +2,7 @@
 trainer's rank, each eager and compiled.
 
 Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`), which
-answers with the seconds of one of eight updates.
-"""
+answers with the seconds of one of eight updates."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def _datum(prompt: list[int], answer: list[int]):
 
 def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
     """Return a row for each way. The ways start one after the other, because compiling takes both
-    cores.
-    """
+    cores."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     first: dict[str, float] = {}
     with ExitStack() as stack:

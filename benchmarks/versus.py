@@ -1,8 +1,7 @@
 """`make bench-versus ARGS=OTHER_CHECKOUT`: this checkout beside another one, in one run.
 
 Both stacks run at once and take turns, A B B A …. The result is the median of the ratios, pair by
-pair.
-"""
+pair."""
 
 from __future__ import annotations
 

@@ -5,5 +5,4 @@ work. `api` holds the HTTP routes. `runs` trains, `sampling` samples, and both k
 `checkpoints`. `placement` shares the devices, and `workers` starts and calls processes. `owners`
 holds keys, sessions, limits and usage, `storage` the database, and `admin` offline tools. A request
 passes `api`, then `runs` or `sampling`, then `workers`. The loose files `fair_queue`, `identifiers`
-and `metrics` import nothing of the gateway.
-"""
+and `metrics` import nothing of the gateway."""

@@ -1,6 +1,5 @@
 """The FastAPI application, and the uvicorn server that runs it and announces itself in
-`gateway.json`.
-"""
+`gateway.json`."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ _SUPERSEDED = (
 )
 _COLLECTIONS = (2_000, 5, 100)
 """Thresholds of the garbage collector's three generations. A burst of requests keeps many objects
-alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s.
-"""
+alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s."""
 
 ROUTERS = (
     futures.router,
@@ -117,8 +115,7 @@ def create_app(
 
     `launcher` starts workers (default: the one in the settings). The running `Gateway` is
     `app.state.gateway`. `end` is called after another gateway's takeover: this one must then touch
-    nothing, not even its workers.
-    """
+    nothing, not even its workers."""
     metrics, stop = Metrics(), Stop(tell=_tell)
     opened = asyncio.Event()
 
@@ -225,8 +222,7 @@ async def _serving_with_lease(
     end: Callable[[], object],
 ) -> AsyncIterator[None]:
     """Serve when the lease is taken, at once or later. Meanwhile the application answers as a
-    standby.
-    """
+    standby."""
     async with GatewayLease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
         async with AsyncExitStack() as stack:
 
@@ -376,8 +372,7 @@ def _tell(sentence: str) -> None:
 
 def _sentence(error: Exception) -> str:
     """Return a one-line reason for the starting process. It includes the cause of a storage
-    error.
-    """
+    error."""
     if isinstance(error, StorageFailed) and isinstance(error.__cause__, Exception):
         error = getattr(error.__cause__, "orig", None) or error.__cause__
     if isinstance(error, TandemError):
@@ -389,8 +384,7 @@ def _sentence(error: Exception) -> str:
 
 def _keep_what_is_loaded() -> None:
     """Freeze the loaded classes, routes and schemas, because a full collection over them stops the
-    event loop for 0.1 s.
-    """
+    event loop for 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTIONS)

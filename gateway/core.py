@@ -87,8 +87,7 @@ class Gateway:
         removed. At the end, sessions and runs stay for the next gateway, and `stop` decides about
         the workers. `leased`: the `epoch` comes from the database lease, which replaces the
         directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or other
-        machines could reach this one without a key.
-        """
+        machines could reach this one without a key."""
         with locked_data_directory(settings.data_dir, shared=leased):
             gateway = cls(
                 settings,
@@ -364,8 +363,7 @@ class Gateway:
         """End a session. Return when its workers have stopped and its unnamed files are removed, or
         after the time to kill workers; then the work continues in the background.
 
-        Idempotent: repeated calls wait for one end, and only the first reason counts.
-        """
+        Idempotent: repeated calls wait for one end, and only the first reason counts."""
         task = self._ending.get(session_id)
         if task is None:
             if self.sessions.get(session_id) is None:
@@ -381,8 +379,7 @@ class Gateway:
     @property
     def _patience(self) -> float:
         """Seconds to wait for workers to end. They keep their places and leases until that is known
-        (`Fleet`), which can take longer.
-        """
+        (`Fleet`), which can take longer."""
         return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
@@ -399,8 +396,7 @@ class Gateway:
 
     async def collect(self, run_id: str) -> bool:
         """Remove the run's unused, unnamed files. Return False if unnamed files are still in
-        use.
-        """
+        use."""
         return await self.collector.collect(run_id, ended=self.runs.get(run_id) is None)
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:

@@ -14,8 +14,7 @@ Item = TypeVar("Item")
 class FairQueue(Generic[Item]):
     """A queue per owner; owners take turns.
 
-    Example: a1, a2, a3 of one owner and then b1 of another come out as a1, b1, a2, a3.
-    """
+    Example: a1, a2, a3 of one owner and then b1 of another come out as a1, b1, a2, a3."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()

@@ -1,6 +1,5 @@
 """Periodic work: expiry of sessions, results, checkpoints and idle samplers, removal of old
-history, search for new base models, and a measurement of the event loop.
-"""
+history, search for new base models, and a measurement of the event loop."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ LOG_TTL = 30 * 86_400.0
 
 class Housekeeping:
     """Level-triggered: each round looks at the current state. A failed round is logged, and the
-    next one repeats its work. A storage outage is logged at its start and end only.
-    """
+    next one repeats its work. A storage outage is logged at its start and end only."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -41,8 +39,7 @@ class Housekeeping:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run a round every `ROUND_INTERVAL` seconds during the block. Slow work has tasks of its
-        own.
-        """
+        own."""
         gateway = self._gateway
         rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
@@ -87,8 +84,7 @@ class Housekeeping:
 
     async def _do_round(self) -> None:
         """End silent sessions, drop fetched and old results, expire checkpoints, end idle sampling
-        sessions, and remove unused files of names lost since the last round.
-        """
+        sessions, and remove unused files of names lost since the last round."""
         gateway = self._gateway
         await asyncio.gather(
             *(
@@ -116,8 +112,7 @@ class Housekeeping:
 
     async def keep_house(self) -> None:
         """Do less frequent work: logs, unused weight versions, files that were in use before, and
-        expired results.
-        """
+        expired results."""
         gateway = self._gateway
         await self._tidy_logs()
         touched = set(self._in_use)

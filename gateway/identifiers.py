@@ -74,8 +74,7 @@ def split_model_name(name: str) -> tuple[str, bool]:
     """Return the registered name, and whether it requests full-parameter training.
 
     Example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for other
-    suffixes.
-    """
+    suffixes."""
     base, colon, suffix = name.partition(":")
     if colon and suffix != "full":
         raise UnsupportedInput(
@@ -136,14 +135,12 @@ def result_blob(data_dir: Path, *, request_id: str) -> Path:
 def new_state_folder(*, run_id: str, name: str, suffix: str = "") -> str:
     """Return a new folder for a trainer's state, relative to the data directory:
     `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. It ends in a random or given suffix, because an
-    overwritten name keeps the old folder until the new one is complete.
-    """
+    overwritten name keeps the old folder until the new one is complete."""
     return f"checkpoints/{run_folder_name(run_id)}/{name}-{suffix or secrets.token_hex(4)}"
 
 
 def relative_version_folder(name: str) -> str:
     """Return a weight version's folder, relative to the data directory:
-    `weights/s-ab12_train_0/v000003-9f2c41d0`.
-    """
+    `weights/s-ab12_train_0/v000003-9f2c41d0`."""
     run_id, _, leaf = name.rpartition("/")
     return f"weights/{run_folder_name(run_id)}/{leaf}"

@@ -13,5 +13,4 @@ logprobs and the name of the weight version go out. A load passes servicer, sche
 loader and engine.
 
 To add an engine, implement `Engine` in a folder beside `vllm` and construct it in
-`service/process.py`.
-"""
+`service/process.py`."""

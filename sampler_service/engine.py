@@ -2,8 +2,7 @@
 
 `vllm.engine.VllmEngine` implements it, and `service.engine_process.EngineProcess` for an engine in
 another process. Only the thread that made an engine may call it. An engine may compute ahead of the
-output of `step`. `settle` ends that.
-"""
+output of `step`. `settle` ends that."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class EngineMemory:
     """Memory in use, in bytes.
 
     On a GPU, `device` counts all processes, and `host` a sleeping engine's weights. On a CPU,
-    `device` is the process's resident memory, and `host` 0.
-    """
+    `device` is the process's resident memory, and `host` 0."""
 
     device: int
     host: int
@@ -83,8 +81,7 @@ class EngineFacts:
     """An engine's properties.
 
     `max_length` limits prompt and sampled tokens together. It is below `model_length` if the KV
-    cache or a setting is. `max_lora_rank` 0 means no adapters.
-    """
+    cache or a setting is. `max_lora_rank` 0 means no adapters."""
 
     vocabulary: int
     max_length: int
@@ -105,8 +102,7 @@ class PromptScoring:
       listed too.
     - `target_ids` [m]: tokens to score at `target_positions` [m], which ascend.
     - `draws`: tokens to draw at every position, with `draw_temperature` (0: the likeliest) and
-      `draw_seed`.
-    """
+      `draw_seed`."""
 
     first: int | None = None
     topk: int = 0
@@ -136,8 +132,7 @@ class EngineRequest:
     With a seed s, sample i depends only on (s, i), the request and the weights. Temperature 0 is
     greedy. `max_tokens` 0 only scores the prompt. `topk` is the number of alternatives per sampled
     token. `adapter` None means the loaded weights alone. A `streamed` request yields one
-    `EngineDelta` per sample and step.
-    """
+    `EngineDelta` per sample and step."""
 
     id: str
     prompt: list[int]
@@ -181,8 +176,7 @@ class SampledTokens:
     """One sample. `tokens` and `logprobs` are [n] and include the stop token.
 
     Logprobs are those after temperature, top_k and top_p, or at temperature 1 for a greedy sample.
-    `stopped` is False at the length limit. `carried_at` lists the lengths at changes of weights.
-    """
+    `stopped` is False at the length limit. `carried_at` lists the lengths at changes of weights."""
 
     tokens: Int32Array
     logprobs: Float32Array
@@ -196,8 +190,7 @@ class PromptScores:
     """The answer to a `PromptScoring`. Other parts are None.
 
     `logprobs` is [prompt], with NaN for unscored positions. `topk` is [prompt, k]. `targets` is
-    [m]. `draws` is [prompt - 1, k], and its row i is about position i + 1.
-    """
+    [m]. `draws` is [prompt - 1, k], and its row i is about position i + 1."""
 
     logprobs: Float32Array | None = None
     topk: TopK | None = None
@@ -210,8 +203,7 @@ class EngineResult:
     """All samples of a request, or its `failure`.
 
     `cached_tokens` counts the first sample's prompt tokens in the prefix cache. `computed_tokens`
-    counts computed prompt tokens of all samples.
-    """
+    counts computed prompt tokens of all samples."""
 
     id: str
     samples: tuple[SampledTokens, ...]
@@ -225,8 +217,7 @@ class EngineResult:
 class EngineDelta:
     """The tokens that one step added to one sample. In the last delta, `finished` is True.
 
-    A greedy request reports only sample 0.
-    """
+    A greedy request reports only sample 0."""
 
     id: str
     index: int
@@ -238,8 +229,7 @@ class EngineDelta:
 class StepOutput:
     """Results of ended requests, and deltas of streamed ones.
 
-    `begun` names unfinished requests that were computed for the first time.
-    """
+    `begun` names unfinished requests that were computed for the first time."""
 
     results: list[EngineResult] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
@@ -259,8 +249,7 @@ class Engine(Protocol):
     def settle(self) -> StepOutput:
         """Stop computing until the next `step`. Returns the output computed ahead.
 
-        Call it before a sleep, a load, a `pause`, or a `carry_over` to another adapter.
-        """
+        Call it before a sleep, a load, a `pause`, or a `carry_over` to another adapter."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result. Unknown ids are ignored."""
@@ -269,8 +258,7 @@ class Engine(Protocol):
         """Replace the weights in place by a directory of safetensors, and drop all adapters.
 
         Returns the names of parameters without a value. The engine must be idle or paused. Raises
-        `WeightsTouched`, after which only another load is allowed.
-        """
+        `WeightsTouched`, after which only another load is allowed."""
 
     def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
         """Like `load`, from a trainer's memory (`weights/handoff.py`)."""
@@ -278,8 +266,7 @@ class Engine(Protocol):
     def pause(self) -> None:
         """Set running requests aside between two steps. They keep only their tokens.
 
-        The engine counts as idle until `resume`.
-        """
+        The engine counts as idle until `resume`."""
 
     def resume(self) -> None:
         """Continue paused requests. Keys and values are computed again."""
@@ -287,20 +274,17 @@ class Engine(Protocol):
     def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
         """Continue requests with new weights after a `pause`, or with another adapter.
 
-        Another adapter computes their keys and values again. Unknown ids are ignored.
-        """
+        Another adapter computes their keys and values again. Unknown ids are ignored."""
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sums (`tandem/weights/sums.py`) of the engine's numbers, in its dtype.
 
-        The engine must be idle or paused, and its weights awake.
-        """
+        The engine must be idle or paused, and its weights awake."""
 
     def sleep(self, level: SleepLevel) -> None:
         """Give back the KV cache, and move or drop the weights. Dropping includes adapters.
 
-        The engine must be idle. Add no request before `wake_cache`.
-        """
+        The engine must be idle. Add no request before `wake_cache`."""
 
     def wake_weights(self) -> None:
         """Bring the weights back. Dropped ones have no values before a `load`."""

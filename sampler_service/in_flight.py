@@ -1,8 +1,7 @@
 """In-flight updates: requests continue with newer weights of their run instead of draining.
 
 An in-flight request names the oldest version that it accepts. A newer one of its run serves it once
-another in-flight request or load names it. A request never returns to an older version.
-"""
+another in-flight request or load names it. A request never returns to an older version."""
 
 from __future__ import annotations
 

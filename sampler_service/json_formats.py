@@ -1,8 +1,7 @@
 """Patterns for the string formats in pydantic's JSON schemas.
 
 Every matching string is valid for pydantic. Rare forms are left out, such as a URL with an IPv6
-host. Some patterns replace llguidance's own, which are too wide.
-"""
+host. Some patterns replace llguidance's own, which are too wide."""
 
 from __future__ import annotations
 

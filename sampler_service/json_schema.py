@@ -5,8 +5,7 @@
 - `propertyNames` with an enum or pattern becomes a schema of properties without additional ones.
 - `uniqueItems` of an enum's values becomes an enum of all arrangements.
 
-Equivalents go into `allOf`. llguidance intersects its members, and refuses other keywords.
-"""
+Equivalents go into `allOf`. llguidance intersects its members, and refuses other keywords."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class _Rewriter:
     def _format(string: Schema) -> list[Schema]:
         """Return the pattern of a format, and drop the format if llguidance cannot use it.
 
-        Values or a pattern beside the format are narrower, so it gets none.
-        """
+        Values or a pattern beside the format are narrower, so it gets none."""
         name = string.get("format")
         if not isinstance(name, str):
             return []
@@ -131,8 +129,7 @@ class _Rewriter:
     def _unique_items(self, array: Schema) -> list[Schema]:
         """Return the enum of all arrays of different items, in place of the array's keywords.
 
-        A grammar cannot compare items, so there must be few values.
-        """
+        A grammar cannot compare items, so there must be few values."""
         least, most = array.get("minItems", 0), array.get("maxItems")
         values = self._values(self._resolved(array.get("items")))
         if values is None and "prefixItems" not in array and isinstance(most, int) and most <= 1:

@@ -2,8 +2,7 @@
 
 The scheduler uses it in the engine's thread, while the engine is idle or paused. An engine serves
 only verified weights. If it can load neither the wanted nor the previous version, its state is
-`failed`.
-"""
+`failed`."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class SwitchReport:
 class Woken:
     """A successful wake, and its load, if any.
 
-    After a `failure` to load the wanted version, the previous one serves.
-    """
+    After a `failure` to load the wanted version, the previous one serves."""
 
     switch: SwitchReport
     loaded: LoadOutcome | None = None
@@ -92,8 +90,7 @@ class EngineLifecycle:
     def load(self, version: LoadableVersion) -> LoadOutcome:
         """Replace the serving version.
 
-        Raises `LoadFailed` if the previous version serves again, else `NothingToServe`.
-        """
+        Raises `LoadFailed` if the previous version serves again, else `NothingToServe`."""
         self._move_to(EngineState.LOADING)
         try:
             outcome = self._serve(version, {})
@@ -121,8 +118,7 @@ class EngineLifecycle:
     def wake(self, version: LoadableVersion) -> Woken:
         """Wake the engine to serve this version, or else the previous one.
 
-        Raises `NothingToServe` if both fail.
-        """
+        Raises `NothingToServe` if both fail."""
         self._move_to(EngineState.WAKING)
         phases: dict[SwitchPhase, float] = {}
         before = self._engine.memory()
@@ -151,8 +147,7 @@ class EngineLifecycle:
     ) -> LoadOutcome | None:
         """Load a version if needed, wake a sleeping KV cache, and check the engine's numbers.
 
-        Returns the outcome of the load, if any.
-        """
+        Returns the outcome of the load, if any."""
         started = time.monotonic()
         placed = self._placed
         needs_load = not self._intact or version != self.loaded

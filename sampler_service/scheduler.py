@@ -18,8 +18,7 @@ future at once. Cancelling it drops a request at any time, and a load or switch 
   If the previous version is lost too, the state is `failed`.
 - A sleep waits for running requests, and admits no others. Sleeps and wakes keep their order.
 - A wake loads at most once: the named version, else the oldest waiter's, else the previous one.
-- `timeout` limits a request's computation, and the reading of weights.
-"""
+- `timeout` limits a request's computation, and the reading of weights."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class Scheduler:
         """The engine was started with `base`. `patience` and `timeout` are in seconds.
 
         `on_fatal` is called once, in the engine's thread, when the engine fails. `start_reading`
-        runs a function that reads weights.
-        """
+        runs a function that reads weights."""
         self._engine = engine
         self._adapters = adapters
         self._base = base
@@ -146,8 +144,7 @@ class Scheduler:
     def load(self, version: LoadableVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
         """Load a version. The future ends when it serves.
 
-        For an `in_flight` load, a newer version of the run will do. The outcome names it.
-        """
+        For an `in_flight` load, a newer version of the run will do. The outcome names it."""
         work = QueuedLoad(
             version=version,
             weights=self._weights_for(version),
@@ -354,8 +351,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit work for the loaded weights, and start to add missing adapters.
 
-        Blocked work out of patience blocks later work.
-        """
+        Blocked work out of patience blocks later work."""
         oldest = self._waiting.oldest
         blocked = next((work.arrived for work in oldest if self._is_blocked(work)), math.inf)
         limit = blocked if self._clock() - blocked > self._patience else math.inf
@@ -397,8 +393,7 @@ class Scheduler:
     def _add_adapters(self, candidates: list[Work]) -> None:
         """Start to add candidates' adapters that were read and have room.
 
-        Adapters of running work and candidates are not evicted.
-        """
+        Adapters of running work and candidates are not evicted."""
         versions = [candidate.version for candidate in candidates]
         missing = [each for each in versions if each.adapter and each not in self._adapters]
         if not missing:

@@ -3,8 +3,7 @@
 A regex, a JSON schema, a Lark grammar, a choice of texts or any JSON object becomes a grammar for
 llguidance. It compiles in milliseconds, and computes each step's token mask within a budget
 ("fuel"). It refuses unsupported parts of JSON schema, look-around and back-references. The
-tokenizer is loaded for the first grammar.
-"""
+tokenizer is loaded for the first grammar."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def _check_size(name: str, text: str, *, limit: int) -> None:
 class CompiledGrammar:
     """A grammar compiled for one model's tokens. Each sample starts from a copy.
 
-    Another process compiles `source` again.
-    """
+    Another process compiles `source` again."""
 
     def __init__(self, source: Grammar, initial: LLMatcher) -> None:
         self.source = source
@@ -127,8 +125,7 @@ class GrammarCompiler:
     """Compiles grammars in its own threads, and caches the latest.
 
     Example: `compiler = GrammarCompiler(Path("models/tiny"), vocabulary=96, end_tokens=(1,))`, then
-    `await compiler.compile(Grammar("regex", "yes|no"))`.
-    """
+    `await compiler.compile(Grammar("regex", "yes|no"))`."""
 
     def __init__(
         self,
@@ -156,8 +153,7 @@ class GrammarCompiler:
         """Return the compiled grammar. Concurrent callers share the work.
 
         Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the model
-        is, and `Overloaded` if earlier grammars keep the threads busy.
-        """
+        is, and `Overloaded` if earlier grammars keep the threads busy."""
         known = self._cache.get(grammar)
         if known is not None:
             self._cache.move_to_end(grammar)
@@ -267,8 +263,7 @@ def _source_of(grammar: Grammar) -> str:
 def _check_plain(lark: str) -> None:
     """Raise `StructuredOutputInvalid` if a Lark grammar contains another one.
 
-    A JSON schema there would escape `_check_items`.
-    """
+    A JSON schema there would escape `_check_items`."""
     for sign in _OTHER_GRAMMARS:
         if sign in lark:
             raise StructuredOutputInvalid(
@@ -280,8 +275,7 @@ def _check_plain(lark: str) -> None:
 def _check_items(schema: str) -> None:
     """Raise `StructuredOutputInvalid` if a schema's arrays may have too many items in total.
 
-    llguidance makes a symbol per item before it checks the size: 2⁴⁰ would take all memory.
-    """
+    llguidance makes a symbol per item before it checks the size: 2⁴⁰ would take all memory."""
     items = 0.0
 
     def add(pairs: list[tuple[str, object]]) -> None:  # also sees repeated names

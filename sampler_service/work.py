@@ -1,7 +1,6 @@
 """Work for the engine's thread: samples, loads, sleeps and wakes, each with its future.
 
-Cancelling a future drops the work, except a begun sleep or wake.
-"""
+Cancelling a future drops the work, except a begun sleep or wake."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class SampleJob:
     """A request for a version. With `in_flight`, a newer version of the run serves too.
 
     For a streamed request, the engine's thread calls `on_deltas` after each step. It must return at
-    once. The last call comes before the future is resolved.
-    """
+    once. The last call comes before the future is resolved."""
 
     request: EngineRequest
     version: LoadableVersion
@@ -45,8 +43,7 @@ class SampleJob:
 class Sampled:
     """The result of a request, and the versions that computed it, in order.
 
-    `seconds` counts from the admission into the engine.
-    """
+    `seconds` counts from the admission into the engine."""
 
     result: EngineResult
     versions: tuple[LoadableVersion, ...]
@@ -234,8 +231,7 @@ class SubmissionQueue:
     def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
         """Return new work. With `wait`, block for it or a notification, at most `seconds`.
 
-        An idle engine waits without a deadline, because the process ends with it.
-        """
+        An idle engine waits without a deadline, because the process ends with it."""
         if wait:
             with self._condition:
                 self._condition.wait_for(lambda: self._work or self._notified, timeout=seconds)
@@ -250,8 +246,7 @@ class SubmissionQueue:
     def _await_burst(self) -> None:
         """Let a burst of requests arrive before an idle engine's first step.
 
-        A step costs nearly the same for one request as for fifty.
-        """
+        A step costs nearly the same for one request as for fifty."""
         deadline = time.monotonic() + _BURST_LONGEST_SECONDS
         seen = 0
         while seen != len(self._work) and time.monotonic() < deadline:

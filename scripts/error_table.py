@@ -2,8 +2,7 @@
 scripts.error_table`.
 
 The columns follow from the classes. The examples, and the advice about a retry where the class
-does not settle it, are the tables below.
-"""
+does not settle it, are the tables below."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ It follows README.md, in its order. It then runs the `tandem` commands of docs/t
 completion of docs/first-experiment.md, the resuming script of docs/training.md with a Ctrl-C, and a
 download. It needs only git, make and Python, and reads commands and scripts from the pages. A
 command that fails, prints a traceback or leaves a process ends it with status 1. `PYTHON` names the
-interpreter of the set-up. `--fresh` downloads everything, as on a new machine.
-"""
+interpreter of the set-up. `--fresh` downloads everything, as on a new machine."""
 
 from __future__ import annotations
 

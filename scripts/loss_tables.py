@@ -1,8 +1,7 @@
 """Write the tables of docs/training.md from the registry of losses.
 
 It replaces the lines between `<!-- table: NAME -->` and `<!-- end -->`. The rest of the page is
-written by hand.
-"""
+written by hand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Write the settings of docs/operations.md from the classes of settings: `python -m
 scripts.settings_table`.
 
-The lines between `<!-- settings -->` and `<!-- end -->` are replaced.
-"""
+The lines between `<!-- settings -->` and `<!-- end -->` are replaced."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
 
 def with_settings(page: str) -> str:
     """Return the page with the current settings. Raises `ValueError` for a setting without a
-    sentence or a subject.
-    """
+    sentence or a subject."""
     return _BLOCK.sub(lambda found: found[1] + "\n".join(_lines()) + "\n" + found[2], page)
 
 

@@ -6,7 +6,6 @@
 - For users: the command line (`cli`), `stack` (a gateway and its agent), `rl`, `demo`.
 
 No module imports torch or vLLM at its own import. New code belongs here only if two services or
-users need it.
-"""
+users need it."""
 
 __version__ = "0.2.0"

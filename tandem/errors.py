@@ -74,8 +74,7 @@ and `from_failure` finds the class again. The status is the HTTP answer to a req
 at once, by default 400 or 500. A failed operation that was accepted gets 200 and `{"error",
 "category"}`, because the SDK repeats 409, 429 and 5xx for five minutes.
 
-To add an error, add its class here and its name to this tree.
-"""
+To add an error, add its class here and its name to this tree."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ class TandemError(Exception):
     """An error that is reported to a client.
 
     Example: `UnknownLoss("unknown loss 'pppo'; known: cispo, cross_entropy")` has `type ==
-    "unknown_loss"`, `category == "user"` and `status == 400`.
-    """
+    "unknown_loss"`, `category == "user"` and `status == 400`."""
 
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
@@ -182,8 +180,7 @@ def without_paths(text: str) -> str:
     """Cut absolute paths in a message to their last part, for clients.
 
     Paths in addresses are cut too: libraries take a model's folder for its name on a hub. Example:
-    `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
-    """
+    `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`."""
     return _FOLDERS.sub("", _QUOTED.sub("", text))
 
 
@@ -192,8 +189,7 @@ def describe(error: BaseException, *, typed: bool = False) -> str:
 
     Without a sentence, or if `typed`, its type is shown, with its cause. A cancellation is no
     cause, because a timeout cancels its task. Example: `AssertionError()` raised from
-    `KeyError("rank")` gives `AssertionError, caused by KeyError: 'rank'`.
-    """
+    `KeyError("rank")` gives `AssertionError, caused by KeyError: 'rank'`."""
     name = type(error).__name__
     text = error.message if isinstance(error, TandemError) else str(error).strip()
     if text:
@@ -211,8 +207,7 @@ def describe(error: BaseException, *, typed: bool = False) -> str:
 class UserError(TandemError, ValueError):
     """The request is wrong, and fails again if repeated.
 
-    An `Unknown…` error also stands for an object that the caller may not see.
-    """
+    An `Unknown…` error also stands for an object that the caller may not see."""
 
     category: ClassVar[Category] = "user"
     status: ClassVar[int] = 400
@@ -293,8 +288,7 @@ class PayloadTooLarge(UserError):
 class LimitExceeded(UserError):
     """An owner has reached a limit, and waiting does not help.
 
-    Example: `limit="runs", value=64, used=64`. Sizes are in bytes.
-    """
+    Example: `limit="runs", value=64, used=64`. Sizes are in bytes."""
 
     status = 403
 
@@ -516,8 +510,7 @@ class Overloaded(ServerError):
     """A queue or another limit is full for now.
 
     `retry_after` is in seconds. `position` is the request's place in the queue, or 0 without a
-    queue.
-    """
+    queue."""
 
     status = 429
 

@@ -38,8 +38,7 @@ _MOST_ENDS = 5
 class Endpoint(BaseModel):
     """A gateway's address and key: the content of `DATA/gateway.json` (mode 0600).
 
-    `process_start` identifies the process, because its `pid` can be used again.
-    """
+    `process_start` identifies the process, because its `pid` can be used again."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,8 +57,7 @@ class Endpoint(BaseModel):
 def read_endpoint(data_dir: Path) -> Endpoint | None:
     """Return the endpoint of this data directory's running gateway, or None.
 
-    A gateway in another host or container does not count: its loopback is unreachable.
-    """
+    A gateway in another host or container does not count: its loopback is unreachable."""
     private = Path(os.environ.get("TANDEM_PRIVATE_DIR") or data_dir)
     try:
         endpoint = Endpoint.model_validate_json((private / ENDPOINT_NAME).read_bytes())
@@ -79,8 +77,7 @@ class Stack:
     `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`. A process that
     ends is started again, the gateway on its old port, and `tell` gets a sentence. Repeated ends
     stop the stack. Both processes end with this one in any case. `say` reports progress during the
-    stop.
-    """
+    stop."""
 
     def __init__(
         self,
@@ -194,8 +191,7 @@ class Stack:
     def stop(self) -> None:
         """Stop the gateway, which saves its runs and stops its workers, then the agent.
 
-        An interrupt kills them. Idempotent.
-        """
+        An interrupt kills them. Idempotent."""
         self._stopping.set()
         try:
             self._thread.join()

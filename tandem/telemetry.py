@@ -2,8 +2,7 @@
 
 A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …, "service":
 "trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics have the prefix `tandem_`,
-base units, and labels with few values.
-"""
+base units, and labels with few values."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def append_line(fd: int, line: bytes) -> None:
     """Append a line, with its newline, to an open file with several writers.
 
     It starts a new line, even after one that a full disk or a killed writer cut. Raises `OSError`,
-    after which a part may be written.
-    """
+    after which a part may be written."""
     os.write(fd, b"\n" + line if _ends_within_a_line(fd) else line)
 
 

@@ -8,5 +8,4 @@ others. Each folder imports only folders below it:
 - `compute`: ranks that compute a batch together.
 - `backends`: loading, sharding and differentiating a model.
 - `optimizers`, `lora`, `batches`: update rules, adapters, checked micro-batches.
-- `models`, `losses`: Hugging Face models, pure loss functions.
-"""
+- `models`, `losses`: Hugging Face models, pure loss functions."""

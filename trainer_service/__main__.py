@@ -1,8 +1,7 @@
 """`python -m trainer_service`: rank 0 of a trainer. On several nodes, the others run `node.py`.
 
 torch and transformers are imported in the engine thread, after the address is reported, or before
-ranks are forked.
-"""
+ranks are forked."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ A launcher of several nodes sets:
   before node 0 is ready (on Kubernetes, a headless Service with `publishNotReadyAddresses`).
 - In the environment of each node but node 0: `TANDEM_NODE_RANK`, 1, 2, ….
 - Between the nodes: node 0 takes connections at the port of `rendezvous`, and all ranks at ports
-  that the kernel chooses. Models and data directory have one path on all nodes.
-"""
+  that the kernel chooses. Models and data directory have one path on all nodes."""
 
 from __future__ import annotations
 

@@ -5,5 +5,4 @@
   trainer to engine, and the difference of their logprobs.
 - `memory`: device memory of trainers beside their memory plan.
 - `workers`: the real workers that all of these call, and their models.
-- `alone`: the plain loop and vLLM alone, in separate processes.
-"""
+- `alone`: the plain loop and vLLM alone, in separate processes."""

@@ -2,8 +2,7 @@
 leaves results.
 
 A size takes minutes. `--sizes 0.5B` and `--only training` select parts. `--device cpu` with
-`--sizes tiny` runs this code on cores, where host and device share memory.
-"""
+`--sizes tiny` runs this code on cores, where host and device share memory."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def plain_loop(
     """Train all parameters with float32 masters, `rows` sequences of one length at a time.
 
     On a GPU it computes in bfloat16, with the fused AdamW. Returns the seconds of each round after
-    the first two, and the device's peak bytes.
-    """
+    the first two, and the device's peak bytes."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,7 @@
 """The memory of trainers beside their plan.
 
 A trainer computes two micro-batches of the planned size and a step, twice. Then its plan's device
-bytes are compared with the peaks of its tensors and of torch's reservation.
-"""
+bytes are compared with the peaks of its tensors and of torch's reservation."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A trainer of random weights does a step with all parameters, then sleeps and wakes a few times.
 Plain copies between the GPU and pinned host memory run in the same minutes. An engine loads the
 trainer's weights from before and after a step in turn, and sleeps and wakes too. Last, two
-experiments share the device, beside the same two in a row.
-"""
+experiments share the device, beside the same two in a row."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
 
 def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
     """Return the median GB/s from the page cache to the device: mapped, and staged like an
-    engine's.
-    """
+    engine's."""
     import torch
 
     from sampler_service.weights.files import read_sources
@@ -89,8 +87,7 @@ async def sleeps(
 ) -> dict[str, float | int]:
     """Let a worker sleep and wake. The first time, with new buffers, is reported apart.
 
-    `before` is the device's use before the worker.
-    """
+    `before` is the device's use before the worker."""
     awake, left, moved, host = bench.used_bytes(worker.pid) - before, [], 0, 0
     slept, woken = [], []
     for _ in range(bench.rounds + 1):

@@ -5,8 +5,7 @@
 - `publishing`: seconds and bytes of a trainer's versions, without an engine.
 - `sampling`: an engine under concurrent calls, and vLLM alone with the same prompts.
 - `serving`: seconds from a step's end until the engine serves the new weights, and the difference
-  of trainer's and engine's logprobs, beside that of two batches of the engine.
-"""
+  of trainer's and engine's logprobs, beside that of two batches of the engine."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def flops(size: str, *, tokens: int, length: int, adapters: bool) -> float:
 
     Each parameter takes 2 forward, 2 for the gradient of the input and, unless frozen, 2 for its
     own gradient. Attention takes half of PaLM's count (arXiv 2204.02311, appendix B), because a
-    token sees only earlier tokens. Recomputation, such as checkpointed blocks, counts once.
-    """
+    token sees only earlier tokens. Recomputation, such as checkpointed blocks, counts once."""
     shape = SIZES[size]
     attention = 6 * shape.layers * shape.heads * shape.head_dim * length
     return float(tokens) * ((4 if adapters else 6) * parameters_of(size) + attention)
@@ -204,8 +202,7 @@ def _written(versions: Sequence[Published]) -> dict[str, object]:
 
 def deltas_written(versions: Sequence[Published]) -> dict[str, object]:
     """As `_written`, for deltas only. Instead of a useless delta, the trainer writes a whole
-    version.
-    """
+    version."""
     deltas = [each for each in versions if each.reply.delta_of]
     counts = {"asked_for": len(versions), "written": len(deltas)}
     return {**counts, **_written(deltas)} if deltas else dict(counts)

@@ -82,8 +82,7 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class Bench:
     """`steps` are those of each of two experiments. `gpu` None: on the cores. `say` prints
-    progress.
-    """
+    progress."""
 
     work: Path
     device: str

@@ -8,8 +8,7 @@ file lists of all checkpoints and weight versions, but no weights. `backup.json`
 
 A restored database does not know later checkpoints and versions. They stay, and the answer names
 their folders. It forgets versions that had no name, because a later checkpoint may name them.
-Active runs and sessions end. Replaced data moves to `DATA/replaced`.
-"""
+Active runs and sessions end. Replaced data moves to `DATA/replaced`."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class BackupRequest(BaseModel):
 
 class About(BaseModel):
     """`at` is in seconds since 1970. `revision` is empty for PostgreSQL, which is not copied.
-    `folders` is the number of checkpoints and weight versions in the file lists.
-    """
+    `folders` is the number of checkpoints and weight versions in the file lists."""
 
     version: str
     revision: str
@@ -85,8 +83,7 @@ class About(BaseModel):
 
 class Restored(BaseModel):
     """The folders unknown to the restored database, the checkpoints without files, and the place of
-    the replaced database, if any.
-    """
+    the replaced database, if any."""
 
     unknown: list[str]
     missing: list[str]
@@ -119,8 +116,7 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
 
 async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
     """Replace the database by a backup's and end everything active in it. PostgreSQL is restored by
-    its own tools before. Nothing is deleted from the data directory.
-    """
+    its own tools before. Nothing is deleted from the data directory."""
     data_dir, url = settings.data_dir, settings.database_url
     if is_postgresql(url) != (folder is None):
         raise InvalidRequest(
@@ -181,8 +177,7 @@ def _copy_sqlite(source: Path, target: Path) -> str:
 
 def _check(database: sqlite3.Connection, file: Path) -> str:
     """Return a database's revision. Raises `InvalidRequest` for a damaged one, and
-    `UnknownSchema`.
-    """
+    `UnknownSchema`."""
     try:
         (said,) = database.execute("PRAGMA quick_check(1)").fetchone()
         (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -232,8 +227,7 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
 
 async def _forget_what_went_on(database: Database) -> None:
     """End everything active at the time of the copy, and forget data that may have changed
-    since.
-    """
+    since."""
     now = time.time()
     why = {"error_type": GatewayRestarted.type}
     named = select(checkpoints.c.version)

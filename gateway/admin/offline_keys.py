@@ -3,8 +3,7 @@
 `tandem keys` starts it as `python -m gateway.admin.offline_keys`. It reads a JSON request from
 standard input, so that no argument shows a secret, and writes the answer of the routes in
 `api/tandem/keys.py`, or `{"error"}` with exit status 1. The audit log records changes as the local
-admin's, without an address.
-"""
+admin's, without an address."""
 
 from __future__ import annotations
 

@@ -8,5 +8,4 @@ of models). `standby` answers while another gateway serves.
 
 To add an endpoint, write its models and path operation into its subject's module. Add its rows to
 `tests/support/gateway/access_world.py` and `test_access_table.py`, then run `make api-docs`. A new
-module's router goes into `ROUTERS` in `gateway/app.py`.
-"""
+module's router goes into `ROUTERS` in `gateway/app.py`."""

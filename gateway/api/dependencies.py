@@ -2,8 +2,7 @@
 things.
 
 An id of another owner raises the same error as a missing one. Roles are checked earlier
-(`routing.py`).
-"""
+(`routing.py`)."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Access:
 
     async def session(self, session_id: str) -> Session:
         """Return the active session and keep it alive. Raises `SessionFinished` or
-        `UnknownSession`.
-        """
+        `UnknownSession`."""
         session = self._active(session_id)
         if session is not None:
             self._keep_alive(session_id)
@@ -69,8 +67,7 @@ class Access:
 
     async def run(self, run_id: str) -> Session:
         """Return a training run's active session. The run itself may not exist. Raises
-        `SessionFinished` or `UnknownRun`.
-        """
+        `SessionFinished` or `UnknownRun`."""
         try:
             return await self.session(run_id.partition(":train:")[0])
         except UnknownSession as error:
@@ -78,8 +75,7 @@ class Access:
 
     async def sampling_session(self, sampler_id: str) -> SamplingSession:
         """Return an active sampling session. Raises `UnknownSampler`, or `SessionFinished` if its
-        session is ending.
-        """
+        session is ending."""
         if not await self._owns(sampler_id.partition(":sample:")[0]):
             raise _unknown_sampler(sampler_id)
         found = await self.gateway.sampling.require(sampler_id)
@@ -94,8 +90,7 @@ class Access:
 
     async def request(self, request_id: str) -> None:
         """Check that a request id belongs to the caller's session, and keep that alive. Raises
-        `UnknownRequest`.
-        """
+        `UnknownRequest`."""
         session_id = request_id.partition(":")[0]
         if not await self._owns(session_id):
             raise UnknownRequest(f"there is no request {request_id!r} on this server")
@@ -103,8 +98,7 @@ class Access:
 
     def readers(self, *, token: str | None = None) -> Readers:
         """Return the readers of a checkpoint. `token` is a key or token that its owner lends.
-        Raises `PermissionDenied` if it is invalid.
-        """
+        Raises `PermissionDenied` if it is invalid."""
         if not token:
             return Readers((self.caller,))
         try:
@@ -115,8 +109,7 @@ class Access:
 
     async def checkpoint(self, path: str | CheckpointPath) -> Checkpoint:
         """Return the caller's own or a published checkpoint. Raises `UnknownWeights`, or
-        `InvalidRequest` for a malformed path.
-        """
+        `InvalidRequest` for a malformed path."""
         return await self.gateway.checkpoints.get(str(path), readers=self.readers())
 
     def _active(self, session_id: str) -> Session | None:

@@ -1,8 +1,7 @@
 """Turns exceptions into HTTP responses.
 
 A dialect is the form of errors under a path prefix. The SDK's is the default. The application
-registers others (`/v1/` for OpenAI's clients).
-"""
+registers others (`/v1/` for OpenAI's clients)."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class ErrorResponses:
 
     async def _validation_error(self, request: Request, error: Exception) -> Response:
         """Answer wrong fields with 400, because the wire protocol has no 422. A model's validator
-        may raise the error itself.
-        """
+        may raise the error itself."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         where = first["loc"][1:]
@@ -110,8 +108,7 @@ class ErrorResponses:
 
 def _tinker_refusal(error: TandemError, **more: str) -> Response:
     """`{"error": sentence, "type": word, "category": "user" | "server"}`. Never 409, and never 5xx
-    for a user's mistake, because the SDK repeats those for five minutes.
-    """
+    for a user's mistake, because the SDK repeats those for five minutes."""
     body = {"error": error.message, "type": error.type, "category": error.category}
     return json_response({**body, **error.details, **more}, status=error.status)
 
@@ -127,8 +124,7 @@ def json_response(content: object, *, status: int = 200) -> Response:
 
 def _advice(request: Request, *, known: str) -> str:
     """Suggest a path to a client with a wrong base address. Under the prefix `known`, list all
-    routes.
-    """
+    routes."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     path = request.url.path
     likely = ["/v1" + path, "/api" + path, "/api/v1" + path, "/" + path[1:].partition("/")[2]]

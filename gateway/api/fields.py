@@ -69,8 +69,7 @@ ProjectFilter = Annotated[str | Omitted, Field(max_length=200)]
 
 class Refusal(Answer):
     """A refused request. `error` is a sentence for people, `type` a word for programs. The category
-    tells whether the request was wrong or the platform failed.
-    """
+    tells whether the request was wrong or the platform failed."""
 
     error: str
     type: Annotated[str, Field(pattern="^[a-z_]+$")]

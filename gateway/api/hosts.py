@@ -1,8 +1,7 @@
 """Refuses requests with a foreign Host name (`tandem.protocol.http_host`).
 
 The public URL's name, and names that no web site can have, are allowed. Others are refused on
-loopback, and elsewhere if there is a public URL.
-"""
+loopback, and elsewhere if there is a public URL."""
 
 from __future__ import annotations
 

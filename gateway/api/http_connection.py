@@ -4,8 +4,7 @@ Headers have a deadline and a size limit, and connections a limit. Clients that 
 answer, and bodies that continue after a refusal, are ended. The reader of a body sets its deadline.
 
 At the limit, a new connection replaces one without a request, first one that never had a valid key.
-If all have requests, a reserve still answers `VITAL` requests.
-"""
+If all have requests, a reserve still answers `VITAL` requests."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Connections:
     """A server's open connections, and the choice of one to close.
 
     `most` may be open, at most three quarters of the process's file limit, because other parts need
-    files. One address may have half as many without a valid key.
-    """
+    files. One address may have half as many without a valid key."""
 
     def __init__(self, most: int, *, metrics: Metrics) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4

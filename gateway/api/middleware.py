@@ -26,8 +26,7 @@ _PIECE = 256 * 2**10
 
 class RequestBoundary:
     """Counts and times requests, writes the audit log, splits large answers, and answers unexpected
-    errors.
-    """
+    errors."""
 
     def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
         self._app = app

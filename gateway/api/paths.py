@@ -1,8 +1,7 @@
 """Normalizes slashes in request paths, since clients often write `//v1/models` or `/v1/models/`.
 
 Repeated slashes count as one, and a final slash does not count. This precedes all checks, without a
-redirect, which a proxy may not reach.
-"""
+redirect, which a proxy may not reach."""
 
 from __future__ import annotations
 
@@ -33,6 +32,5 @@ def plain_path(path: str) -> str:
     """Return an encoded path with single slashes and none at its end. Encoded slashes stay, as
     parts of names.
 
-    Example: `plain_path("//v1//models/")` is `"/v1/models"`.
-    """
+    Example: `plain_path("//v1//models/")` is `"/v1/models"`."""
     return _REPEATED.sub("/", path).rstrip("/") or "/"

@@ -1,8 +1,7 @@
 """Reads, decompresses and parses request bodies within limits of bytes, time and memory.
 
 Every path operation gets a `BoundedRequest` (see `routing.py`), so FastAPI only parses bounded
-bodies. Work of more than a millisecond runs in a thread, in turns of the owners.
-"""
+bodies. Work of more than a millisecond runs in a thread, in turns of the owners."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ SMALL_BODY = 2**20
 """Bytes of a stored request, and of a compressed JSON body."""
 FIELDS_BODY = 4 * SMALL_BODY
 """Bytes of an ordinary request. An operation above `SMALL_BODY` is read, and fails at its turn in
-the journal.
-"""
+the journal."""
 TOKENS_BODY = 16 * SMALL_BODY
 """Bytes of a request for samples."""
 PAYLOAD_BODY = sys.maxsize
@@ -50,12 +48,10 @@ PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
 _QUICKLY_PARSED = 256 * 2**10
 """Bytes of JSON parsed within two milliseconds. A compressed body has a quarter, because its sender
-may choose slow values.
-"""
+may choose slow values."""
 _PARSING_SHARE = 4
 """At most one in this many seconds parses large bodies, because Python holds the interpreter
-lock.
-"""
+lock."""
 _ZSTD_WINDOW = 8 * 2**20
 """The largest memory of a frame: RFC 8878's recommendation, which only `ultra` levels exceed."""
 
@@ -83,8 +79,7 @@ class BoundedRequest(Request):
     """A request with a body that is read, decompressed and parsed once, within limits.
 
     `body_limit` and `decompressed_limit` are in bytes, at most `max_payload_bytes`. `most_values`
-    bounds its JSON values.
-    """
+    bounds its JSON values."""
 
     def __init__(
         self,
@@ -112,8 +107,7 @@ class BoundedRequest(Request):
           BodyTooLarge: by its announced size, or while it is read or decompressed.
           MalformedPayload: for a damaged or unknown encoding.
           RequestTimedOut: if it arrives too slowly.
-          Overloaded: if arriving bodies use all their memory.
-        """
+          Overloaded: if arriving bodies use all their memory."""
         if self._content is None:
             self._content = await self._read()
         return self._content
@@ -125,8 +119,7 @@ class BoundedRequest(Request):
 
     async def read(self, parse: Callable[[bytes], Value]) -> Value:
         """Parse the body: a small one at once, large ones in a thread, one at a time. Raises as
-        `body` and `parse`.
-        """
+        `body` and `parse`."""
         body = await self.body()
         quickly = _QUICKLY_PARSED if self._encoding == "identity" else _QUICKLY_PARSED // 4
         if len(body) <= quickly:
@@ -153,8 +146,7 @@ class BoundedRequest(Request):
 
     async def _decompressed(self, raw: bytes) -> bytes:
         """Decompress up to the limit, in reserved memory. A frame with a larger stated size is
-        refused at once.
-        """
+        refused at once."""
         limit, stated = self._decompressed_limit, _stated_size(raw)
         if stated is not None and stated > limit:
             raise self._too_large_when_decompressed(_decompress(raw, PREFIX_BYTES))
@@ -187,8 +179,7 @@ class BoundedRequest(Request):
 
     async def _receive_all(self, reservation: Reservation) -> bytes:
         """Receive the body, or only its first bytes if its announced length is refused. The
-        connection discards the rest (`gateway/api/http_connection.py`).
-        """
+        connection discards the rest (`gateway/api/http_connection.py`)."""
         limit = self._limit
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0
@@ -241,8 +232,7 @@ class BoundedRequest(Request):
 
 def check_content_type(sent: str | None) -> None:
     """Refuse a type other than JSON, as curl and forms send. A missing type means JSON. Raises
-    `MalformedPayload`.
-    """
+    `MalformedPayload`."""
     kind = (sent or JSON).partition(";")[0].strip().lower()
     if kind != JSON and not kind.endswith("+json"):
         raise MalformedPayload(f"the body is of the type {kind[:80]!r}; {_SEND_JSON}")
@@ -252,8 +242,7 @@ def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """Raise `PayloadTooLarge` for too many JSON values.
 
     `{},` is three bytes, and half a kilobyte once parsed. So commas and brackets are counted first,
-    including those in texts.
-    """
+    including those in texts."""
     values = body.count(b",")
     if values > most_values:
         raise PayloadTooLarge(
@@ -278,8 +267,7 @@ def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:
 def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) -> Model:
     """Parse and validate a JSON body in one step, without FastAPI.
 
-    Raises `MalformedPayload`, `InvalidRequest` for wrong fields, or `PayloadTooLarge`.
-    """
+    Raises `MalformedPayload`, `InvalidRequest` for wrong fields, or `PayloadTooLarge`."""
     check_json_size(body, most_values=most_values)
     try:
         return model.model_validate_json(body)

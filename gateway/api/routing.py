@@ -5,8 +5,7 @@ errors. The OpenAPI operation holds them (`x-tandem-…`) for the middleware, th
 the tests.
 
 FastAPI reads bodies before it resolves dependencies. So the role check and the bounded read come
-first.
-"""
+first."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
 Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
 """The required key: `none` needs no key, `local` none from this machine and any from elsewhere, and
-`signature` a signed address. Other values need a key with this role or one that includes it.
-"""
+`signature` a signed address. Other values need a key with this role or one that includes it."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
 _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
     "metrics": frozenset({"metrics"}),
@@ -88,8 +86,7 @@ class PathOperation(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request without a key of the required role. Bound each owner's open requests,
-        except vital ones, and release the body's memory.
-        """
+        except vital ones, and release the body's memory."""
         gateway = cast(Gateway, scope["app"].state.gateway)
         state = scope.setdefault("state", {})
         owner = ""
@@ -109,8 +106,7 @@ class PathOperation(APIRoute):
 
     def _is_open(self, scope: Scope) -> bool:
         """Return whether a request needs no key. A `local` route needs none from this machine,
-        unless a proxy forwards the request.
-        """
+        unless a proxy forwards the request."""
         if self.role != "local":
             return self.role in OPEN_ROLES
         return is_from_this_machine(scope)
@@ -147,8 +143,7 @@ class PathOperation(APIRoute):
 
 class Refuses:
     """The errors and rules of a dependency. It stands in an `Annotated` and applies to its
-    operations.
-    """
+    operations."""
 
     def __init__(self, *errors: type[TandemError], rules: Sequence[str] = ()) -> None:
         self.errors = errors
@@ -205,8 +200,7 @@ class Router(APIRouter):
           most_values: JSON values in the body, if not `MOST_VALUES`.
           body_schema: body fields that the endpoint validates itself.
           raw: the request's OpenAPI content, for an endpoint that takes the `Request` and returns
-            the `Response` without FastAPI's parsing. Each use gives the reason in a comment.
-        """
+            the `Response` without FastAPI's parsing. Each use gives the reason in a comment."""
         if audit is ... and method != "GET":
             raise TypeError(f"the route {method} {path} must state its action in the audit log")
         stated: dict[str, object] = {
@@ -281,8 +275,7 @@ class Router(APIRouter):
 
 def is_from_this_machine(scope: Scope) -> bool:
     """Return whether a program on this machine asks for itself, without a proxy. Its Host may not
-    be a web site's, because a page may run in a local browser.
-    """
+    be a web site's, because a page may run in a local browser."""
     client = scope.get("client")
     passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
     near = client is not None and is_loopback(client[0]) and not passed_on
@@ -291,8 +284,7 @@ def is_from_this_machine(scope: Scope) -> bool:
 
 def identify(scope: Scope) -> Caller:
     """Return the caller by the request's key (X-API-Key, or Authorization: Bearer) and store it in
-    the request's state. Raises `Unauthenticated`.
-    """
+    the request's state. Raises `Unauthenticated`."""
     gateway = cast(Gateway, scope["app"].state.gateway)
     state = scope.setdefault("state", {})
     try:

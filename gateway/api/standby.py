@@ -17,8 +17,7 @@ _REASON = "this gateway is a standby, and another one serves; ask again soon"
 
 class StandbyBoundary:
     """Health is the process's. Readiness fails. A `retrieve_future` is held until the gateway
-    opens, because after a 5xx the SDK would ask again at once.
-    """
+    opens, because after a 5xx the SDK would ask again at once."""
 
     def __init__(
         self,

@@ -4,5 +4,4 @@
 use, and `collector` removes known folders without a name or a pin. `copies` copies checkpoints,
 `encryption` encrypts versions, and `downloads` signs addresses. `compatibility` decides whether a
 run can load a checkpoint. `base_models` lists base models. A new kind of checkpoint starts in
-`gateway.identifiers.CheckpointKind`.
-"""
+`gateway.identifiers.CheckpointKind`."""

@@ -28,8 +28,7 @@ _MAX_LENGTH = 2**31 - 1
 @dataclass(frozen=True)
 class BaseModelEntry:
     """`path` is a folder in the Hugging Face layout, empty if hidden. `max_length` is in tokens,
-    None if unknown. `added_at` is in seconds since 1970.
-    """
+    None if unknown. `added_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -41,8 +40,7 @@ class BaseModelEntry:
         """Explain why `SamplingClient.get_tokenizer` cannot use this name, or return "".
 
         The SDK cuts ORGANISATION/MODEL/VARIANT to two parts (`_load_tokenizer_from_model_info`), so
-        a path of two parts needs a slash at its end.
-        """
+        a path of two parts needs a slash at its end."""
         if self.name.count("/") == 2:
             place = repr(self.name.rpartition("/")[0])
         elif self.name.startswith("meta-llama/Llama-3"):
@@ -60,8 +58,7 @@ class BaseModelEntry:
 
 class BaseModels:
     """The known base models. A registered model has a row. A model in the models directory has a
-    record file (`tandem/weights/model_store.py`).
-    """
+    record file (`tandem/weights/model_store.py`)."""
 
     def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
         self._database = database
@@ -80,8 +77,7 @@ class BaseModels:
 
     async def find(self) -> None:
         """Add new models of the models directory. A missing folder removes none, as a shared
-        filesystem may be away.
-        """
+        filesystem may be away."""
         for name, folder in (await asyncio.to_thread(models_in, self._models_dir)).items():
             if name in self._entries:
                 continue
@@ -100,8 +96,7 @@ class BaseModels:
     def get(self, name: str) -> BaseModelEntry:
         """Return a model by name or by registered path, from which a client can load the tokenizer.
         The path may end with a slash (see `note`) and may have lost its first slash in a URL.
-        Raises `UnknownModel`.
-        """
+        Raises `UnknownModel`."""
         entry = self._entries.get(name)
         if entry is None:
             path = Path("/", name)
@@ -117,8 +112,7 @@ class BaseModels:
 
     def context_length(self, entry: BaseModelEntry) -> int | None:
         """Return the longest known sequence: the smaller of the model's limit and the last engine's
-        KV cache.
-        """
+        KV cache."""
         known = (entry.max_length, self._longest.get(entry.name))
         return min((length for length in known if length), default=None)
 
@@ -150,8 +144,7 @@ class BaseModels:
 
     async def remove(self, name: str) -> None:
         """Remove a model and its record file. Other files stay, and runs go on. Raises
-        `UnknownModel`, or `InvalidRequest` if the record cannot be removed.
-        """
+        `UnknownModel`, or `InvalidRequest` if the record cannot be removed."""
         entry = self.get(name)
         if self._is_recorded(entry.name, folder := Path(entry.path)):
             try:
@@ -179,8 +172,7 @@ class BaseModels:
 
 def _check_model(path: Path) -> int | None:
     """Return the context length in the config. Raise `InvalidRequest` for a folder without a whole
-    model.
-    """
+    model."""
     if not path.is_absolute():
         raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
     config = path / "config.json"

@@ -3,8 +3,7 @@
 The kinds are `weights` (a trainer's state in its own folder), `sampler_weights` and
 `external_weights` (weight versions, the latter for download). A deleted or expired checkpoint is
 hidden at once, and its files are removed later. An expired one comes back within a grace period if
-the clock was ahead.
-"""
+the clock was ahead."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class CheckpointCatalog:
     @contextmanager
     def writing(self, folder: str, *, run_id: str) -> Iterator[None]:
         """Pin a folder that a trainer writes, for the block. The collector removes the folder of a
-        failed block.
-        """
+        failed block."""
         with self.pins.pinned(folder):
             try:
                 yield
@@ -120,8 +118,7 @@ class CheckpointCatalog:
 
     async def put(self, checkpoint: Checkpoint) -> None:
         """Write the row of a complete checkpoint and replace one with this path. Raises
-        `StorageFailed`.
-        """
+        `StorageFailed`."""
         await self._database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
@@ -138,8 +135,7 @@ class CheckpointCatalog:
 
     async def get(self, path: str, *, readers: Readers, trainable: bool = False) -> Checkpoint:
         """Return the checkpoint. Raise `UnknownWeights` if it is missing, hidden from `readers` or
-        not `trainable`, and `InvalidRequest` for a malformed path.
-        """
+        not `trainable`, and `InvalidRequest` for a malformed path."""
         found = await self.find(parse_checkpoint_path(path))
         if found is None or not readers.may_read(owner=found.owner, public=found.public):
             raise unknown_checkpoint(path)
@@ -155,8 +151,7 @@ class CheckpointCatalog:
         self, path: str, *, readers: Readers, trainable: bool = False
     ) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files for the block, even if its name is deleted.
-        Raises as `get`.
-        """
+        Raises as `get`."""
         run_id = parse_checkpoint_path(path).run_id
         async with self._kept(run_id, self.get(path, readers=readers, trainable=trainable)) as kept:
             yield kept
@@ -207,8 +202,7 @@ class CheckpointCatalog:
         self, owner: str | None, *, limit: int, offset: int
     ) -> tuple[list[Checkpoint], int]:
         """Return a page of an owner's checkpoints (None: everybody's), newest first, and the total
-        number.
-        """
+        number."""
         wanted = [not_expired()] if owner is None else [not_expired(), checkpoints.c.owner == owner]
         rows = await self._database.read(
             select(checkpoints)
@@ -226,8 +220,7 @@ class CheckpointCatalog:
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
         """Raise `LimitExceeded` if the owner may not store this many bytes more. Snapshots count as
-        well.
-        """
+        well."""
         used = await self._database.read_value(
             select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
                 checkpoints.c.owner == owner, not_expired()

@@ -13,8 +13,7 @@ Saves and reads go on meanwhile, so the order matters:
 3. Read the names. A save unpins its folder after its name is committed.
 4. Read the pins again. A reader pins a folder after it found the name.
 
-Collection renames a folder into the trash. One task empties the trash later.
-"""
+Collection renames a folder into the trash. One task empties the trash later."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class GarbageCollector:
 
     async def collect(self, run_id: str | None, *, ended: bool = False) -> bool:
         """Remove the unused, unnamed folders of a run (None: of all), with partial ones if its
-        trainer `ended`. Return False if some are in use and worth another call.
-        """
+        trainer `ended`. Return False if some are in use and worth another call."""
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
         if not await self._database.flush():  # unwritten rows may name them

@@ -14,8 +14,7 @@ def check_compatible(
     *, path: str, saved: TrainingSpec, here: TrainingSpec, optimizer: bool
 ) -> None:
     """Raise `CheckpointMismatch` if a run that trains `here` cannot load a checkpoint of a run that
-    trained `saved`. `optimizer` requests its optimizer state too.
-    """
+    trained `saved`. `optimizer` requests its optimizer state too."""
     if saved.lora is None and here.lora is not None:
         raise CheckpointMismatch(
             f"{path!r} holds all parameters of its model, and this run trains a LoRA adapter; "
@@ -44,8 +43,7 @@ def training_from(
     """Return the training of a new run from a checkpoint of a run that trained `saved`.
 
     `full` requests full-parameter training, `optimizer` the optimizer state. `asked` is the
-    client's optimizer; the default is AdamW. Raises `CheckpointMismatch`.
-    """
+    client's optimizer; the default is AdamW. Raises `CheckpointMismatch`."""
     if optimizer and asked not in (None, saved.optimizer):
         raise CheckpointMismatch(
             f"{path!r} holds the state of the optimizer {saved.optimizer}, and {asked} was asked "

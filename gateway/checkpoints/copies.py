@@ -2,8 +2,7 @@
 
 Files are hard links if the filesystem supports them. Source and copy can be deleted in any order.
 The copy's run id derives from the idempotency key, so a repeated request returns the first copy,
-even after a restart.
-"""
+even after a restart."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ _REASON = "it holds a copy of weights and cannot be trained"
 @dataclass(frozen=True)
 class CopyRequest:
     """`owner` will own the copy. `run_id` is the client's choice in its own session; None creates a
-    session in the project `project_id`.
-    """
+    session in the project `project_id`."""
 
     source: str
     readers: Readers
@@ -74,8 +72,7 @@ class CheckpointCopier:
         """Return the path of the copy. The work continues if the client disconnects.
 
         Raises `UnknownWeights`, `InvalidRequest` for an existing run, `LimitExceeded`,
-        `CheckpointDamaged`, `StorageFull` or `StorageFailed`.
-        """
+        `CheckpointDamaged`, `StorageFull` or `StorageFailed`."""
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
         if run_id not in self._under_way:
             task = asyncio.create_task(self._copy(request, run_id))
@@ -186,8 +183,7 @@ def _session_id(request: CopyRequest) -> str:
 
 def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path) -> None:
     """Link the files into a new folder. A weight version gets a new manifest with its own name and
-    run.
-    """
+    run."""
     partial = PartialVersion(target)
     try:
         partial.create()

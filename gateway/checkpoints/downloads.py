@@ -1,8 +1,7 @@
 """Signed download addresses, which work without a key until they expire.
 
 The signature covers the method, run, kind, name, file, expiry and folder, so an address never leads
-to a newer checkpoint with this name. It is checked before any lookup.
-"""
+to a newer checkpoint with this name. It is checked before any lookup."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class DownloadSigner:
 
     async def sign(self, path: CheckpointPath) -> tuple[dict[str, str], int]:
         """Return each file's address, relative to the server, by file name, and the expiry in
-        seconds since 1970. Raises `UnknownWeights`.
-        """
+        seconds since 1970. Raises `UnknownWeights`."""
         async with self._checkpoints.reading_checked(path) as checkpoint:
             files = await self._versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
@@ -59,8 +57,7 @@ class DownloadSigner:
     @asynccontextmanager
     async def reading(self, address: Address, *, method: str) -> AsyncIterator[Path]:
         """Return the file and keep it for the block, even if its checkpoint is deleted. Raises
-        `AddressForged`, `AddressExpired` or `UnknownWeights`.
-        """
+        `AddressForged`, `AddressExpired` or `UnknownWeights`."""
         check_address(
             self._key,
             _PURPOSE,

@@ -2,8 +2,7 @@
 
 The library holds the interpreter's lock, so encryption is a program of its own: `python -m
 gateway.checkpoints.encryption PARENT_PID PLAIN SEALED NAME`. It reads recipients from standard
-input, one a line, writes the version NAME to the folder SEALED, and prints its bytes.
-"""
+input, one a line, writes the version NAME to the folder SEALED, and prints its bytes."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def main(parent_pid: str, plain: str, sealed: str, name: str) -> None:
 
 def seal_version(plain: Path, sealed: Path, *, name: str, recipients: Sequence[object]) -> int:
     """Write the version and return its bytes. Raises `LoadFailed`, `OSError` or pyrage's
-    `EncryptError`.
-    """
+    `EncryptError`."""
     manifest = open_version(plain, checksums=False)
     partial = PartialVersion(sealed)
     partial.create()

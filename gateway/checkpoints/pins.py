@@ -3,8 +3,7 @@
 A folder is named by its path in the data directory, for example
 `weights/s-ab12_train_0/v000001-9f2c41d0`. Readers and writers pin it. A lookup of a checkpoint's
 name marks the run as resolving until the folder is pinned, because the name may be deleted in
-between.
-"""
+between."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
 class WeightVersion:
     """A published weight version, or a base model's (`base/NAME`). `path` is its folder. `adapter`
     means a LoRA adapter in PEFT's layout. `parent` is the version before it. `delta_of` is the base
-    of a delta, or "". `created_at` is in seconds since 1970.
-    """
+    of a delta, or "". `created_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -98,8 +97,7 @@ class VersionStore:
 
     async def check_space(self, *, expected_bytes: int, what: str) -> None:
         """Raise `StorageFull` without disk space to `what`, a phrase such as "publish the weights".
-        Call it before any write.
-        """
+        Call it before any write."""
         free = (await asyncio.to_thread(shutil.disk_usage, self._data_dir)).free
         if free < self._min_free_bytes + expected_bytes:
             raise StorageFull(
@@ -116,8 +114,7 @@ def insert_version(version: WeightVersion) -> Insert:
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
     """Return the files in the checkpoint's manifest or record, by name. A trainer's state includes
-    its record. Raises `CheckpointDamaged` for an unreadable list or a path outside the folder.
-    """
+    its record. Raises `CheckpointDamaged` for an unreadable list or a path outside the folder."""
     try:
         if checkpoint.path.kind == "weights":
             record = json.loads(read_record(folder / _STATE_RECORD))

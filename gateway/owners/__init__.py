@@ -3,5 +3,4 @@
 `auth` finds a caller's owner and role and audits changes. `sessions` are client connections, which
 own runs and samplers. `limits` bounds requests and bytes. `usage` meters owners and traces
 sessions. `counted_lines` limits log lines. A new limit starts in `limits`, a new kind of usage in
-`usage/meter.py`.
-"""
+`usage/meter.py`."""

@@ -14,8 +14,7 @@ _NAMED_ADDRESSES = 10
 
 class CountedLines:
     """Logs the first event at once as `first`, and the next minute's events as one line `more` with
-    their number.
-    """
+    their number."""
 
     def __init__(
         self, *, first: str, more: str, clock: Callable[[], float] = time.monotonic

@@ -6,8 +6,7 @@ themselves: a `Ledger` counts them and raises `Overloaded` (429) with a time to 
 
 To add a limit, add a field of `LimitSettings` or a line in `BOUNDS`. For things, add a call of
 `Quotas.check` at their creation and a line in `_FREE`. For amounts, add a ledger in `Quotas` and a
-reservation.
-"""
+reservation."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ BOUNDS = {
 _MIN_RETRY_AFTER = 1.0
 _MAX_RETRY_AFTER = 10.0
 """Seconds. Well below `GAP_TIMEOUT`, so that a refused operation returns before its successors are
-given up.
-"""
+given up."""
 _RATE_WINDOW = 30.0
 """The time constant of a rate, in seconds."""
 _ASSUMED_RATE = 10.0
@@ -70,8 +68,7 @@ class Quotas:
 
     def check(self, what: str, *, used: int, adding: int = 1) -> None:
         """Raise `LimitExceeded` if an owner with `used` things may not add more. `what` names the
-        limit. Concurrent slow additions, such as saves, may each exceed it once.
-        """
+        limit. Concurrent slow additions, such as saves, may each exceed it once."""
         limit = self._limits[what]
         if used + adding <= limit:
             return
@@ -89,8 +86,7 @@ class Quotas:
         self, owner: str, *amounts: tuple[Ledger, int], forced: bool = False
     ) -> ExitStack[None]:
         """Reserve all amounts or none. Closing the result releases them. Raises `Overloaded`,
-        unless `forced`.
-        """
+        unless `forced`."""
         if not forced:
             for ledger, amount in amounts:
                 ledger.check(owner, amount)
@@ -164,8 +160,7 @@ class Ledger:
     """Counts an amount per owner and for all owners. `what` describes it in messages. `limit` is
     its name.
 
-    An owner with nothing reserved passes its own limit, so that one oversized item can pass.
-    """
+    An owner with nothing reserved passes its own limit, so that one oversized item can pass."""
 
     def __init__(
         self,
@@ -250,7 +245,6 @@ def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) ->
 def retry_after(per_second: float, *, waiting: int) -> float:
     """Return the whole seconds, from 1 to 10, until a tenth of the queue completes.
 
-    Example: 1000 wait and 20 complete per second: 5 seconds.
-    """
+    Example: 1000 wait and 20 complete per second: 5 seconds."""
     seconds = waiting / 10 / (per_second if per_second > 0 else _ASSUMED_RATE)
     return float(math.ceil(min(max(seconds, _MIN_RETRY_AFTER), _MAX_RETRY_AFTER)))

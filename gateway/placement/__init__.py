@@ -5,5 +5,4 @@
 group's devices now is decided by `leases`, in the order of `policy` and by what each has had
 (`accounts`); `lease` is what a worker has of it, `lease_records` what the database knows,
 `switches` puts its worker to sleep and wakes it, `memory` says where its state goes, and
-`evictions` make room for one that wakes. `occupancy` shows it to callers.
-"""
+`evictions` make room for one that wakes. `occupancy` shows it to callers."""

@@ -1,8 +1,7 @@
 """The accounts of a group's leases: who has had its devices for how long, who waits since when.
 
 They are kept in memory, since the next turn depends on them, in the database (`lease_records`) and
-in the metrics.
-"""
+in the metrics."""
 
 from __future__ import annotations
 

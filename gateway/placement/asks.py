@@ -1,8 +1,7 @@
 """What a session asks for: the `tandem.…` names in the `user_metadata` of a run and of its session.
 
 What a run says counts before what its session says, and that before the defaults of its model
-(`TANDEM_MODEL_DEFAULTS`) and those of the platform. It is settled when the run is created.
-"""
+(`TANDEM_MODEL_DEFAULTS`) and those of the platform. It is settled when the run is created."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Asks(BaseModel):
     the model; None, until it is settled, means those of a node. Of these, `tensor_parallel` divide
     the matrices and compute the same datums. `share` says when a run that trains
     adapters shares the trainer of others, and their engine. Without a group, any will do. The sizes
-    are bytes on each device and on the host; 0 is unknown, and not counted.
-    """
+    are bytes on each device and on the host; 0 is unknown, and not counted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,8 +149,7 @@ def asks_of(
     `trains`, of a session or its sampler alone.
 
     Raises `InvalidRequest` for a name or a value that is unknown, and for what no group has, and
-    `PermissionDenied` for what is for administrators.
-    """
+    `PermissionDenied` for what is for administrators."""
     asks = default_asks(settings)
     asks = _changed(
         asks, settings.model_defaults.get(model, {}), f"TANDEM_MODEL_DEFAULTS of {model}"

@@ -7,8 +7,7 @@ They are those of `TANDEM_GROUPS`. Without any, they follow from what the host h
     several            `train`: the first TANDEM_TRAINER_RANKS; `sample-N`: each other device
 
 Where workers are pods, they are those of `TANDEM_CLAIM_POOLS`: each claim that a pool may have is a
-group, whether it is made yet or not.
-"""
+group, whether it is made yet or not."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class DeviceGroup:
     several `nodes`, and `devices` are those of each, numbered as a pod there sees them.
 
     `backends` are the trainer backends of its host, with the reason why one cannot be used, or "";
-    none: nobody knows.
-    """
+    none: nobody knows."""
 
     name: str
     roles: frozenset[Role]

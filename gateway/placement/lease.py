@@ -1,8 +1,7 @@
 """A lease: the right of one worker to have its state on the devices of its group now.
 
 Whoever needs the devices makes a `use` of it; `GroupLeases` decides when that begins. A `Tenant`
-stands for the worker, whatever process that is by now.
-"""
+stands for the worker, whatever process that is by now."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class Lease:
     its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
     `seconds` is how long it used them in all. `why_not` says why there was no room for its worker
     to sleep, since `refused_since`, or to wake; it stays awake, or asleep as it is, until
-    `stays_until`.
-    """
+    `stays_until`."""
 
     key: str
     kind: str
@@ -117,8 +115,7 @@ class Lease:
         """Have the devices while the block runs; wait for them first. Yields the fencing token.
 
         `begins_step` names a run whose gradients are computed in the block, `ends_step` one whose
-        gradients are applied or dropped: between the two, the lease rather stays.
-        """
+        gradients are applied or dropped: between the two, the lease rather stays."""
         await self.enter()
         if begins_step:
             self.in_step.add(begins_step)

@@ -1,8 +1,7 @@
 """The leases in the database: one row for each worker with a place on a leased group.
 
 A lease is committed before its worker wakes, so that the next gateway takes no worker for asleep
-that may be awake.
-"""
+that may be awake."""
 
 from __future__ import annotations
 

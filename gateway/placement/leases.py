@@ -8,8 +8,7 @@ worker is put to sleep (`switches`).
 The next worker wakes only when the one before is known to be asleep, or to have ended. No clock
 decides that: what does not answer in time is killed, and keeps its lease until nothing of it is
 left. The database has each lease before its worker wakes, so that the next gateway knows who may be
-awake (`lease_records`).
-"""
+awake (`lease_records`)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ the disk has room. What a sleep may take is reserved while it is under way, and 
 one that needs more stays awake, and the next way is tried.
 
 On a CPU host and device are the same memory. A worker that falls asleep takes nothing there, and
-leaves nothing; what counts is whether the next one fits beside those that are resident.
-"""
+leaves nothing; what counts is whether the next one fits beside those that are resident."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Residence:
     on its devices when it was awake last. `sleep_way` is how it sleeps, None while it is awake, and
     `freed_all` whether that left on its devices only what cannot leave them.
     `reserved_host_bytes` and `reserved_disk_bytes` are what it may take in a switch that is under
-    way, or when it is started again.
-    """
+    way, or when it is started again."""
 
     kind: str
     on_host: bool = False

@@ -1,8 +1,7 @@
 """The workers of the groups and their queues, as far as a caller may see them.
 
 Of another owner's workers a caller sees that there is one, what it does and its turn: without its
-name, its session, its sizes or its times. An admin sees all.
-"""
+name, its session, its sizes or its times. An admin sees all."""
 
 from __future__ import annotations
 

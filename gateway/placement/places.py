@@ -10,8 +10,7 @@ A sampler may be scaled while it lives: what it has more takes places at once or
 many engines it is to have is committed with them.
 
 An engine also needs a slot to run in. On groups that are not leased, where an engine with nothing
-to do costs as much as another one, `most_engines` run, of which `most_starting` start at once.
-"""
+to do costs as much as another one, `most_engines` run, of which `most_starting` start at once."""
 
 from __future__ import annotations
 

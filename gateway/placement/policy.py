@@ -1,7 +1,6 @@
 """The order in which workers get the devices of a group, and when a holder has to give way.
 
-Pure functions of what the scheduler (`leases`) knows, in seconds of its clock.
-"""
+Pure functions of what the scheduler (`leases`) knows, in seconds of its clock."""
 
 from __future__ import annotations
 

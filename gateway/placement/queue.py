@@ -3,8 +3,7 @@
 Of those who wait, the next is who has been overtaken too often; else the highest priority; else the
 one whose owner has least; else the first. Whoever does not fit is overtaken by those who do. Where
 what is free is not enough, engines retire that have nothing to do and have served for `quantum`
-seconds, the least recently used first.
-"""
+seconds, the least recently used first."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class PlaceQueue:
         """Say what a run, or an engine, that has no place yet waits for; "" if it does not wait.
 
         Example: "2nd in the queue for a place on group train: 16 workers are there
-        (TANDEM_GROUPS workers)".
-        """
+        (TANDEM_GROUPS workers)"."""
         ask = self._asks.get(key)
         if ask is None:
             return ""

@@ -3,8 +3,7 @@
 A group takes a worker while it has fewer than `workers`, while its devices have memory for those
 that are awake at once, and the host, or the node of a claim, for all; as far as sizes are known.
 What is asked for is given on the groups with the fewest workers, all of it or nothing; but of the
-claims of a pool, those that somebody uses come first, so that no more are made than are needed.
-"""
+claims of a pool, those that somebody uses come first, so that no more are made than are needed."""
 
 from __future__ import annotations
 

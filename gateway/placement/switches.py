@@ -2,8 +2,7 @@
 
 A switch ends when the worker says that it is done. A worker that fails to, or does not answer in
 time, is killed: afterwards nothing is left of it, and its devices are free all the same. Only one
-that finds no room to sleep stays awake, and says why.
-"""
+that finds no room to sleep stays awake, and says why."""
 
 from __future__ import annotations
 

@@ -18,5 +18,4 @@ To add a kind of operation:
 3. Add the RPC to `protos/tandem/v1/trainer.proto`.
 4. Add the route to `api/tinker/training.py`.
 5. Add its name to `usage.meter.UsageKind`, if it is metered under its own name.
-6. Write the trainer's handler in `trainer_service/`.
-"""
+6. Write the trainer's handler in `trainer_service/`."""

@@ -1,8 +1,7 @@
 """Admits operations to a run: each once, within limits, and into the journal.
 
 Operations of an ended run are accepted and fail with its error, because the SDK repeats a 5xx for
-minutes.
-"""
+minutes."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class OperationAdmission:
 
         Idempotent: a repeated `seq_id` with an equal request returns the original. A `refused`
         operation fails at its turn. Raises `SequenceTaken` for another request. `UnknownRun`,
-        `SessionFinished`, `Overloaded` and `StorageFailed` leave the `seq_id` free.
-        """
+        `SessionFinished`, `Overloaded` and `StorageFailed` leave the `seq_id` free."""
         digest = digest_of(kind, request if payload is None else payload)
         run = self.runs.get(run_id)
         if run is None:

@@ -54,8 +54,7 @@ class CallDelivery:
 
         After a broken connection the request is repeated, and the trainer answers an applied one
         from memory. A lost trainer's replacement gets the request. `release` is called when no
-        replay can need the call.
-        """
+        replay can need the call."""
         operation = call.operation
         request.header.CopyFrom(
             common_pb2.OperationHeader(

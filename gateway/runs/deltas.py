@@ -3,8 +3,7 @@
 A delta's base is the newest whole version, so a reader needs two folders. Deltas grow with the
 distance to their base. A whole version is due when a delta exceeds the average size since the last
 whole one, or a quarter of a whole version. After repeated deltas of that size, deltas are tried
-less and less often.
-"""
+less and less often."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _MOST_PAUSES = 32
 @dataclass(frozen=True)
 class Published:
     """A published version. `bytes` is its size for a reader, `written_bytes` its size on the disk,
-    which is smaller for a delta of `delta_of`.
-    """
+    which is smaller for a delta of `delta_of`."""
 
     version: str
     bytes: int
@@ -30,8 +28,7 @@ class Published:
 @dataclass(eq=False)
 class DeltaBase:
     """The base of a run's next delta, forgotten when the gateway ends. Ask the trainer for a delta
-    of `next()`, then call `note` with the result.
-    """
+    of `next()`, then call `note` with the result."""
 
     _whole: str = ""
     _written: int = 0

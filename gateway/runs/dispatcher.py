@@ -3,8 +3,7 @@
 The next operation is prepared when it has arrived, its predecessor was sent, and fewer than
 `window` are in progress. Each call names its predecessor, so that the trainer keeps the order.
 Operations end in order, except while only a sampler works on one. A lasting gap fails the
-operations behind it. The run's end fails all unfinished ones.
-"""
+operations behind it. The run's end fails all unfinished ones."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ GAP_TIMEOUT = 60.0
 
 class Dispatcher:
     """`end` is called once with each operation's outcome. `gap_timeout` is in seconds.
-    `window_bytes` bounds the payloads in progress, unless there is only one.
-    """
+    `window_bytes` bounds the payloads in progress, unless there is only one."""
 
     def __init__(
         self,
@@ -109,8 +107,7 @@ class Dispatcher:
         self, operations: Sequence[Operation], *, ended: int, gradients_incomplete: str
     ) -> None:
         """Continue after another dispatcher, whose operations up to `ended` have ended. Only a
-        sampler works on the earlier ones in `operations`.
-        """
+        sampler works on the earlier ones in `operations`."""
         self._next, self._incomplete = max(ended, 0) + 1, gradients_incomplete
         for operation in operations:
             if operation.seq_id > ended or not operation.folder:
@@ -122,8 +119,7 @@ class Dispatcher:
 
     async def serve(self, carry_out: CarryOut, *, sent: int = -1) -> NoReturn:
         """Carry out operations until cancelled. `sent` is the last `seq_id` that the trainer
-        received, or -1. Raises `RunBroken` if an operation ended the run.
-        """
+        received, or -1. Raises `RunBroken` if an operation ended the run."""
         self._sent = sent
         self._ready = True
         self._gap_since = None  # gaps count from now on

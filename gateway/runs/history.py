@@ -1,6 +1,5 @@
 """The optimizer steps of training runs, one row each, with the trainer's measurements. They live as
-long as their run.
-"""
+long as their run."""
 
 from __future__ import annotations
 

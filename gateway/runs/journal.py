@@ -3,8 +3,7 @@
 An operation is on the disk, as a row and perhaps a payload file, before its client gets the
 request_id. Its payload and call message are removed when no replay needs them (`replay`). The
 result stays until its fetch, at most `result_ttl` seconds. The next gateway continues from these
-rows (`resumption`).
-"""
+rows (`resumption`)."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ class Journal:
 
     def _drop(self, run_id: str, *, after: int, up_to: int, files: Sequence[Path] = ()) -> None:
         """Note that no replay returns to these operations, then remove their data. A crash in
-        between leaves too much data, not too little.
-        """
+        between leaves too much data, not too little."""
         self.database.write_soon(_REPLAY_AFTER, {"this_run": run_id, "up_to": up_to})
         self.database.write_soon(
             _DROP,
@@ -117,8 +115,7 @@ class Journal:
 
         It then survives this process, and a power failure after `database.sync`. `payload` is the
         protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's `IntegrityError` for
-        a known `seq_id`.
-        """
+        a known `seq_id`."""
         row, remove_payload = _accepted_row(operation), None
         if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
             file = self._file_of(operation.run_id, operation.seq_id)
@@ -165,8 +162,7 @@ class Journal:
 
     async def has(self, *, run_id: str, seq_id: int, digest: bytes) -> bool:
         """Return whether the run has an operation with this `seq_id`. Raises `SequenceTaken` if its
-        request differs.
-        """
+        request differs."""
         row = await self.database.read_one(
             select(operations.c.kind, operations.c.digest).where(
                 operations.c.run_id == run_id, operations.c.seq_id == seq_id
@@ -274,8 +270,7 @@ class Journal:
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return an operation's outcome from the journal, None if unknown, `UnknownRequest` if its
-        result was removed.
-        """
+        result was removed."""
         named = split_request_id(request_id)
         if named is None:
             return None
@@ -324,8 +319,7 @@ class Journal:
 
     async def abandon(self) -> int:
         """Fail an earlier gateway's unfinished operations of ended runs, and remove their payloads.
-        Return the number of operations.
-        """
+        Return the number of operations."""
         active = select(runs.c.id).where(runs.c.state == "active")
         unfinished = operations.c.ended_at.is_(None) & operations.c.run_id.not_in(active)
         count = await self.database.read_value(

@@ -1,8 +1,7 @@
 """The life of a run: its trainer starts, serves its operations, and ends with the run.
 
 A run ends with its session, or when its trainer cannot be restored. Then the client creates a new
-run.
-"""
+run."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class RunLifecycle:
         self, run: TrainingRun, *, heard: asyncio.Event | None = None, ended: int = -1
     ) -> None:
         """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
-        its client is `heard`.
-        """
+        its client is `heard`."""
         run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
 
     async def _live(self, run: TrainingRun, heard: asyncio.Event | None, ended: int) -> None:
@@ -125,8 +123,7 @@ class RunLifecycle:
 
     async def close(self, left: Sequence[TrainingRun], *, patience: float) -> None:
         """Cancel everything. The next gateway continues unfinished work, and stops the trainers of
-        ended runs that outlast `patience` seconds.
-        """
+        ended runs that outlast `patience` seconds."""
         lives = [run.life for run in left if run.life is not None]
         for life in lives:  # first: operations that end without a log are not replayed
             life.cancel()
@@ -161,8 +158,7 @@ class RunLifecycle:
 
     def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
         """Stop the run's trainer, then collect its files, since it may write until then. Repeated
-        calls return one task.
-        """
+        calls return one task."""
         if run.stopping is None:
             run.stopping = self._in_background(self._stop_trainer(run, reason))
         return run.stopping

@@ -178,8 +178,7 @@ class Operation:
 
     `has_payload`: the journal has the protobuf of a forward_backward, and `payload` a copy if there
     was room. `size` is the request's bytes. A `refused` operation fails at its turn. A `resumed`
-    one was accepted, and perhaps carried out, by an earlier gateway.
-    """
+    one was accepted, and perhaps carried out, by an earlier gateway."""
 
     run_id: str
     seq_id: int
@@ -204,8 +203,7 @@ class Operation:
     @property
     def folder(self) -> str:
         """The trainer's output folder in the data directory, or "". A repeated operation finds its
-        earlier output there.
-        """
+        earlier output there."""
         if isinstance(self.body, SaveWeights):
             suffix = f"{self.seq_id:08x}"
             return new_state_folder(run_id=self.run_id, name=self.body.path, suffix=suffix)
@@ -226,8 +224,7 @@ class Operation:
     @property
     def is_exclusive(self) -> bool:
         """Whether earlier operations must have ended. Named saves and loads look at their
-        checkpoints.
-        """
+        checkpoints."""
         match self.body:
             case SaveWeights() | SaveWeightsExternal() | LoadWeights():
                 return True
@@ -240,8 +237,7 @@ class Operation:
 class Progress:
     """A trainer's progress on an operation. `seconds` counts from its turn. `tokens_done` of
     `tokens` are computed; both are 0 without a batch. `compiling`: the computation is not compiled
-    yet.
-    """
+    yet."""
 
     seconds: float
     tokens_done: int = 0
@@ -269,8 +265,7 @@ class Call:
     """An operation at its turn. `waiting_for`, or `explain()`, is the client's reason for waiting.
     `progress` is the trainer's last report. `wake` is set when the next operation may go.
     `gradients_incomplete` reports a refused forward_backward. `begun` is done when earlier calls
-    are answered.
-    """
+    are answered."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -286,8 +281,7 @@ class Call:
 
     def describe(self) -> str:
         """Example: `forward_backward 12: the trainer is at work on it (4,096 of 65,536
-        tokens, 512 tokens/s, 8 s)`.
-        """
+        tokens, 512 tokens/s, 8 s)`."""
         why = self.explain() if self.explain is not None else self.waiting_for
         age = Progress(time.monotonic() - self.operation.future.accepted_at)
         progress = self.progress if why == TRAINER_AT_WORK and self.progress is not None else age
@@ -304,8 +298,7 @@ class Call:
 
     def release(self) -> None:
         """Free the window's slot, because the rest (a sampler's load, an encryption) needs no
-        trainer.
-        """
+        trainer."""
         self.released = True
         self.wake.set()
 

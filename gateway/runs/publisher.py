@@ -53,8 +53,7 @@ class WeightPublisher:
     ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
         """Publish and return a weight version, which may be `sampled` or a `delta`. Named versions
         are whole, because their files are copied. If the trainer can hand the weights over `to` a
-        sampler, also return the handoff, valid until `release`.
-        """
+        sampler, also return the handoff, valid until `release`."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:

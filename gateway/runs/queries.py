@@ -1,8 +1,7 @@
 """Queries of training runs.
 
 The scope `owned` means the caller's runs, `accessible` all that the caller may see. Others appear
-not to exist.
-"""
+not to exist."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class RunQueries:
 
     async def run(self, run_id: str, caller: Caller, *, scope: Scope = "accessible") -> RunRecord:
         """Return a run. Raises `UnknownRun`. A run with a published checkpoint is accessible to
-        everybody.
-        """
+        everybody."""
         await self._database.flush()
         seen = visible(runs.c.owner, caller, scope)
         if scope == "accessible":

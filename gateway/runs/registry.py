@@ -175,8 +175,7 @@ class RunRegistry:
         an `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
         the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`, `InvalidRequest`
         (also for an untrainable model or missing devices), `PermissionDenied` and
-        `SessionFinished`.
-        """
+        `SessionFinished`."""
         recovery = recovery_of(user_metadata, self.settings)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)

@@ -40,8 +40,7 @@ class Recovery:
     """How a run's dead trainer is restored. If not `enabled`, the run ends.
 
     Snapshots take the `share` of training time. `replay` bounds the seconds to replay, unless
-    snapshots would take a quarter of the time. `log_bytes` bounds stored payloads.
-    """
+    snapshots would take a quarter of the time. `log_bytes` bounds stored payloads."""
 
     enabled: bool = True
     share: float = 0.02
@@ -51,8 +50,7 @@ class Recovery:
 
 def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySettings) -> Recovery:
     """Return a run's recovery. Its creator may turn it off or bound the replay in seconds:
-    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest`.
-    """
+    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest`."""
     chosen = (user_metadata or {}).get(METADATA_KEY)
     usual = Recovery(
         enabled=settings.recovery_enabled,
@@ -76,8 +74,7 @@ def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySet
 @dataclass(frozen=True)
 class Snapshot:
     """A trainer's state after the operation `seq_id`. Without a `folder`, it is the initial state.
-    `bytes` is its size.
-    """
+    `bytes` is its size."""
 
     seq_id: int = -1
     step: int = 0
@@ -90,8 +87,7 @@ class SentCall:
     """A call sent to the trainer. `request` is its message without the payload (in the journal if
     `has_payload`) and the loss definition in `body`. `size` includes the payload. An `answered`
     call took `seconds` and has a `failure` ("" for none) with a `reason`. `release` is called when
-    it is forgotten.
-    """
+    it is forgotten."""
 
     seq_id: int
     kind: Kind
@@ -113,8 +109,7 @@ class SentCall:
     @property
     def is_replayed(self) -> bool:
         """Whether a replay sends it. A failure with a temporary cause is not repeated; see
-        `leaves_incomplete`.
-        """
+        `leaves_incomplete`."""
         return self.failure not in VARIABLE_FAILURES
 
     @property
@@ -128,8 +123,7 @@ class SentCall:
 
 class ReplayLog:
     """The calls that a restored trainer needs. `dropped` gets the `seq_id` range of unneeded calls
-    and the numbers of those with a payload. `missing_to` is the newest dropped call.
-    """
+    and the numbers of those with a payload. `missing_to` is the newest dropped call."""
 
     def __init__(
         self, recovery: Recovery, *, dropped: Callable[[int, int, list[int]], None]
@@ -205,8 +199,7 @@ class ReplayLog:
 
     def note_sent(self, call: SentCall) -> None:
         """Note a call before its sending. Above the bounds, drop calls before the newest snapshot,
-        if needed all answered ones.
-        """
+        if needed all answered ones."""
         self._calls[call.seq_id] = call
         self.bytes += call.size
         self._keep_within_bounds()
@@ -230,8 +223,7 @@ class ReplayLog:
 
     def wants_snapshot(self, *, expected_bytes: int) -> bool:
         """Return whether the work since the newest snapshot justifies another of about this
-        size.
-        """
+        size."""
         cost = self._cost_of(expected_bytes)
         latest = max(self._recovery.replay, cost / _LARGEST_SHARE)
         return (
@@ -254,8 +246,7 @@ class ReplayLog:
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
         """Add a snapshot, which took `cost` seconds if it was requested. Return superfluous
-        ones.
-        """
+        ones."""
         if cost is not None:
             self._cost = cost
         # A snapshot before a missing call is useless.

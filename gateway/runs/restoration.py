@@ -42,8 +42,7 @@ class GiveUp(Exception):
 
 class Restoration:
     """Restores the trainers of one run, and remembers the operations that ended them. `doing`
-    describes a restoration in progress, or is "".
-    """
+    describes a restoration in progress, or is ""."""
 
     def __init__(
         self,
@@ -73,14 +72,12 @@ class Restoration:
 
     def too_large(self, seq_id: int) -> int:
         """Return the micro-batch size, in tokens, that ran out of memory at an operation, 0 for
-        none.
-        """
+        none."""
         return self._too_large.get(seq_id, 0)
 
     def note_plan(self, seq_id: int, reply: TrainerReply) -> None:
         """Note the micro-batch sizes of a batch, because a replay with equal sizes gives equal
-        bits.
-        """
+        bits."""
         log = self._replay_log
         if log is None or not isinstance(reply, trainer_pb2.ForwardBackwardReply):
             return
@@ -95,8 +92,7 @@ class Restoration:
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
         """Note that the trainer died at a call. Raises `GiveUp` after too many deaths, or if it
-        would repeat.
-        """
+        would repeat."""
         if isinstance(error, WorkerDied) and error.defect:
             raise GiveUp(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
@@ -120,8 +116,7 @@ class Restoration:
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
         """Restore a new trainer and return the number of replayed operations. It uses its devices
         for one call at a time, so that others get them in between. Raises `GiveUp` or the trainer's
-        error.
-        """
+        error."""
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
@@ -152,8 +147,7 @@ class Restoration:
 
     def tell_incomplete(self, header: common_pb2.OperationHeader) -> None:
         """Put the pending reason for incomplete gradients into the first call after a
-        restoration.
-        """
+        restoration."""
         header.gradients_incomplete = header.gradients_incomplete or self._untold
         self._untold = ""
 
@@ -161,8 +155,7 @@ class Restoration:
         self, client: TrainerClient, call: SentCall, previous: int, incomplete: str
     ) -> common_pb2.Failure:
         """Send a call again, after the `seq_id` `previous`, and return its failure, empty for none.
-        `incomplete` explains incomplete gradients, or is "".
-        """
+        `incomplete` explains incomplete gradients, or is ""."""
         run = self._run
 
         async def send(method: Method[Request, Reply], request: Request) -> common_pb2.Failure:
@@ -229,8 +222,7 @@ class Restoration:
 
 def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
     """Raise the error of a call that ended differently: its failure if that may be temporary, else
-    `GiveUp`.
-    """
+    `GiveUp`."""
     if failure.type in VARIABLE_FAILURES:
         error = from_failure(failure)
         raise type(error)(

@@ -1,8 +1,7 @@
 """Resumes a run from an earlier gateway's rows.
 
 Operations end in order, each in one transaction with its replay data, so the rows show one moment
-of the run. Only an operation that waits for a sampler may end later.
-"""
+of the run. Only an operation that waits for a sampler may end later."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ _COLUMNS = tuple(
 @dataclass
 class Unfinished:
     """The rest of a run: the newest ended operation (-1: none), replayable calls, unfinished
-    operations, and the reason for incomplete gradients, or "".
-    """
+    operations, and the reason for incomplete gradients, or ""."""
 
     ended: int = -1
     calls: list[SentCall] = field(default_factory=list)
@@ -116,8 +114,7 @@ async def unfinished(
     run: TrainingRun, *, covered: int, database: Database, data_dir: Path
 ) -> Unfinished:
     """Read a run's rows. `covered` is the newest operation in the newest snapshot or dropped from
-    the log.
-    """
+    the log."""
     of_run = operations.c.run_id == run.id
     inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
     rows = await database.read(
@@ -173,8 +170,7 @@ async def unfinished(
 
 async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
     """Explain incomplete gradients: a later forward_backward failed before the trainer
-    received it.
-    """
+    received it."""
     row = await database.read_one(
         select(operations.c.seq_id, operations.c.error_type, operations.c.error)
         .where(

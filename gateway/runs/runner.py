@@ -1,8 +1,7 @@
 """Carries out a run's operations.
 
 Each kind has a method. It does all that can fail before the trainer hears of the operation, calls
-the trainer (`delivery`), and returns the result.
-"""
+the trainer (`delivery`), and returns the result."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ from tandem.weights import new_version_name
 @dataclass(frozen=True)
 class RunnerTools:
     """Shared parts for all runs. `loss_definitions` maps each `loss_fn` to its registered
-    definitions.
-    """
+    definitions."""
 
     journal: Journal
     history: RunHistory
@@ -101,8 +99,7 @@ class OperationRunner:
 
     async def carry_out(self, call: Call) -> Outcome:
         """Return the outcome. Raises the operation's `TandemError`, or `RunBroken` if the trainer
-        is useless.
-        """
+        is useless."""
         match call.operation.body:
             case OptimStep() as body:
                 return await self._optim_step(call, body)
@@ -323,8 +320,7 @@ class OperationRunner:
         overwrite: bool = False,
     ) -> CheckpointPath:
         """Return the path of a new checkpoint of about `size` bytes. Raises `NameTaken`,
-        `LimitExceeded` or `StorageFull`.
-        """
+        `LimitExceeded` or `StorageFull`."""
         await self._trainer.client()  # the size is known only then
         expected = size()
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)

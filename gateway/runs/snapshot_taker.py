@@ -66,8 +66,7 @@ class SnapshotTaker:
 
     async def take(self, client: TrainerClient) -> None:
         """Take a snapshot now if it costs less than a replay, and wait for it. The trainer must be
-        idle.
-        """
+        idle."""
         log, run = self._replay, self._run
         if self._task is not None:  # it may make another needless
             await asyncio.wait({self._task})

@@ -82,8 +82,7 @@ class SnapshotStore:
 
     async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
         """Link a client's checkpoint into a snapshot, since the checkpoint may be deleted. The
-        snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links.
-        """
+        snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links."""
         folder = self._new_name(run, step=saved.step)
         await asyncio.to_thread(_link_files, Path(saved.folder), folder)
         return replace(saved, folder=str(folder), bytes=0)
@@ -105,8 +104,7 @@ class SnapshotStore:
 
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
         """Turn the newest snapshot of a failed run into a checkpoint and return its path, None if
-        that fails or takes too long.
-        """
+        that fails or takes too long."""
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
         if await self._checkpoints.find(path) is not None:  # the name is taken

@@ -21,8 +21,7 @@ class Stop:
     """How a gateway ends.
 
     `hand_over`: workers continue for the next gateway, also after a fault. `at_once`: a second
-    interrupt skips all waiting. `tell` reports to the user.
-    """
+    interrupt skips all waiting. `tell` reports to the user."""
 
     hand_over: bool = True
     at_once: bool = False
@@ -37,8 +36,7 @@ class Stop:
 
 async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) -> None:
     """Let trainers finish their calls and take useful snapshots, for at most `timeout` seconds.
-    Report slow runs.
-    """
+    Report slow runs."""
     serving = [run for run in runs if run.trainer is not None and run.trainer.serves]
     saving = {asyncio.create_task(run.save()): run for run in serving}
     clock = asyncio.get_running_loop().time

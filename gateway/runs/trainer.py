@@ -1,8 +1,7 @@
 """A run's trainer, which is replaced when it dies.
 
 `restoration` restores the replacement, and unanswered calls are repeated. Clients only notice a
-delay. See `docs/design/recovery.md`.
-"""
+delay. See `docs/design/recovery.md`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ _MOST_FAILURES = 5
 
 class RunTrainer:
     """`host` is the process, perhaps shared. `definition_of` returns a request's loss definition.
-    `on_lost` gets the error that ends the run. `log` is None without recovery.
-    """
+    `on_lost` gets the error that ends the run. `log` is None without recovery."""
 
     def __init__(
         self,
@@ -158,8 +156,7 @@ class RunTrainer:
 
     def take_over(self, error: TandemError) -> None:
         """Adopt an earlier gateway's trainer. Without a usable one, restore another after this
-        error.
-        """
+        error."""
         self._restore_task = asyncio.create_task(
             self._take_over(error), name=f"restore-{self._run.id}"
         )
@@ -181,8 +178,7 @@ class RunTrainer:
 
     async def _adopt(self) -> TrainerClient | None:
         """Return the client of an earlier gateway's trainer when it is idle, None if it is not
-        usable.
-        """
+        usable."""
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
@@ -221,8 +217,7 @@ class RunTrainer:
         """Hold a serving trainer with its devices for the block. Raises `RunBroken`.
 
         Operations get their turns in order. Otherwise one could hold the devices while its
-        predecessor waits for them.
-        """
+        predecessor waits for them."""
         seq_id = operation.seq_id
         self._without_turn[seq_id] = None
         try:
@@ -249,8 +244,7 @@ class RunTrainer:
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
     ) -> None:
         """Note a call before its sending, for a replay. `release` is called when none can
-        need it.
-        """
+        need it."""
         if self.log is None:
             if release is not None:
                 release()

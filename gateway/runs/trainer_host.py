@@ -6,8 +6,7 @@ Most processes have one run. Those that train adapters on the same base model ma
 itself back, to the next process.
 
 The host stands for the process towards the lease (`gateway.placement.lease.Tenant`): whoever
-replaces a process that was lost makes the next one under the same lease.
-"""
+replaces a process that was lost makes the next one under the same lease."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class TrainerHost:
     keep none.
 
     `restoring` is held by the one run that is being brought back: what goes wrong meanwhile is that
-    run's. It is taken before a use of the lease, never within one.
-    """
+    run's. It is taken before a use of the lease, never within one."""
 
     def __init__(
         self,

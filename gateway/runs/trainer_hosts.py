@@ -2,8 +2,7 @@
 
 A run that trains adapters joins a process that is there, or about to be, if it may share
 (`tandem.share`) and the process suits it: the same base model, computed in the same way, of the
-same owner, with room for one more. It then uses the engine of those that share it, too.
-"""
+same owner, with room for one more. It then uses the engine of those that share it, too."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class TrainingRun:
 
     `parent` is the newest weight version, which is pinned, `newest` the newest for sampling.
     `published` is the last version since the gateway started. `deltas` chooses the next delta's
-    base.
-    """
+    base."""
 
     id: str
     session_id: str
@@ -70,8 +69,7 @@ class TrainingRun:
     @property
     def publishes_deltas(self) -> bool:
         """Whether versions for its own sampler may be deltas. `auto` means bfloat16, because a
-        small step changes few bfloat16 values.
-        """
+        small step changes few bfloat16 values."""
         wanted = self.asks.delta
         return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
@@ -88,8 +86,7 @@ class TrainingRun:
 
     async def save(self) -> None:
         """Let the trainer finish its calls and save its state if that spares a replay. Return when
-        that is done or the trainer is lost.
-        """
+        that is done or the trainer is lost."""
         assert self.trainer is not None
         drained = asyncio.create_task(self.dispatcher.drain())
         try:

@@ -8,8 +8,7 @@
 
 "Much busier" means more than twice as busy plus `_GROUP` such requests. An engine has room for
 `most_samples`. Other requests wait here in order of arrival, so that a faster engine gets more.
-The choice never changes an answer: a sample is a function of its request and weights.
-"""
+The choice never changes an answer: a sample is a function of its request and weights."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Candidate(Protocol):
 @dataclass(frozen=True)
 class Work:
     """A request's work: `samples`, and `tokens` in total including the prompt. `beginnings` are
-    hashes of the prompt's prefixes, each one block longer.
-    """
+    hashes of the prompt's prefixes, each one block longer."""
 
     version: str
     samples: int = 0
@@ -74,8 +72,7 @@ class Work:
 
 def _beginnings(version: str, prompt: bytes) -> Iterator[int]:
     """Yield a hash of each prefix of the prompt, block by block. It includes the version, as keys
-    and values depend on it.
-    """
+    and values depend on it."""
     number, size = hash(version), _BLOCK * _TOKEN_BYTES
     for end in range(size, len(prompt) + 1, size):
         number = hash((number, prompt[end - size : end]))
@@ -110,8 +107,7 @@ class Balancer(Generic[Engine]):
         self._numbers = count()
         self._waiting: dict[str, deque[tuple[int, Work, asyncio.Future[Engine]]]] = {}
         """By version, with arrival numbers, so that a full engine's requests do not block the
-        others.
-        """
+        others."""
         self._blocks: OrderedDict[int, set[str]] = OrderedDict()
         """By prefix, the processes that computed it, least recently used first."""
 
@@ -120,8 +116,7 @@ class Balancer(Generic[Engine]):
 
     async def assign(self, work: Work) -> Engine:
         """Wait for an engine with room and return it. The work counts there until `end`. Raises the
-        error given to `fail`.
-        """
+        error given to `fail`."""
         turn: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(work.version, deque()).append((next(self._numbers), work, turn))
         self.assign_waiting()
@@ -220,8 +215,7 @@ class Balancer(Generic[Engine]):
 
     def _much_busier(self, engine: Engine, tokens: int, work: Work) -> bool:
         """Return whether an engine has much more to do than `tokens`. `_GROUP` counts single
-        samples.
-        """
+        samples."""
         single = work.tokens / max(1, work.samples)
         return self._tokens(engine) > 2 * tokens + _GROUP * single
 

@@ -4,8 +4,7 @@ It starts with the first request, when it has a place on a device group and a sl
 (`gateway.placement.places`), or was started by an earlier gateway and is adopted. It holds nothing
 that cannot be loaded again. One that dies is started again, with backoff. If an engine cannot
 start, it is started again at the next request. Which engine a request goes to, and what becomes of
-those that wait, is for the `Sampler` to say.
-"""
+those that wait, is for the `Sampler` to say."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class SamplerEngine:
     for the base model. `demand` counts the sampler's samples and loads that have not ended: while
     there are any, it stays, and the next one is started if it dies. `used_at` is when the last call
     ended, on the monotonic clock. `on_change` is called when it serves, and with an error when it
-    did not start, or is stopped.
-    """
+    did not start, or is stopped."""
 
     key: str
     replica: int = 0

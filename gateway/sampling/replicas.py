@@ -4,8 +4,7 @@ An engine that comes beside others that serve loads the version that was used la
 requests; then what another one was sent beyond what it can have begun is taken back, and spread.
 One that is to leave gets nothing new, and what waits for its devices goes to the others at once. It
 ends what it was sent; after `_PATIENCE` that goes to the others, too. Then it ends, and gives its
-place back.
-"""
+place back."""
 
 from __future__ import annotations
 

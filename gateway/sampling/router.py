@@ -60,8 +60,7 @@ class SamplerRouter:
     async def open(self) -> None:
         """Adopt an earlier gateway's engines and stop unneeded ones. Return once their loaded
         versions are known, so that the garbage collector spares them, without waiting long for a
-        busy engine.
-        """
+        busy engine."""
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
             session, model = self.sessions.get(handle.session_id), self._model_of(handle)
@@ -118,8 +117,7 @@ class SamplerRouter:
     ) -> Sampler | None:
         """Return the session's sampler for adapters of `rank` (0: none): the sampler `kept`, else
         the one with the smallest rank. With `all_weights`, no other session may use it, because it
-        loads other weights.
-        """
+        loads other weights."""
         found = [
             sampler
             for sampler in self._samplers.values()
@@ -151,8 +149,7 @@ class SamplerRouter:
         kept: str = "",
     ) -> Sampler:
         """Do as `get`, or create a sampler. Its engine starts on demand. Raises `LimitExceeded`,
-        `SessionFinished`, and as `check_model` and `settled_asks`.
-        """
+        `SessionFinished`, and as `check_model` and `settled_asks`."""
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -172,8 +169,7 @@ class SamplerRouter:
 
     def check_model(self, session_id: str, model_name: str) -> None:
         """Raise `InvalidRequest` if all the session's engines would be on a CPU and vLLM cannot
-        compute the model's head size there. Raises `SessionFinished`, and as `asks_of`.
-        """
+        compute the model's head size there. Raises `SessionFinished`, and as `asks_of`."""
         session = self.sessions.require(session_id)
         model = next((each for each in self.models.all() if each.name == model_name), None)
         if model is None:
@@ -200,8 +196,7 @@ class SamplerRouter:
         """Set the number of a sampler's engines. New ones need devices within `wait` seconds, or
         nothing changes. Surplus engines end when idle. Raises `NoRoom`, `InvalidRequest` if no
         group has the devices, `LimitExceeded`, `StorageFailed`, and `UnknownSampler` if the sampler
-        ends.
-        """
+        ends."""
         key, first = str(sampler.key), sampler.engine
         async with self._scaling[key]:
             had, back = len(sampler.engines), await sampler.replicas.settled()
@@ -234,8 +229,7 @@ class SamplerRouter:
 
     def takes_adapters(self, key: str, *, rank: int) -> bool:
         """Return whether the sampler can load other sessions' adapters of `rank`. Its engines must
-        have the base model's weights.
-        """
+        have the base model's weights."""
         sampler, parsed = self._samplers.get(key), SamplerKey.parse(key)
         base = f"base/{parsed.model_name}"
         has_base = sampler is None or all(each.weights == base for each in sampler.engines)
@@ -250,8 +244,7 @@ class SamplerRouter:
         tell: Tell | None = None,
     ) -> None:
         """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
-        bound, after which the SDK retries later.
-        """
+        bound, after which the SDK retries later."""
         waiting = sampler.waiting
         if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
@@ -296,8 +289,7 @@ class SamplerRouter:
         self, key: SamplerKey, model: BaseModelEntry, *, user: str, limited: bool = False
     ) -> Sampler:
         """Create a sampler for its session, or for `user` if that has ended. If `limited`, raises
-        `LimitExceeded` above the owner's number of engines.
-        """
+        `LimitExceeded` above the owner's number of engines."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
         asks = settled_asks(
             None,
@@ -365,8 +357,7 @@ class SamplerRouter:
 
     def _largest_rank(self, rank: int) -> int:
         """Round up to a power of two, as engines do in memory, so that runs of similar ranks share
-        an engine.
-        """
+        an engine."""
         if rank == 0:
             return 0
         largest = max(rank, _SMALLEST_RANK)

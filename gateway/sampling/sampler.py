@@ -5,8 +5,7 @@ take device memory. Sessions with a shared trainer also share a sampler.
 
 A sampler has `tandem.replicas` engines, each with its own devices. If an engine dies, its samples
 are sent once more, because the client chose the seed. A second death fails them with `worker_died`.
-A sample may also be taken back from a leaving or overfull engine.
-"""
+A sample may also be taken back from a leaving or overfull engine."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class SampleCall:
 class _Call:
     """A call to the assigned `engine`. `during` describes it in messages. `worker` is the process
     that received it, None before. `task` awaits the answer. A call `taken_back` goes to the engine
-    `to`, or to any.
-    """
+    `to`, or to any."""
 
     work: Work
     version: common_pb2.WeightVersion
@@ -106,8 +104,7 @@ class _Call:
 class Sampler:
     """Serves the base model, full weight versions one after the other, and adapters up to the key's
     rank side by side. The key names its creating session. `users` are its current sessions.
-    `engine` is the first of its `engines`.
-    """
+    `engine` is the first of its `engines`."""
 
     key: SamplerKey
     users: set[str]
@@ -249,8 +246,7 @@ class Sampler:
         version.
 
         With `in_flight`, running samples continue with the new version, and a newer one also
-        suffices. `handoff` offers the weights in memory to a single engine.
-        """
+        suffices. `handoff` offers the weights in memory to a single engine."""
         request = sampler_pb2.LoadRequest(
             version=version.to_proto(), in_flight=in_flight, handoff=handoff
         )
@@ -375,8 +371,7 @@ class Sampler:
 
     async def _assigned(self, work: Work) -> SamplerEngine:
         """Return a serving engine with room, started if needed. Raises the start's
-        `WorkerStartFailed`, or the error that stopped the sampler.
-        """
+        `WorkerStartFailed`, or the error that stopped the sampler."""
         if self._stopped is not None:
             raise self._stopped
         self.start()
@@ -387,8 +382,7 @@ class Sampler:
     ) -> _Reply:
         """Send an assigned call and return the answer. If the engine dies and the call
         `may_repeat`, or it is taken back, send it to another engine. Raises `WorkerDied`, and as
-        `_assigned` and the call.
-        """
+        `_assigned` and the call."""
         died = False
         while True:
             engine = call.engine

@@ -2,8 +2,7 @@
 
 The kinds are `base` (a base model), `named` (a checkpoint), and two ephemeral ones that a run's
 save creates: `snapshot` (fixed weights) and `inflight` (the run's newest inflight save, also for
-samples in progress). Requests that name a model instead use `ImplicitSessions`.
-"""
+samples in progress). Requests that name a model instead use `ImplicitSessions`."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ NEWEST_KEPT = 4
 @dataclass
 class SamplingSession:
     """`version` is the current version, `model_path` the client's path, if any. `rank` is its
-    adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests.
-    """
+    adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests."""
 
     id: str
     session_id: str
@@ -79,8 +77,7 @@ class SamplingSessionRegistry:
 
     async def open(self) -> None:
         """Restore sampling sessions with an existing session, model and weights. End and log the
-        others.
-        """
+        others."""
         for row in await self.database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
@@ -113,8 +110,7 @@ class SamplingSessionRegistry:
 
         Idempotent: a repeated number with an equal source returns the original. Raises
         `SequenceTaken` for another source, `UnknownModel`, `UnknownWeights`, `InvalidRequest`,
-        `LimitExceeded` or `SessionFinished`.
-        """
+        `LimitExceeded` or `SessionFinished`."""
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if existing is not None:
             return _repeated(existing, base_model=base_model, model_path=model_path)
@@ -175,8 +171,7 @@ class SamplingSessionRegistry:
         version: WeightVersion,
     ) -> SamplingSession:
         """Create a sampling session for a run's new version. An inflight save moves the run's
-        earlier inflight sampling sessions to it. A repeated call returns the original.
-        """
+        earlier inflight sampling sessions to it. A repeated call returns the original."""
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if session is None or session.kind != kind or _number(session.version) < _number(version):
             session = await self._add(
@@ -195,8 +190,7 @@ class SamplingSessionRegistry:
 
     async def join(self, sampling_session_id: str) -> int:
         """Return a unique number for another client, even across restarts. The client numbers its
-        requests from 10⁹ times that number. Raises `UnknownSampler`.
-        """
+        requests from 10⁹ times that number. Raises `UnknownSampler`."""
         session = await self.require(sampling_session_id)
         session.clients += 1
         number = session.clients
@@ -239,8 +233,7 @@ class SamplingSessionRegistry:
         Each run's newest one and pinned versions stay. Sessions of a run's `NEWEST_KEPT` newest
         versions end after `idle_ttl` of disuse, older ones after `SUPERSEDED_TTL`. If an owner's
         ephemeral versions exceed `unnamed_bytes`, older ones end at once, least recently used
-        first.
-        """
+        first."""
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
         newer: defaultdict[str, dict[str, int]] = defaultdict(dict)  # by run, newest first
         ended: list[SamplingSession] = []
@@ -362,8 +355,7 @@ class ImplicitSessions:
     """Sessions for requests that name none: one per owner, created on demand.
 
     Samples that name a model and OpenAI's clients use them. Requests keep them alive instead of
-    heartbeats. They expire like other sessions, or after `ttl` seconds.
-    """
+    heartbeats. They expire like other sessions, or after `ttl` seconds."""
 
     sessions: SessionRegistry
     display_name: str
@@ -377,8 +369,7 @@ class ImplicitSessions:
     @asynccontextmanager
     async def place(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
         """Yield the owner's session id and the number for the sampling session of `key`. The block
-        creates it, and success assigns the number. Raises `LimitExceeded`.
-        """
+        creates it, and success assigns the number. Raises `LimitExceeded`."""
         async with self._locks[owner]:
             implicit = self._by_owner.get(owner)
             if implicit is None or self.sessions.touch(implicit.id) is None:

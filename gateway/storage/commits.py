@@ -43,8 +43,7 @@ def write_batch(
     connection: Connection, batch: Sequence[Write], epoch: int
 ) -> list[Exception | None]:
     """Do the file work, then commit, and undo the file work of failed writes. Return each write's
-    error.
-    """
+    error."""
     errors = errors_of([write.before for write in batch])
     ready = [index for index, error in enumerate(errors) if error is None]
     committed = _commit(connection, [batch[index] for index in ready], epoch)
@@ -57,8 +56,7 @@ def write_batch(
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:
     """Set whether SQLite syncs its log at each commit. That makes a single write ten times
-    slower.
-    """
+    slower."""
     is_sqlite = connection.dialect.name == "sqlite"  # PostgreSQL syncs at every commit
     if is_sqlite and connection.info.get("durable", False) != durable:
         level = "FULL" if durable else "NORMAL"
@@ -69,8 +67,7 @@ def _sync_commits(connection: Connection, *, durable: bool) -> None:
 
 def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[Exception | None]:
     """Execute the writes in one transaction and return each write's error. If the connection breaks
-    during the commit, ask PostgreSQL for the outcome.
-    """
+    during the commit, ask PostgreSQL for the outcome."""
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         parameters = list(map(dict, rows))
@@ -101,8 +98,7 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
 
 def _end(connection: Connection, epoch: int) -> str:
     """Return the transaction's number. Raise `StorageFailed` if another gateway took the lease. The
-    row lock keeps it from doing so before the commit.
-    """
+    row lock keeps it from doing so before the commit."""
     if not epoch:
         return str(connection.execute(_TRANSACTION).scalar_one())
     number, newest = connection.execute(_TRANSACTION_UNDER_LEASE).one()

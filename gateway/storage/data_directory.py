@@ -17,8 +17,7 @@ from tandem.weights.store import fsync_path, make_folder
 @contextmanager
 def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
     """Lock the directory, created if needed, for the block. Gateways that share a database lease
-    use a `shared` lock. Raise `InvalidRequest` if it is locked or unusable.
-    """
+    use a `shared` lock. Raise `InvalidRequest` if it is locked or unusable."""
     try:
         with suppress(FileExistsError):
             make_folder(data_dir, mode=0o700)
@@ -60,8 +59,7 @@ def keep_api_key(data_dir: Path) -> str:
 
 def keep_signing_key(data_dir: Path) -> bytes:
     """Return the 32-byte signing key, created on first use. Without the file, earlier signatures
-    are void.
-    """
+    are void."""
     return bytes.fromhex(_keep(data_dir / "signing_key", secrets.token_hex(32)))
 
 

@@ -5,8 +5,7 @@ Clients' bulk writes wait in a queue per owner. The writer takes from these queu
 busy owner does not delay the others. Readers have their own connections and threads.
 
 A failing or full database raises `StorageFailed` or `StorageFull`; the log has the cause. Writes
-without a waiting caller stay in memory, in order, until they commit.
-"""
+without a waiting caller stay in memory, in order, until they commit."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 class Database:
     """Call `await open()` first and `await close()` last, which commits queued writes. An empty URL
     means SQLite in the data directory. `kept_bytes` bounds the memory of writes while the storage
-    fails. `epoch` is this gateway's lease epoch, 0 without a lease.
-    """
+    fails. `epoch` is this gateway's lease epoch, 0 without a lease."""
 
     def __init__(
         self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0
@@ -128,8 +126,7 @@ class Database:
         `before` is file work of `size` bytes that runs first, in a thread. Its error is raised
         here. `undo` runs if the write fails. `owner` chooses an owner's queue. A `durable` write
         survives a power failure; others reach the disk with the next durable one. Raises
-        `StorageFailed`, `StorageFull`, or the driver's error for an invalid row.
-        """
+        `StorageFailed`, `StorageFull`, or the driver's error for an invalid row."""
         write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
 
@@ -140,8 +137,7 @@ class Database:
 
     async def sync(self) -> None:
         """Return when earlier commits would survive a power failure. Concurrent calls share one
-        sync, and the writer goes on. Raises `StorageFailed`.
-        """
+        sync, and the writer goes on. Raises `StorageFailed`."""
         if self._is_sqlite:  # PostgreSQL syncs at every commit
             await self._log_sync.sync()
 
@@ -158,8 +154,7 @@ class Database:
         """Write without waiting, and retry while the storage fails. An invalid row is dropped and
         logged. `settled` follows the commit or the drop, `refused` each storage failure before it,
         and the file work `after` a successful commit. Call `has_room` before a large write (`size`
-        bytes).
-        """
+        bytes)."""
         write = Write(
             [(statement, rows)],
             before=before,
@@ -184,8 +179,7 @@ class Database:
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
         """Execute the statement for each row of a query with its parameters as columns. Pause
         between batches for other writers. Return the number of rows. The query must not return a
-        processed row again.
-        """
+        processed row again."""
         count = 0
         while found := await self.read(rows.limit(_ROWS_AT_ONCE)):
             started = time.monotonic()
@@ -203,8 +197,7 @@ class Database:
 
     async def flush(self) -> bool:
         """Wait for all queued writes outside the owners' queues. Return False if some were refused
-        and will be retried.
-        """
+        and will be retried."""
         await self._committed(Write([]))
         return not self._postponed and not self._tried_again
 
@@ -222,8 +215,7 @@ class Database:
         self, query: Select[Any], *key: Column[Any]
     ) -> AsyncIterator[Sequence[RowMapping]]:
         """Yield a query's rows in batches, ordered by the unique columns `key`. Rows may come and
-        go.
-        """
+        go."""
         query = query.order_by(*key).limit(_ROWS_AT_ONCE)
         rows = await self.read(query)
         while rows:
@@ -319,8 +311,7 @@ class Database:
 
     def _settle(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
         """Report each outcome to its caller or the log. Postpone refused writes without a caller,
-        and later ones too, to keep their order.
-        """
+        and later ones too, to keep their order."""
         refused = []
         for write, error in zip(batch, errors, strict=True):
             if write.done is not None:

@@ -82,8 +82,7 @@ def make_engine(url: str) -> Engine:
 
 def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
     """Raise `InvalidRequest` unless the database is UTF-8. Runs before SQLAlchemy's own queries,
-    because the driver returns bytes for SQL_ASCII.
-    """
+    because the driver returns bytes for SQL_ASCII."""
     encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
     if encoding != "UTF8":
         connection.close()
@@ -107,8 +106,7 @@ def _to_json(value: object) -> str:
 
 def typed(error: Exception) -> Exception:
     """Return the exception to raise for a database or file error: the error itself if the row is to
-    blame, else a sentence for clients without SQL, values or paths.
-    """
+    blame, else a sentence for clients without SQL, values or paths."""
     if isinstance(error, OSError):
         full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
     elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):

@@ -5,8 +5,7 @@ One row holds an epoch, which each holder raises, and a beat, which the holder c
 is at least the time in milliseconds, so agents recognize the newest gateway even after a restored
 backup. A gateway takes the lease when it was given back, when the holder is an ended process of
 this machine, or when the beat stood still for `ttl` seconds of its own clock. A gateway that lost
-it cannot write, because each transaction checks the epoch, and ends itself at its next beat.
-"""
+it cannot write, because each transaction checks the epoch, and ends itself at its next beat."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ Result = TypeVar("Result")
 
 class GatewayLease:
     """One gateway's right to write the database. `epoch` is set by `take`. `holder` names another
-    holder.
-    """
+    holder."""
 
     @classmethod
     @asynccontextmanager
@@ -85,8 +83,7 @@ class GatewayLease:
 
     async def take_unless_used(self) -> bool:
         """Take the lease even from a dead holder, after `ttl` seconds of watching. Return False as
-        soon as the holder beats. Raises `StorageFailed`.
-        """
+        soon as the holder beats. Raises `StorageFailed`."""
         taken = await self.take()
         seen = self._seen
         while not taken and self._seen == seen:
@@ -96,8 +93,7 @@ class GatewayLease:
 
     async def lost(self) -> None:
         """Beat until another gateway has the lease. An unreachable database is an outage, not a
-        loss.
-        """
+        loss."""
         while True:
             await asyncio.sleep(self._ttl / _BEATS)
             try:

@@ -1,8 +1,7 @@
 """Rotates the log files of the gateway and its workers, and removes old ones.
 
 Several writers append to one open file and would follow a rename, so the file is copied and then
-truncated. Lines written in between are lost.
-"""
+truncated. Lines written in between are lost."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ def tidy_logs(
 ) -> None:
     """Rotate logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`. Remove files unchanged
     for `ttl` seconds, except the logs of live processes (`in_use`, without `.log`). A new log
-    repeats the first line, which names its process.
-    """
+    repeats the first line, which names its process."""
     for log in folder.glob("*.log"):
         if log.is_file() and log.stat().st_size > max_bytes:
             _rotate(log, copies)

@@ -58,8 +58,7 @@ class LogSync:
 
     def _sync_file(self) -> None:
         """Sync the log file. After a failed sync, first write the log into the database: the kernel
-        may have dropped pages and still report success at the next sync.
-        """
+        may have dropped pages and still report success at the next sync."""
         if self._in_doubt:
             with self._engine.connect() as connection:
                 busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()

@@ -3,8 +3,7 @@ stays.
 
 A run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
 session stays while it has a run. Rows are deleted in small batches, so that other writes wait only
-briefly.
-"""
+briefly."""
 
 from __future__ import annotations
 

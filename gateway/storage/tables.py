@@ -1,8 +1,7 @@
 """The tables of the gateway's database. Times are in seconds since 1970. Paths are relative to the
 data directory.
 
-Each change needs a migration in `gateway/storage/migrations/versions` and a test of it.
-"""
+Each change needs a migration in `gateway/storage/migrations/versions` and a test of it."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ metadata = MetaData()
 
 class String(TypeDecorator[str]):
     """Text in which U+FFFD replaces U+0000, because PostgreSQL refuses that. PostgreSQL also
-    refuses text longer than the column, so the API bounds text from clients.
-    """
+    refuses text longer than the column, so the API bounds text from clients."""
 
     impl = _String
     cache_ok = True

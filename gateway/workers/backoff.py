@@ -13,8 +13,7 @@ _JITTER = 0.2
 @dataclass
 class Backoff:
     """Waits of about 0.5, 1, 2, 4, … 30, 30 seconds until work is done. Each is up to a fifth
-    shorter at random, so that workers that failed together start apart.
-    """
+    shorter at random, so that workers that failed together start apart."""
 
     cap: float = 30.0
     uniform: Callable[[], float] = random.random

@@ -59,8 +59,7 @@ class HasHeader(Protocol):
 class CallOrder:
     """The unanswered operations of one trainer process, in order. The trainer works on the first,
     as far as is known since `since` (event loop time). Operations from an earlier gateway are
-    unknown.
-    """
+    unknown."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, int], None] = {}
@@ -97,8 +96,7 @@ class TrainerClient:
 
     Calls raise `WorkerUnavailable` or the failure's `TandemError`. An operation may take `timeout`
     seconds, and at most `window` are sent ahead. All runs of the trainer share `calls`. A call
-    waits for other runs' calls while each ends in time.
-    """
+    waits for other runs' calls while each ends in time."""
 
     def __init__(
         self, worker: Worker, *, run_id: str, timeout: float, window: int, calls: CallOrder
@@ -142,8 +140,7 @@ class TrainerClient:
         self, method: Method[Operation, Reply], request: Operation, *, begun: asyncio.Future[None]
     ) -> Reply:
         """Call the trainer. The operation's time counts from `begun`. The gRPC deadline also allows
-        for earlier operations.
-        """
+        for earlier operations."""
         answer = call_worker(self.worker, method, request, timeout=self._call_timeout)
         with self._calls.sent(request.header.run_id, request.header.seq_id):
             if begun.done():
@@ -179,8 +176,7 @@ class TrainerClient:
         self, method: Method[Request, Reply], request: Request, *, timeout: float = 0.0
     ) -> Reply:
         """Wait for earlier calls, then for this one, for at most `timeout` seconds or an
-        operation's time. Raises `OperationTimedOut`.
-        """
+        operation's time. Raises `OperationTimedOut`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         task = asyncio.create_task(call_worker(self.worker, method, request))
@@ -231,8 +227,7 @@ class TrainerClient:
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:
         """Return a method that sends a request with this payload, which the replay log does not
-        store.
-        """
+        store."""
 
         def send(
             request: trainer_pb2.ForwardBackwardRequest,

@@ -36,6 +36,5 @@ class Epoch:
 def epoch_without_lease(*, of_cluster: bool = False) -> int:
     """Return the epoch of a gateway with SQLite, which has no lease: milliseconds since the machine
     started. Agents and workers do not outlive that, and a changed clock does not lower it. Pods do,
-    so a cluster uses milliseconds since 1970.
-    """
+    so a cluster uses milliseconds since 1970."""
     return (time.time_ns() if of_cluster else time.monotonic_ns()) // 10**6

@@ -50,8 +50,7 @@ class Fleet:
 
     Whatever returns when nothing of a worker is left returns only when that is known: the launcher
     is asked again and again, also when nobody waits for the answer any more. A gateway that stops
-    meanwhile leaves the worker to the next one, which finds it (`open`).
-    """
+    meanwhile leaves the worker to the next one, which finds it (`open`)."""
 
     settings: GatewaySettings
     database: Database
@@ -237,8 +236,7 @@ class Fleet:
         `place` is the key of its place. `on_exit` is called with a sentence when the worker ends
         without having been stopped. A worker that crashes in native code before it is ready, or
         ends in that very moment, is started a second time.
-        Raises `WorkerStartFailed`; then nothing of the worker is left.
-        """
+        Raises `WorkerStartFailed`; then nothing of the worker is left."""
         try:
             return await self._start(self._identified(spec), on_exit, place)
         except WorkerCrashed as error:

@@ -25,16 +25,14 @@ _ASKED_BEFORE = 5
 
 def heartbeat_seconds(settings: GatewaySettings) -> float:
     """Return the seconds between heartbeats. A worker silent for twice that is shown as
-    unresponsive.
-    """
+    unresponsive."""
     return min(MOST_SECONDS, settings.worker_unresponsive_timeout / _ASKED_BEFORE)
 
 
 @dataclass(kw_only=True)
 class Heartbeats:
     """Asks all workers in `records`, a live mapping by id. `give_up` gets a useless worker and the
-    reason.
-    """
+    reason."""
 
     settings: GatewaySettings
     records: Mapping[str, WorkerRecord]
@@ -77,8 +75,7 @@ class Heartbeats:
 
     def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
         """Log a worker of another version, and give up one with another protocol, since its
-        replacement runs today's image.
-        """
+        replacement runs today's image."""
         if record.version or VERSION_METADATA_KEY not in about:
             return
         record.version = about[VERSION_METADATA_KEY]

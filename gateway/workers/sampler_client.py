@@ -31,8 +31,7 @@ class SamplerClient:
 
     The sampler bounds a sample by `timeout` seconds from its start in the engine. A call has no
     deadline, because a sample may wait for many others. `give_up` gets a sentence after `_SILENCE`
-    timeouts without an answer.
-    """
+    timeouts without an answer."""
 
     def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
         self.worker = worker
@@ -101,8 +100,7 @@ class SamplerClient:
 
     async def _unless_silent(self, answer: Awaitable[Answer]) -> Answer:
         """Return the answer. Raises `OperationTimedOut` if the sampler answers no call for too
-        long.
-        """
+        long."""
         awaited = asyncio.timeout(None)  # ended by `_look`
         try:
             async with awaited:

@@ -18,8 +18,7 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 @dataclass(eq=False)
 class Worker:
     """A serving worker. `identity`, and its lease's fencing token, go with every call.
-    `silent_since` is the monotonic time of the first unanswered heartbeat.
-    """
+    `silent_since` is the monotonic time of the first unanswered heartbeat."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -61,8 +60,7 @@ class Worker:
 
     async def check_health(self, *, timeout: float) -> dict[str, str]:
         """Return the worker's description of itself. Raises `grpc.aio.AioRpcError` and
-        `GatewaySuperseded`.
-        """
+        `GatewaySuperseded`."""
         call = health_pb2_grpc.HealthStub(self.channel).Check(
             health_pb2.HealthCheckRequest(), metadata=self.metadata, timeout=timeout
         )
@@ -79,8 +77,7 @@ class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
     `state` is "starting", "ready" or, while silent, "unresponsive". `worker` and `details` are set
-    when ready, `version` by the first heartbeat. `reason` explains an earlier end.
-    """
+    when ready, `version` by the first heartbeat. `reason` explains an earlier end."""
 
     worker_id: str
     kind: WorkerKind

@@ -7,5 +7,4 @@
 - `responses`: encodes results, and buffers streamed tokens.
 
 To add a field to a request, parse it in `request_parser`, carry it in `EngineRequest`, compute it
-in the engine, and encode it in `responses`.
-"""
+in the engine, and encode it in `responses`."""

@@ -8,8 +8,7 @@ waits long. Requests added between two steps arrive together. All other calls wa
 in order, so all earlier output is known then.
 
 The engine's process ends with this one: the kernel kills it (`die_with_parent`). If it ends by
-itself, the engine is lost.
-"""
+itself, the engine is lost."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class EngineProcess:
     def fork(cls, start: Start, *, model: Path, patience: float) -> EngineProcess:
         """Fork a process that makes the model's engine by `start`.
 
-        `patience` limits its start, each call and each step, in seconds.
-        """
+        `patience` limits its start, each call and each step, in seconds."""
         ours, theirs = Pipe()
         _limit_waits(ours, patience)
         parent = os.getpid()
@@ -100,8 +98,7 @@ class EngineProcess:
         """Wait for the engine and return it. Raises the errors of `start`, and
         `EngineProcessEnded`.
 
-        `on_lost` is called in another thread if the process ends later.
-        """
+        `on_lost` is called in another thread if the process ends later."""
         self.facts = cast("EngineFacts", self._answer("its start"))
         self._on_end = on_lost
         if self._status is not None:
@@ -277,8 +274,7 @@ class EngineProcess:
 def _limit_waits(connection: Connection, seconds: float) -> None:
     """Limit the wait for a stopped process, which neither reads nor ends.
 
-    A write to a full pipe, or a read of half a message, raises `BlockingIOError` then.
-    """
+    A write to a full pipe, or a read of half a message, raises `BlockingIOError` then."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
         pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -1,7 +1,6 @@
 """The engine's process: executes the commands of the sampler's process, and computes ahead.
 
-`engine_process.py` is the other end of the pipe.
-"""
+`engine_process.py` is the other end of the pipe."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ class EngineServer:
     def _receive(self) -> None:
         """Read all messages at once, so that the other end never waits to send.
 
-        The process ends when the pipe closes.
-        """
+        The process ends when the pipe closes."""
         try:
             while True:
                 message = self._connection.recv()

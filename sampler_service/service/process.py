@@ -2,8 +2,7 @@
 
 The port is bound and reported before vLLM is imported. The engine is made in the thread that steps
 it, or in its own process, forked first (`engine_process.py`). Until it is ready, the gRPC health is
-NOT_SERVING.
-"""
+NOT_SERVING."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def run() -> NoReturn:
 def _confined(spec: WorkerSpec) -> WorkerSpec:
     """Confine this process to its devices. Returns the specification for them.
 
-    Raises `WorkerStartFailed`.
-    """
+    Raises `WorkerStartFailed`."""
     if not spec.devices:
         return spec
     settings = spec.sampler or SamplerSettings()

@@ -6,8 +6,7 @@ tokens always stop.
 
 `target_prompt_tokens` is an int64 tensor [prompt - 1, K] of token ids, dense or sparse (CSR). Its
 row i is about prompt token i + 1, and -1 leaves a cell out. The answer has this shape and layout,
-with 0.0 in such cells.
-"""
+with 0.0 in such cells."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class TargetTensor:
     """Token ids to score in place of the prompt's.
 
     `ids` and `rows` are flat: cell j holds `ids[j]` in row `rows[j]`. A sparse tensor keeps its
-    indices, `crow` and `columns`.
-    """
+    indices, `crow` and `columns`."""
 
     ids: Int64Array
     rows: Int64Array
@@ -141,8 +139,7 @@ class TargetTensor:
 def parse_targets(payload: bytes, *, prompt: int, facts: EngineFacts) -> TargetTensor | None:
     """Return the targets for a prompt of `prompt` tokens, or None.
 
-    Raises `MalformedPayload`, `InvalidRequest` or `TokenOutOfVocabulary`.
-    """
+    Raises `MalformedPayload`, `InvalidRequest` or `TokenOutOfVocabulary`."""
     if not payload:
         return None
     try:

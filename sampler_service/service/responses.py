@@ -2,8 +2,7 @@
 
 Arrays are little-endian: tokens int32, logprobs float32, NaN for a missing logprob. The buffer
 merges unread tokens into one delta per sample. So the engine never waits for a reader, and the
-buffer never exceeds the final response.
-"""
+buffer never exceeds the final response."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def encode_response(
 ) -> bytes:
     """Return a `tandem.wire.v1.SampleResponse` with the requested parts.
 
-    `versions` lists the versions of each sample.
-    """
+    `versions` lists the versions of each sample."""
     message = wire.SampleResponse(
         sequences=[
             _sequence(sample, runs) for sample, runs in zip_longest(result.samples, versions)

@@ -1,7 +1,6 @@
 """One gateway's open sample requests and the replies to them.
 
-Both travel in batches, because a gRPC call costs as much as a short sample.
-"""
+Both travel in batches, because a gRPC call costs as much as a short sample."""
 
 from __future__ import annotations
 

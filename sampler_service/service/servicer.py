@@ -56,8 +56,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """Answers calls as soon as the port is bound. `ready` gives it the engine.
 
     Before that, calls end with UNAVAILABLE. A user's mistake or a failed operation becomes a
-    `Failure` in the reply. `WorkerServer` checks the secret, and `fence` the lease.
-    """
+    `Failure` in the reply. `WorkerServer` checks the secret, and `fence` the lease."""
 
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
         """`timeout` limits the wait for a stream's reader, in seconds."""
@@ -371,8 +370,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     ) -> ServingEngine:
         """Return the engine for calls that use the device.
 
-        Aborts a call without the lease, and every call during sleep.
-        """
+        Aborts a call without the lease, and every call during sleep."""
         serving = await self._engine(context)
         state = serving.scheduler.status.state
         self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)

@@ -10,5 +10,4 @@
 - In vLLM's worker: `worker_extension` loads weights, `prompt_scoring` scores prompts,
   `adapter_sums` compares an adapter with its files.
 
-Another engine would be a folder like this one, constructed in `service/process.py`.
-"""
+Another engine would be a folder like this one, constructed in `service/process.py`."""

@@ -2,8 +2,7 @@
 
 vLLM adapts the output head only of some classes of models. All heads compute alike, so every head
 gets an adapter layer here. Embeddings and experts get none, because the trainer does not adapt
-them.
-"""
+them."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def adapt_heads(runner: GPUModelRunner) -> None:
 def _whole_in_files(model: torch.nn.Module, directory: Path) -> dict[str, list[str]]:
     """Return layers that vLLM stacks, but that the files and adapters hold as one.
 
-    vLLM's table is wrong for some models.
-    """
+    vLLM's table is wrong for some models."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     stacked = {
@@ -114,8 +112,7 @@ def _adapt_head(manager: LoRAModelManager) -> None:
 def leave_experts_plain() -> None:
     """Let a mixture of experts have adapters of its other layers.
 
-    vLLM computes adapted experts only on a GPU.
-    """
+    vLLM computes adapted experts only on a GPU."""
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import MoERunner, layer
 
@@ -145,8 +142,7 @@ def leave_experts_plain() -> None:
 def multiply_by_slot() -> None:
     """On a CPU, multiply an adapter's matrices with all of its rows at once.
 
-    vLLM copies the matrices for each row, and takes -1 (no adapter) for the last slot.
-    """
+    vLLM copies the matrices for each row, and takes -1 (no adapter) for the last slot."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 

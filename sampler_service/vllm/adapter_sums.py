@@ -2,8 +2,7 @@
 
 vLLM keeps an adapter on the host, with B multiplied by alpha / rank, and copies it into a slot. The
 slot must hold the numbers of the files (`tandem/weights/sums.py`). The canary alone would accept a
-missing adapter, because its bfloat16 tolerance exceeds many adapters' effect.
-"""
+missing adapter, because its bfloat16 tolerance exceeds many adapters' effect."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def _in_slot(
     """Yield the named A [.., largest rank, in] and B [.., out, rank] of each part of a layer, such
     as q.
 
-    A is zero beyond its rank, so B has no effect there.
-    """
+    A is zero beyond its rank, so B has no effect there."""
     for name, layer in manager.modules.items():
         if _EXPERTS in name:
             continue

@@ -100,8 +100,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
 def engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
     """Return the configuration of an engine. `fit` limits its length to the KV cache.
 
-    vLLM does this only for the length -1, and then finds the model's length in other places.
-    """
+    vLLM does this only for the length -1, and then finds the model's length in other places."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     if not torch.cuda.is_available():
         _check_heads(config.model_config)

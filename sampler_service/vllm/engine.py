@@ -10,8 +10,7 @@ Differences from vLLM's own behaviour:
 - A request with n samples becomes n requests of vLLM (`sampling_parameters.py`).
 - Chunked prefill is off on a CPU, where a seeded request in chunks crashes vLLM.
 - Grammars are compiled beforehand (`structured_output.py`), and vLLM only masks tokens with them
-  (`grammars.py`). vLLM itself would need a tokenizer at the start.
-"""
+  (`grammars.py`). vLLM itself would need a tokenizer at the start."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ class VllmEngine:
     ) -> None:
         """`sleeps`: the engine must support `sleep`.
 
-        `on_lost` is called in another thread when one of its processes dies.
-        """
+        `on_lost` is called in another thread when one of its processes dies."""
         args = engine_args(model, settings, sleeps=sleeps)
         self._model = model
         self._settings = settings
@@ -168,8 +166,7 @@ class VllmEngine:
     def _place(self, step: StepOutput) -> None:
         """Hand to vLLM the requests for which it has room.
 
-        Others wait here, so that followers find room while the first sample holds the prompt.
-        """
+        Others wait here, so that followers find room while the first sample holds the prompt."""
         self._place_followers()
         placed = self._scheduler.get_num_unfinished_requests()
         placed += sum(len(pending.followers) for pending in self._led.values())

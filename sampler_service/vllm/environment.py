@@ -1,8 +1,7 @@
 """Sets the environment for vLLM's fast and quiet start.
 
 Libraries read most variables at their import. So the process replaces itself once, before it reads
-its specification.
-"""
+its specification."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def restart_with_environment(arguments: list[str]) -> None:
     """Replace this process by itself with the right environment. Returns in the new process.
 
-    The unread standard input and the report's descriptor survive.
-    """
+    The unread standard input and the report's descriptor survive."""
     if os.environ.pop(_MARK, None):
         return
     environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())

@@ -1,8 +1,7 @@
 """vLLM's worker for GPUs, with a memory budget independent of other processes.
 
 vLLM measures the whole device's free memory at its start, so other processes shrink its KV cache or
-make it fail. Here torch counts this process's memory. The model may have adapters of its head.
-"""
+make it fail. Here torch counts this process's memory. The model may have adapters of its head."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class BudgetedWorker(Worker):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """Compute the largest batch once. Returns the bytes for the KV cache.
 
-        Raises `WorkerStartFailed` if none are left.
-        """
+        Raises `WorkerStartFailed` if none are left."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

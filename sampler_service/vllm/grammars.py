@@ -3,8 +3,7 @@
 vLLM asks a grammar object per request for a bitmask before each draw, and passes it the drawn
 token. It would compile the grammar in the engine, with a tokenizer. Here it gets one from
 `structured_output.py`. A complete grammar also allows the request's stop tokens. If it cannot
-continue, only they are allowed.
-"""
+continue, only they are allowed."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     """One sample's position in its grammar.
 
     If it cannot continue, `error` holds the reason and vLLM ends the sample. The matcher is made at
-    the first use.
-    """
+    the first use."""
 
     def __init__(self, grammar: CompiledGrammar, stops: Iterable[int]) -> None:
         self.stops = frozenset(stops)
@@ -112,8 +110,7 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
     """Hands vLLM the grammars that it would compile.
 
     Use: `grammars = PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar, stops)`
-    before each `engine.add_request` with one.
-    """
+    before each `engine.add_request` with one."""
 
     @classmethod
     def install(cls, engine: LLMEngine) -> PrecompiledGrammars:

@@ -3,8 +3,7 @@
 A release may move these names or change their meaning. So an engine starts only with a version in
 `CHECKED`. To add one, put it there and into `constraints/`. Then run `tests/component/sampler` with
 it, and `make test-gpu` on a GPU. `NAMES` lists the names to find in its sources. vLLM is changed
-only here and in `adapter_internals`.
-"""
+only here and in `adapter_internals`."""
 
 from __future__ import annotations
 
@@ -198,8 +197,7 @@ def meet_in_a_file() -> None:
 def inspect_models_here() -> None:
     """Let vLLM inspect a model's class in this process.
 
-    Otherwise another process imports vLLM again, to avoid CUDA here.
-    """
+    Otherwise another process imports vLLM again, to avoid CUDA here."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
@@ -240,8 +238,7 @@ def finish_batches(engine: LLMEngine) -> Iterator[RequestOutput]:
 def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> None:
     """Let requests continue with another adapter, as if the cache were full.
 
-    Cache entries depend on the adapter's name. Each worker needs `use_adapter_in` too.
-    """
+    Cache entries depend on the adapter's name. Each worker needs `use_adapter_in` too."""
     scheduler = scheduler_of(engine)
     for id_ in ids:
         request = scheduler.requests[id_]
@@ -295,8 +292,7 @@ class RequestStep:
     """A step's part of a request: `tokens` tokens after `before` earlier ones.
 
     Its hidden states start at `row`. `arguments` are the request's extra ones. `adapter` 0 means
-    none.
-    """
+    none."""
 
     arguments: Mapping[str, object]
     before: int
@@ -312,8 +308,7 @@ def _is_second(runner: GPUModelRunner) -> bool:
 def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
     """Call `hook` after each step, in place of vLLM's prompt scoring.
 
-    It gets all hidden states [tokens, hidden] and each request's part of them.
-    """
+    It gets all hidden states [tokens, hidden] and each request's part of them."""
     if _is_second(runner):
         runner.prompt_logprobs_worker = _SecondPromptHook(runner, hook)
         return
@@ -381,8 +376,7 @@ class _SecondPromptHook:
 def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
     """Let preempted requests continue with another adapter.
 
-    The second model runner gets a resumed request anew.
-    """
+    The second model runner gets a resumed request anew."""
     if _is_second(runner):
         return
     for id_ in ids:
@@ -421,8 +415,7 @@ def load_in_place(
 def load_plain_layers() -> None:
     """Let a layer with adapters pass loaded tensors to its plain layer, as newer releases do.
 
-    0.26 knows no tensor of these names.
-    """
+    0.26 knows no tensor of these names."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -444,8 +437,7 @@ def load_plain_layers() -> None:
 def skip_router_kernels() -> None:
     """Prevent the compilation of kernels for routers.
 
-    On Hopper, 0.26 compiles 17 of them at each start for every model.
-    """
+    On Hopper, 0.26 compiles 17 of them at each start for every model."""
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
     ll_bf16._cutedsl_available = False
@@ -457,8 +449,7 @@ def skip_router_kernels() -> None:
 def multiply_plainly() -> None:
     """Let linear layers multiply with their own weights.
 
-    vLLM packs weights into oneDNN's memory, which cannot be compared with files.
-    """
+    vLLM packs weights into oneDNN's memory, which cannot be compared with files."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -496,8 +487,7 @@ def padded_linear(
 def forget_packed_experts(runner: GPUModelRunner) -> None:
     """Let the next load pack experts again.
 
-    vLLM assumes that an existing kernel reads them unpacked, which is wrong on a CPU.
-    """
+    vLLM assumes that an existing kernel reads them unpacked, which is wrong on a CPU."""
     if runner.device.type != "cpu":
         return
     for module in runner.get_model().modules():
@@ -509,8 +499,7 @@ def forget_packed_experts(runner: GPUModelRunner) -> None:
 def parts_of_worker(layer: torch.nn.Module, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a worker's part of a layer's weight or bias, split if workers share some of it.
 
-    With fewer key-value heads than workers, keys and values are separate.
-    """
+    With fewer key-value heads than workers, keys and values are separate."""
     if getattr(layer, "num_kv_head_replicas", 1) == 1:
         return {"": parameter}
     queries = layer.num_heads * layer.head_size

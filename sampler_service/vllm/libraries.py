@@ -10,8 +10,7 @@ from sampler_service.vllm.environment import is_cpu_build
 def import_libraries() -> None:
     """Import vLLM, with the parts that every engine uses.
 
-    The garbage collector, which would take seconds in vain, is off until the engine is made.
-    """
+    The garbage collector, which would take seconds in vain, is off until the engine is made."""
     gc.disable()
     import sampler_service.vllm.engine  # noqa: F401
 

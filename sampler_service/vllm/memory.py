@@ -2,8 +2,7 @@
 
 On a GPU this is vLLM's sleep mode, which vLLM (0.32) lacks on a CPU. There, the pages of a tensor
 are given back (`MADV_DONTNEED`, madvise(2)). The tensor keeps its address and reads as zeros until
-it is written, so waking is free.
-"""
+it is written, so waking is free."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def memory_share(wanted: int, *, free: int, total: int) -> float:
 def cache_bytes(budget: int, *, peak: int) -> int:
     """Return the KV cache's part of a budget, after torch's `peak`.
 
-    Raises `WorkerStartFailed` if there is none.
-    """
+    Raises `WorkerStartFailed` if there is none."""
     left = budget - peak - OUTSIDE_TORCH
     if left <= 0:
         raise WorkerStartFailed(
@@ -59,8 +57,7 @@ def cache_bytes(budget: int, *, peak: int) -> int:
 class Sleeper(Protocol):
     """The device-specific part of `Engine`.
 
-    The engine is idle, and has no adapters when its weights are dropped.
-    """
+    The engine is idle, and has no adapters when its weights are dropped."""
 
     def sleep(self, level: SleepLevel) -> None: ...
 

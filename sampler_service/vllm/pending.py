@@ -28,8 +28,7 @@ class PendingRequest:
 
     `followers` wait until the first sample has computed the prompt. `ids` are vLLM's. `outputs`
     belong to ended samples. `reported` counts tokens in earlier deltas. `carried_at` lists a
-    sample's length at each change of weights.
-    """
+    sample's length at each change of weights."""
 
     request: EngineRequest
     unfinished: set[int]
@@ -87,8 +86,7 @@ class PendingRequest:
     def _sample(self, output: CompletionOutput, *, start: int = 0) -> SampledTokens:
         """Return a sample, or its part from token `start` on.
 
-        vLLM samples at least one token, which is dropped for a request of none.
-        """
+        vLLM samples at least one token, which is dropped for a request of none."""
         if not self.request.max_tokens:
             start = len(output.token_ids)
         logprobs: SampledLogprobs = output.logprobs

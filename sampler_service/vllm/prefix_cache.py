@@ -6,8 +6,7 @@ turns the cache off then. Here, a request reads whole blocks up to the first sco
 More: the cache holds whole blocks, so each sample of one prompt would compute the last, partial
 block again. Here the other samples of a group *follow* the first one. Once it has computed the
 prompt, they take all keys and values except the last token's. vLLM copies a partly shared block, as
-it does for models with a recurrent state.
-"""
+it does for models with a recurrent state."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 vLLM's own prompt logprobs support no chosen targets, draws or suffix, and hold the logits of a
 whole prompt. On a CPU (0.32) they crash the engine if an adapter changes the output head. Here
 logits are computed in chunks of at most `_LOGIT_BYTES`. A token is scored from the state one
-position before it.
-"""
+position before it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The logprobs of sampled tokens, as arrays.
 
-vLLM appends each value to Python lists, and a request may ask for millions.
-"""
+vLLM appends each value to Python lists, and a request may ask for millions."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 class SampledLogprobs:
     """The logprobs of one sample: a row per token, with the token first, then the `topk` likeliest.
 
-    Bytes grow without an object per row.
-    """
+    Bytes grow without an object per row."""
 
     def __init__(self, topk: int) -> None:
         self._topk = topk
@@ -40,8 +38,7 @@ class SampledLogprobs:
     def topk(self, start: int) -> TopK | None:
         """Return the likeliest tokens [n, k] from `start` on, or None.
 
-        Cells of filtered tokens are empty.
-        """
+        Cells of filtered tokens are empty."""
         if not self._topk:
             return None
         ids = np.frombuffer(self._ids, np.int32).reshape(-1, self._topk)[start:]

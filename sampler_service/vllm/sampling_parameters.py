@@ -2,8 +2,7 @@
 
 - Each sample is its own request, with a seed hashed from (s, i). With vLLM's s + i, neighbouring
   seeds would share samples.
-- `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`).
-"""
+- `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def parameters_of(
     """Return the parameters of sample `index`.
 
     It scores the prompt by `scoring`, and shares the prefill of `leader`, vLLM's id of another
-    sample.
-    """
+    sample."""
     seeded = request.seed is not None and request.temperature > 0
     extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None
     if scoring is not None and scoring.start is not None:

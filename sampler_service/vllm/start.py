@@ -29,8 +29,7 @@ def start_engine(
 ) -> VllmEngine:
     """Import vLLM and return an engine that has computed a token.
 
-    Raises `WorkerStartFailed`, and vLLM's own errors.
-    """
+    Raises `WorkerStartFailed`, and vLLM's own errors."""
     if not (model / "config.json").is_file():
         raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
     check_version()

@@ -1,8 +1,7 @@
 """Extends vLLM's worker: in-place loads, prompt scoring, sleep.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's.
-"""
+vLLM's."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class WeightsExtension:
     def tandem_prepare(self, *, seed: int) -> None:
         """Prepare the worker. `seed` is for samples without one, and equal in an engine's workers.
 
-        vLLM's own is 0 in all engines.
-        """
+        vLLM's own is 0 in all engines."""
         if self._tandem_workers > 1:  # this is vLLM's process
             configure_logging(service="sampler")
         torch.manual_seed(seed)

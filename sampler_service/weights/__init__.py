@@ -9,5 +9,4 @@
 
 `loader` and `adapters` verify manifest and tensors before they change anything. They compare the
 engine's logprobs with the trainer's (the canary) before a version serves. To add another source of
-weights, extend `Loader.verify`, `Loader.place` and `Engine`.
-"""
+weights, extend `Loader.verify`, `Loader.place` and `Engine`."""

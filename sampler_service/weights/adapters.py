@@ -3,8 +3,7 @@
 An adapter has PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) and our manifest.
 Before the load, any thread checks (`read_ahead`) the manifest, the settings, and that every pair A
 [r, in], B [out, r] fits a matrix of the base model. After it, the engine computes the trainer's
-canary beside running requests.
-"""
+canary beside running requests."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _FLOATING = {"F32", "F16", "BF16"}
 def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str) -> None:
     """Raise `LoadFailed` unless the engine can compute with the adapter as its trainer did.
 
-    `base` has the base model's tensors. `name` is for messages.
-    """
+    `base` has the base model's tensors. `name` is for messages."""
     config = read_again(read_json, directory / CONFIG_NAME)
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
@@ -99,8 +97,7 @@ class AdapterCache:
     """The adapters in an engine. A full one evicts the least recently used without a request.
 
     Use in the engine's thread: `make_room(...)`, then `add(verified)`. Step the engine and pass
-    every result to `take_canary`. Once `ready(version)`, add requests that name it.
-    """
+    every result to `take_canary`. Once `ready(version)`, add requests that name it."""
 
     def __init__(
         self,
@@ -147,8 +144,7 @@ class AdapterCache:
     def make_room(self, *, needed: Collection[str]) -> bool:
         """Make room for one more adapter, by evicting one outside of `needed` if necessary.
 
-        Returns False if that is impossible.
-        """
+        Returns False if that is impossible."""
         if not self.full:
             return True
         evictable = [
@@ -164,8 +160,7 @@ class AdapterCache:
     def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of an adapter, in any thread. Raises `LoadFailed`.
 
-        `go_on` is called before each piece, and stops the reading by raising.
-        """
+        `go_on` is called before each piece, and stops the reading by raising."""
         facts = self._engine.facts
         if not facts.max_lora_rank:
             raise LoadFailed(f"{version.name} is an adapter; this sampler was started without any")
@@ -184,8 +179,7 @@ class AdapterCache:
     def add(self, verified: Verified) -> LoadOutcome | None:
         """Load an adapter. Returns the outcome, or None if `take_canary` will return it.
 
-        Raises `LoadFailed` and then has changed nothing.
-        """
+        Raises `LoadFailed` and then has changed nothing."""
         version, canary = verified.version, verified.canary
         assert version not in self
         started = self._clock()

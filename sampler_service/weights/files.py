@@ -1,8 +1,7 @@
 """The safetensors files of a model's directory, with the patches of a delta.
 
 A delta is read from its own directory and its base version's (`tandem.weights.delta`). Changed
-tensors are copied from the base's file and patched, one at a time.
-"""
+tensors are copied from the base's file and patched, one at a time."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def header_of(file: Path) -> bytes:
 def weights_files(directory: Path) -> list[WeightsFile]:
     """Return the safetensors files of a model's directory.
 
-    Raises `LoadFailed` for a delta without its base, and `OSError` for a missing file.
-    """
+    Raises `LoadFailed` for a delta without its base, and `OSError` for a missing file."""
     manifest = _manifest_of(directory)
     if manifest is None:
         return [WeightsFile(path) for path in model_files(directory)]
@@ -146,8 +144,7 @@ def verified_tensors(
     """Yield the names and values of a file's tensors. The version's own files must be verified.
 
     The result of a patch is compared with its checksum. Raises `LoadFailed` that names the damaged
-    file, `OSError`, and the errors of `go_on`.
-    """
+    file, `OSError`, and the errors of `go_on`."""
     if file.patch is None:
         yield from ((source.name, source.stored) for source in file.sources())
         return

@@ -2,8 +2,7 @@
 
 A handoff is opened once, while the engine loads it, and closed with its last tensor. The engine's
 sums are compared with the trainer's sums of its files. See "Handed over on one device" in
-docs/design/models.md.
-"""
+docs/design/models.md."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ _TYPES = {
 def open_handoff(handoff: common_pb2.Handoff) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of all tensors in the trainer's memory.
 
-    Raises `LoadFailed` if the memory is gone, and `RuntimeError` from torch and CUDA.
-    """
+    Raises `LoadFailed` if the memory is gone, and `RuntimeError` from torch and CUDA."""
     memory = _on_gpu(handoff) if handoff.HasField("cuda") else _on_host(handoff)
     return _tensors(handoff, memory)
 
@@ -81,8 +79,7 @@ def _on_host(handoff: common_pb2.Handoff) -> torch.Tensor:
 def _on_gpu(handoff: common_pb2.Handoff) -> torch.Tensor:
     """Open the memory of a GPU.
 
-    After the trainer closes its copy, at the latest at its deadline, reading gives wrong sums.
-    """
+    After the trainer closes its copy, at the latest at its deadline, reading gives wrong sums."""
     import torch
 
     where, device = handoff.cuda, torch.cuda.current_device()

@@ -9,8 +9,7 @@ shapes and dtypes of all tensors. After the load come four checks:
 4. The engine's logprobs equal the trainer's at publication (the canary).
 
 The sums find a single changed bit, but no wrong place. The canary finds that, within its tolerance.
-A base model has neither manifest nor canary.
-"""
+A base model has neither manifest nor canary."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 class LoadableVersion:
     """A weight version in a request, identified by its name.
 
-    An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read.
-    """
+    An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read."""
 
     name: str
     path: Path
@@ -77,8 +75,7 @@ class LoadOutcome:
     """A successful load. `seconds` is the time without sampling.
 
     `canary_difference` is NaN without a canary. `handed_off`: the weights came from memory.
-    `handoff_failure` is the reason if files were read instead.
-    """
+    `handoff_failure` is the reason if files were read instead."""
 
     version: LoadableVersion
     bytes: int
@@ -93,8 +90,7 @@ class Verified:
     """A version with whole files that fit the engine.
 
     `sums` are None if the engine's cannot be compared. A version with a `handoff` is loaded from
-    it, without its files. After `handoff_failure` it has none.
-    """
+    it, without its files. After `handoff_failure` it has none."""
 
     version: LoadableVersion
     canary: Canary | None = None
@@ -107,8 +103,7 @@ class Verified:
 class Loader:
     """Loads versions into one engine. `base` defines the tensors of a version.
 
-    `verify` needs no engine. `place` needs the weights' memory, and `confirm` also the KV cache.
-    """
+    `verify` needs no engine. `place` needs the weights' memory, and `confirm` also the KV cache."""
 
     def __init__(self, engine: Engine, *, base: Path, tolerance: float) -> None:
         """The engine must hold the weights of `base`. `tolerance` limits a canary's logprob
@@ -127,8 +122,7 @@ class Loader:
     def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of a version, in any thread. Raises `LoadFailed`.
 
-        `go_on` is called before each piece, and stops the reading by raising.
-        """
+        `go_on` is called before each piece, and stops the reading by raising."""
         if version.handoff is None:
             return self._read_files(version, go_on)
         try:
@@ -170,8 +164,7 @@ class Loader:
     def place(self, verified: Verified) -> None:
         """Put a version's weights into the idle engine.
 
-        Raises `WeightsTouched`, after which the engine needs another load.
-        """
+        Raises `WeightsTouched`, after which the engine needs another load."""
         version = verified.version
         if version.handoff is not None:
             missing = self._engine.load_handoff(version.handoff)
@@ -184,8 +177,7 @@ class Loader:
     def confirm(self, verified: Verified) -> float:
         """Check the sums, empty the prefix cache, and compare the canary. Raises `WeightsTouched`.
 
-        Returns the largest logprob difference, or NaN without a canary.
-        """
+        Returns the largest logprob difference, or NaN without a canary."""
         name, canary = verified.version.name, verified.canary
         self._compare_sums(verified)
         if not self._engine.reset_prefix_cache():
@@ -203,8 +195,7 @@ class Loader:
     ) -> WeightSums | None:
         """Read all tensors of a version with verified files, and apply a delta's patches.
 
-        Returns their sums, or None if the engine's cannot be compared.
-        """
+        Returns their sums, or None if the engine's cannot be compared."""
         adds_up = self._adds_up
         if not adds_up and not manifest.delta_of:
             return None
@@ -228,8 +219,7 @@ class Loader:
         """Raise `WeightsTouched` if the engine's numbers differ from the version's files.
 
         The comparison supposes that the engine stores numbers unchanged. If sums differ, the base
-        model's files show whether it does. If not, the canary must suffice.
-        """
+        model's files show whether it does. If not, the canary must suffice."""
         version = verified.version
         wanted = self._base_sums if version.is_base else verified.sums
         wrong = [] if wanted is None else differing(self._engine.weight_sums(), wanted)
@@ -295,8 +285,7 @@ def verified_manifest(
     """Check a version's files and canary against the engine. Returns the manifest.
 
     Files are compared by `checksums`, or else by size. `go_on` is called before each piece. Raises
-    `LoadFailed`.
-    """
+    `LoadFailed`."""
     manifest = open_version(
         version.path, name=version.name, checksums=checksums, go_on=go_on, threads=threads
     )
@@ -346,8 +335,7 @@ Inventory = dict[str, TensorEntry]
 def read_inventory(directory: Path) -> Inventory:
     """Return the dtypes and shapes of a directory's tensors by name, read from the headers.
 
-    Raises `LoadFailed` if a file is damaged or not safetensors, or if a name occurs twice.
-    """
+    Raises `LoadFailed` if a file is damaged or not safetensors, or if a name occurs twice."""
     inventory: Inventory = {}
     for file in weights_files(directory):
         for name, entry in _read_header(file.path).items():
@@ -392,8 +380,7 @@ def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
 def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> None:
     """Raise `LoadFailed` unless a version has exactly the engine's tensors.
 
-    Names and shapes must be equal. The engine converts floating dtypes.
-    """
+    Names and shapes must be equal. The engine converts floating dtypes."""
     missing = sorted(expected.keys() - offered.keys())
     foreign = sorted(offered.keys() - expected.keys())
     if missing or foreign:

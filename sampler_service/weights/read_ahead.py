@@ -2,8 +2,7 @@
 
 The data stays in the system's page cache, which all processes of an engine share. If a version
 exceeds the free memory, the load reads a part again. A thread that hangs on a volume is abandoned
-after the time limit.
-"""
+after the time limit."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class ReadAhead:
     """Reads one version at a time, and keeps its outcome until another is wanted.
 
     Use in the engine's thread: `want(version)`. Once `outcome(version)` is a `Verified`, call
-    `take(version)`.
-    """
+    `take(version)`."""
 
     def __init__(
         self,
@@ -55,8 +53,7 @@ class ReadAhead:
     ) -> None:
         """`timeout` limits a reading, in seconds of `clock`.
 
-        `on_done` is called in the reader's thread. `start` begins a reading.
-        """
+        `on_done` is called in the reader's thread. `start` begins a reading."""
         self._verify = verify
         self._timeout = timeout
         self._clock = clock

@@ -5,8 +5,7 @@ threads copy the next tensors and apply a delta's changes meanwhile. With severa
 sends only its own part over the bus.
 
 Every tensor has its own memory from torch, freed with its last reference. A fixed buffer would not
-do, because vLLM keeps tensors until their layer is complete.
-"""
+do, because vLLM keeps tensors until their layer is complete."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def staging_threads(device: str, *, workers: int) -> int:
     """Return the number of staging threads of a worker. 0 means no staging.
 
     Each worker stages all tensors but needs only a part. From five workers on, unpinned memory
-    should be as fast, by arithmetic.
-    """
+    should be as fast, by arithmetic."""
     if device != "cuda" or workers > _MOST_WORKERS:
         return 0
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // workers))

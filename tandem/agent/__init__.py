@@ -13,8 +13,7 @@
 
 A stack runs an agent beside its gateway. `tandem agent` starts one by hand. The agent imports no
 torch, vLLM or web framework. It holds every worker's lifeline, so its end ends its workers. To add
-a call, extend the proto file, `AgentServicer` and `ProcessLauncher`.
-"""
+a call, extend the proto file, `AgentServicer` and `ProcessLauncher`."""
 
 SENTENCE = "tandem agent: "
 """Begins the line of standard error with which an agent explains a failed start."""

@@ -1,7 +1,6 @@
 """Runs the agent in the foreground: `python -m tandem.agent --data-dir DATA`.
 
-`--listen HOST:PORT` and its companions serve the gateway of another host.
-"""
+`--listen HOST:PORT` and its companions serve the gateway of another host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Checks an agent: `python -m tandem.agent.check DATA` exits with status 0 if it answers.
 
-A container's health check runs it every few seconds, so it imports little.
-"""
+A container's health check runs it every few seconds, so it imports little."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The environment of `tandem up` may hold secrets of other programs. A list of excluded names would
 miss some, so this is a list of kept names. A kept variable is still dropped if its name is a
-secret's, such as HF_TOKEN, or if its value is an address with a password.
-"""
+secret's, such as HF_TOKEN, or if its value is an address with a password."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ class Host:
     """A host and its limits.
 
     `cores` are the numbers of this process's cores. `memory_bytes` respects a container's limit.
-    `backends` are the `known_backends` of trainers.
-    """
+    `backends` are the `known_backends` of trainers."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -65,8 +64,7 @@ def accelerators() -> tuple[Accelerator, ...]:
     """Return the NVIDIA devices of this process, none without a driver.
 
     A device that does not answer is left out. Raises `InvalidRequest` for MIG instances, and for an
-    ambiguous name in CUDA_VISIBLE_DEVICES.
-    """
+    ambiguous name in CUDA_VISIBLE_DEVICES."""
     try:
         import pynvml
     except ImportError:
@@ -122,8 +120,7 @@ def accelerator_named(name: str, found: Sequence[Accelerator]) -> Accelerator | 
 def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerator, ...]:
     """Return the devices in CUDA_VISIBLE_DEVICES, or all if it is unset (None).
 
-    CUDA stops reading at the first unknown name.
-    """
+    CUDA stops reading at the first unknown name."""
     if names is None:
         return tuple(found)
     visible = set[int]()

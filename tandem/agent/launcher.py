@@ -1,8 +1,7 @@
 """`ProcessLauncher` starts workers as processes on this machine.
 
 Each worker leads its own session and process group. The handshake of `tandem.protocol.worker` goes
-over pipes.
-"""
+over pipes."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class ProcessLauncher:
     `command` returns the program for a kind of worker, without `--report-fd N`. Output goes to
     `logs/WORKER.log`, by default in the data directory. `pool` counts the processes to start in
     advance. `suspender` is for workers that cannot sleep. `advertised` is this host's name for
-    other hosts.
-    """
+    other hosts."""
 
     data_dir: Path
     command: Callable[[WorkerKind], list[str]] = default_command
@@ -137,8 +135,7 @@ class ProcessLauncher:
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         """Kill it in time even if the caller goes away.
 
-        An unknown worker has ended, also one of an earlier agent.
-        """
+        An unknown worker has ended, also one of an earlier agent."""
         async with self._spawning:  # waits for a worker that is being spawned
             worker = self._workers.get(worker_id)
             self._stopped.append(worker_id)

@@ -2,8 +2,7 @@
 
 Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it,
 and then gets a specification (`tandem.protocol.worker_link.PooledLink`). Until then it has no name,
-secret, log or devices, and its output goes to the agent's.
-"""
+secret, log or devices, and its output goes to the agent's."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ async def start_child(
 ) -> Child:
     """Start a worker's program with `line` in its standard input and a temporary folder.
 
-    Raises `OSError` if it cannot be executed.
-    """
+    Raises `OSError` if it cannot be executed."""
     # Python makes these descriptors uninheritable. The child gets only the ones below, so no worker
     # holds another's lifeline.
     stdin_fd, lifeline_fd = os.pipe()
@@ -164,8 +162,7 @@ class Pool:
     """Keeps `sizes` idle processes of each kind while memory is free. Make it in an event loop.
 
     They are added one at a time while `quiet`, because a starting worker needs the processors. A
-    process that ends by itself is replaced after a growing delay.
-    """
+    process that ends by itself is replaced after a growing delay."""
 
     def __init__(
         self,
@@ -195,8 +192,7 @@ class Pool:
     async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
         """Turn an idle process into the worker with this specification, with its output in the log.
 
-        Returns None if no process accepts it. Processes that refused are gone.
-        """
+        Returns None if no process accepts it. Processes that refused are gone."""
         waiting = self._idle.get(kind, [])
         while waiting:
             idle = waiting.pop(0)

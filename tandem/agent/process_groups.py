@@ -2,8 +2,7 @@
 
 When an agent is killed, the lifelines kill its workers. A killed process may need seconds to free a
 device's memory, or hang in the kernel. So the next agent serves only after all these groups are
-gone: then an unknown worker is certainly gone.
-"""
+gone: then an unknown worker is certainly gone."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class ProcessGroups:
     async def end_earlier(self) -> None:
         """Kill the remains of an earlier agent's workers, and wait for their end.
 
-        Raises `WorkerStartFailed` if a process stays.
-        """
+        Raises `WorkerStartFailed` if a process stays."""
         earlier, size = self._read()
         deadline = time.monotonic() + _PATIENCE
         while left := [pgid for pgid, since in earlier.items() if _is_left(pgid, since)]:
@@ -72,8 +70,7 @@ class ProcessGroups:
     def _read(self) -> tuple[dict[int, str], int]:
         """Return the groups, with the birth of each first process, and the number of lines.
 
-        A torn line comes from a crashed machine, where all processes have ended.
-        """
+        A torn line comes from a crashed machine, where all processes have ended."""
         if not self._path.exists():
             return {}, 0
         lines = self._path.read_text(errors="replace").splitlines()
@@ -97,8 +94,7 @@ def _is_left(pgid: int, since: str) -> bool:
     """Return whether processes of this very group run.
 
     While a member runs, its number is not used again. If the first process has ended, only the
-    session, which each worker leads, distinguishes it from a later program's group.
-    """
+    session, which each worker leads, distinguishes it from a later program's group."""
     first = process_start(pgid)
     same = first in ("", since) and since.startswith(namespace())
     return same and any(_session(pid) == pgid for pid in group_members(pgid))

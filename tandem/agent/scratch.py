@@ -2,8 +2,7 @@
 
 OpenMP, torch and vLLM remove theirs only at a normal end. So each child of an agent has its own
 folder, which also lists its processes' names in /dev/shm. It is removed after the child, or by the
-next agent of the data directory.
-"""
+next agent of the data directory."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class ScratchFolders:
     def remove(self, folder: Path) -> None:
         """Remove an ended child's folder, and its processes' names in /dev/shm.
 
-        Includes names that its first process made after the last look.
-        """
+        Includes names that its first process made after the last look."""
         notes, first = folder / _NOTES, folder / _PID
         noted = {f.name: f.read_text() for f in notes.iterdir()} if notes.is_dir() else {}
         pid = first.read_text() if first.is_file() else ""
@@ -100,8 +98,7 @@ class ScratchFolders:
     def _is_ours(self) -> bool:
         """Return whether the agent's folder exists and only we can write into it.
 
-        Its path can be guessed, and anybody may make folders beside it.
-        """
+        Its path can be guessed, and anybody may make folders beside it."""
         try:
             about = self._root.lstat()
         except FileNotFoundError:

@@ -54,8 +54,7 @@ class Listening:
     """An agent's address for the gateway of another host.
 
     `tls` is the folder of its certificate, `advertised` the host's name, by which the workers are
-    reached. `logs` is the folder for their logs, where the gateway finds them.
-    """
+    reached. `logs` is the folder for their logs, where the gateway finds them."""
 
     address: str
     advertised: str

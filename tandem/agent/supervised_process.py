@@ -88,8 +88,7 @@ class SupervisedProcess:
     def note_end(self, *, served: bool = True) -> int:
         """Schedule the restart. Returns the number of recent ends.
 
-        Ends before it `served` all count, even if its starts take long.
-        """
+        Ends before it `served` all count, even if its starts take long."""
         now = self._clock()
         self._ends.append(now)
         while served and self._ends[0] < now - MOST_ENDS_WITHIN:

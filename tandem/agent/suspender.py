@@ -3,8 +3,7 @@
 It serves workers that cannot sleep, such as trainers with another package's backend. The agent has
 one `ProcessSuspender`: `CudaCheckpoint`. To add one, for example for a node's snapshot agent,
 implement that protocol. State never goes to disk: CRIU would end the processes, and the restored
-ones would not have the agent as their parent, or its pipes.
-"""
+ones would not have the agent as their parent, or its pipes."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ _DEVICE = re.compile(r"/dev/nvidia(\d+|-uvm)")
 class ProcessSuspender(Protocol):
     """Suspends and resumes processes. Both calls may be repeated.
 
-    They raise `SuspendFailed`. A process may be unusable then, so the worker must be killed.
-    """
+    They raise `SuspendFailed`. A process may be unusable then, so the worker must be killed."""
 
     def why_not(self) -> str:
         """Return why this host cannot do it, or ""."""
@@ -52,8 +50,7 @@ class CudaCheckpoint:
 
     First it locks the CUDA calls of all processes, because ranks wait for each other on their GPUs.
     Then it moves each. The program cannot restore a process that it failed to move. It refuses
-    memory that CUDA shares between processes, such as NCCL's.
-    """
+    memory that CUDA shares between processes, such as NCCL's."""
 
     find_program: Callable[[str], str | None] = shutil.which
     driver: Callable[[], str] = driver_version

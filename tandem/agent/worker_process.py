@@ -66,8 +66,7 @@ class WorkerProcess:
       processes.
     - `deadline`: when it must be ready, in the event loop's time.
     - `scratch`: its temporary folder. `advertised`: this host's name for other hosts, if they can
-      reach the worker.
-    """
+      reach the worker."""
 
     spec: WorkerSpec
     process: asyncio.subprocess.Process
@@ -177,8 +176,7 @@ class WorkerProcess:
     async def _read_reports(self) -> None:
         """Read the worker's reports until the pipe closes.
 
-        Other lines are logged and skipped: libraries may write to the wrong descriptor.
-        """
+        Other lines are logged and skipped: libraries may write to the wrong descriptor."""
         reader = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader),
@@ -278,8 +276,7 @@ async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
     """Return "" once the worker's health is SERVING, else its last answer in words.
 
     It gives up after `timeout` seconds, or at once if waiting cannot help, as with a wrong secret.
-    It uses the streaming Watch: polling would disturb a worker that loads a model on all cores.
-    """
+    It uses the streaming Watch: polling would disturb a worker that loads a model on all cores."""
     last = "it was not reached"
     metadata = ((SECRET_METADATA_KEY, handle.secret),)
     with suppress(TimeoutError):

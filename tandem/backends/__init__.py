@@ -2,5 +2,4 @@
 
 `registry` finds the names of built-in and installed backends. `memory` computes the bytes that a
 trainer needs. To add a backend, put a file with `BACKEND` into `trainer_service/backends`, or
-register a package in the entry-point group.
-"""
+register a package in the entry-point group."""

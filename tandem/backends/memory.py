@@ -4,8 +4,7 @@ A trainer chooses its micro-batch with it before it loads anything
 (`trainer_service/backends/planning.py`), and the gateway the requests of pods
 (`gateway/workers/launchers/kubernetes/resources.py`). Weights, gradients and moments are exact.
 Activations and logits are estimates: a micro-batch that runs out of memory is halved and computed
-again.
-"""
+again."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class ModelSize:
     They are all `parameters`, those of each of the `blocks`, and those of a rank-1 adapter on all
     matrices (`adapter_width`). `width` adds the inputs and outputs of the matrices that a token
     passes, so only of its experts. `rounded` adds the parameters of each tensor, rounded up to a
-    power of two. `vocabulary` and `hidden` are 0 if the configuration lacks them.
-    """
+    power of two. `vocabulary` and `hidden` are 0 if the configuration lacks them."""
 
     parameters: int
     adapter_width: int
@@ -112,8 +110,7 @@ class TrainerMemory:
     """The memory of one rank of a trainer.
 
     `model` is the rank's part. `trained` and `moments` count the run's numbers. A CPU rank may
-    compute several micro-batches `at_once`. `device` is "cpu" or "cuda".
-    """
+    compute several micro-batches `at_once`. `device` is "cpu" or "cuda"."""
 
     model: ModelSize
     trained: int
@@ -138,8 +135,7 @@ class TrainerMemory:
         """Whether a rank may compute with copies of its weights in the compute dtype, made after
         each step.
 
-        A single rank does so if memory allows.
-        """
+        A single rank does so if memory allows."""
         kept = self.training.state_bytes.weight
         alone = self.ranks == 1 and self.training.lora is None
         return alone and not self.training.weights_on_host and self.width < kept == _FLOAT32
@@ -147,8 +143,7 @@ class TrainerMemory:
     def sharded(self, *, copied: bool) -> bool:
         """Return whether FSDP holds the weights and gathers them in the compute dtype.
 
-        So with several ranks, with weights on the host, and without copies if the dtypes differ.
-        """
+        So with several ranks, with weights on the host, and without copies if the dtypes differ."""
         return (
             self.ranks > 1
             or self.training.weights_on_host
@@ -161,8 +156,7 @@ class TrainerMemory:
         else 0.
 
         They are reduced at the end of the call. Free memory has no influence, because a restored
-        trainer must add in the same order.
-        """
+        trainer must add in the same order."""
         several = self.ranks > 1 and self.training.lora is None  # adapters: once per step
         limit = self.settings.unreduced_gradients_bytes or _UNREDUCED_BYTES[self.device]
         size = _FLOAT32 * self.model.parameters
@@ -229,8 +223,7 @@ class TrainerMemory:
     def _activations(self, tokens: int, *, checkpointed: bool) -> int:
         """A layer keeps its inputs and outputs for the backward pass.
 
-        Checkpointed blocks keep only their inputs, and one block at a time is computed again.
-        """
+        Checkpointed blocks keep only their inputs, and one block at a time is computed again."""
         model, layers = self.model, len(self.model.blocks)
         kept = SAFETY * tokens * model.width
         if checkpointed and layers:
@@ -251,8 +244,7 @@ class TrainerMemory:
 
         It gathers the root (embeddings and head) and two other groups, one of them in advance, and
         reduces gradients by group, in float32. The root's come last and replace the `passing`
-        activations.
-        """
+        activations."""
         if not self.sharded(copied=copied):
             return 0
         groups = [0, 0, *self._groups()]
@@ -305,8 +297,7 @@ class Available:
 class MemoryPlan:
     """The chosen micro-batch, and a rank's bytes by part on its `device` and `host`.
 
-    On a CPU all bytes are in `device`. All ranks have the same plan.
-    """
+    On a CPU all bytes are in `device`. All ranks have the same plan."""
 
     micro_batch_tokens: int
     checkpointing: bool
@@ -333,8 +324,7 @@ def choose(memory: TrainerMemory, available: Available) -> MemoryPlan:
     """Return the plan with the largest micro-batch up to the wanted one, halved until it fits.
 
     Blocks are checkpointed only if `PLAIN_TOKENS` do not fit otherwise. Weights are copied only if
-    that makes no micro-batch smaller. Raises `WorkerStartFailed` with the numbers.
-    """
+    that makes no micro-batch smaller. Raises `WorkerStartFailed` with the numbers."""
     wanted, checkpointing = memory.wanted_tokens, memory.settings.checkpointing
     least = min(LEAST_TOKENS, wanted)
     halves = [wanted >> times for times in range(wanted.bit_length()) if wanted >> times >= least]

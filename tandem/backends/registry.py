@@ -1,8 +1,7 @@
 """The names of trainer backends, found without importing them.
 
 A built-in backend is a file with `BACKEND` in the trainer's folder of backends. A package registers
-its name in the entry-point group `tandem.trainer_backends`.
-"""
+its name in the entry-point group `tandem.trainer_backends`."""
 
 from __future__ import annotations
 

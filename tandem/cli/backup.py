@@ -31,8 +31,7 @@ def backup(
 
     It works while the gateway runs. Weights are not included: copy the data directory afterwards.
 
-    Example: tandem backup /backups/monday
-    """
+    Example: tandem backup /backups/monday"""
     request = {"action": "backup", "folder": str(folder.absolute())}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
     if as_json:
@@ -57,8 +56,7 @@ def restore(
     Stop the gateway first. No file of the data directory is removed. The command lists folders that
     the restored database does not know.
 
-    Example: tandem restore /backups/monday
-    """
+    Example: tandem restore /backups/monday"""
     request = {"action": "restore", "folder": str(folder.absolute()) if folder else None}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
     if as_json:

@@ -84,8 +84,7 @@ def delete(
 ) -> None:
     """Delete checkpoints.
 
-    Their files are removed once nothing uses them.
-    """
+    Their files are removed once nothing uses them."""
     for path in paths:
         _split(path)
     if not yes and not typer.confirm(f"Delete {', '.join(paths)}?"):
@@ -120,8 +119,7 @@ def export(
     Load the result of save_weights_for_sampler or save_weights_external with transformers, or with
     PEFT for a LoRA run. The result of save_state is a trainer's state, for backups.
 
-    Example: tandem checkpoints export tinker://RUN/sampler_weights/final ./final
-    """
+    Example: tandem checkpoints export tinker://RUN/sampler_weights/final ./final"""
     _split(path)
     if directory.exists():
         raise NameTaken(f"{directory} exists already; name a directory that does not")
@@ -220,8 +218,7 @@ def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path 
 def _name_base(config: Path, base: Path) -> str:
     """Write the base model's local folder into an exported adapter, for PEFT.
 
-    Returns a note about merging, or "".
-    """
+    Returns a note about merging, or ""."""
     content = json.loads(config.read_text())
     content |= {"base_model_name_or_path": str(base), "revision": None}
     config.write_text(json.dumps(content, indent=1))

@@ -102,8 +102,7 @@ def call(
 ) -> object:
     """Call the gateway and return its JSON answer. Raises `ServerError` for an error.
 
-    `timeout` is in seconds. `api` is Tandem's own API or the SDK's.
-    """
+    `timeout` is in seconds. `api` is Tandem's own API or the SDK's."""
     endpoint = running_gateway(data_dir)
     try:
         with http_client(
@@ -130,8 +129,7 @@ def run_offline(
     """Send a JSON request to a module of the gateway and return its answer.
 
     The module runs in another process: the command line must not import the gateway. Raises the
-    module's error. `asked` names the subject in the error for a missing answer.
-    """
+    module's error. `asked` names the subject in the error for a missing answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],

@@ -49,8 +49,7 @@ def demo(
 ) -> None:
     """Train a tiny model by reinforcement learning and plot its reward.
 
-    Example: tandem demo --seed 1 --save final
-    """
+    Example: tandem demo --seed 1 --save final"""
     from tandem.demo.run import default_out, run_demo
 
     if algorithm not in ("reward", "grpo"):

@@ -42,8 +42,7 @@ def doctor(
 
     Exits with status 1 if Tandem needs something that does not work.
 
-    Example: tandem doctor --cluster --settings k8s/overlays/mine/settings.env
-    """
+    Example: tandem doctor --cluster --settings k8s/overlays/mine/settings.env"""
     request = {
         "cluster": cluster,
         "namespace": namespace,

@@ -71,8 +71,7 @@ def drain(
 
     Idle workers sleep or end. Running workers continue.
 
-    Example: tandem groups drain gpu0
-    """
+    Example: tandem groups drain gpu0"""
     method = "DELETE" if undo else "POST"
     group = cast(Row, call(data_dir, method, f"groups/{quote(name, safe='')}/drain"))
     if as_json:
@@ -94,8 +93,7 @@ def top(
 ) -> None:
     """Show every worker's turn, wait and reason, and each owner's device seconds.
 
-    The display repeats until Ctrl-C. Use --once to print it once.
-    """
+    The display repeats until Ctrl-C. Use --once to print it once."""
     if once or as_json:
         _look(data_dir, as_json=as_json)
         return

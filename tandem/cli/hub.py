@@ -4,8 +4,7 @@
 keeps complete files. This module chooses top-level files of the model, the tokenizer and
 safetensors, no pickles and no code. Before the large files, it checks that they are a model and fit
 on the disk. Afterwards it compares checksums, and then writes the record by which gateways find the
-model.
-"""
+model."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Wanted:
     """A model to download.
 
     `revision` is a branch, tag or commit of the `repository` at the `hub`. `name` is the clients'
-    name for it. `spare` bytes must stay free on the disk.
-    """
+    name for it. `spare` bytes must stay free on the disk."""
 
     hub: str
     repository: str
@@ -87,8 +85,7 @@ def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
     """Download a model unless it is present, and write its record.
 
     Raises `UserError` for a missing or invalid model, `ServerError` for a fault that may pass, and
-    `OSError`.
-    """
+    `OSError`."""
     if why := model_name_fault(wanted.name):
         raise UserError(why)
     _choose_cache(wanted.directory)
@@ -318,8 +315,7 @@ def _remove_rests(folder: Path) -> None:
 def _choose_cache(directory: Path) -> None:
     """Configure the library before its import: a writable cache folder, no progress bars, no logs.
 
-    In a container, the home folder may not be writable.
-    """
+    In a container, the home folder may not be writable."""
     home = Path(os.environ.get("HF_HOME") or os.environ.get("HOME", "/")).absolute()
     nearest = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(nearest, os.W_OK):

@@ -68,8 +68,7 @@ def create(
 ) -> None:
     """Create a key and show it once.
 
-    Example: tandem keys create --owner alice --expires 30d
-    """
+    Example: tandem keys create --owner alice --expires 30d"""
     body: dict[str, object] = {"owner": owner, "role": role.value, "name": name}
     if expires:
         body["expires_in"] = parse_duration(expires)
@@ -86,8 +85,7 @@ def create(
 def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     """List all keys, including expired and revoked ones.
 
-    The keys themselves are not shown.
-    """
+    The keys themselves are not shown."""
     answer = _ask(data_dir, "list")
     if as_json:
         print_json(answer)

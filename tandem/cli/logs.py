@@ -38,8 +38,7 @@ def logs(
     The list shows each log's run, state, size and time. A worker's log is kept after the worker's
     end.
 
-    Example: tandem logs gateway --follow
-    """
+    Example: tandem logs gateway --follow"""
     data = resolve_data_dir(data_dir)
     if worker is None:
         _list(data, as_json=as_json)

@@ -68,8 +68,7 @@ def add(
     A downloaded model goes into the models directory, where gateways find it. With PATH, the
     running gateway registers that directory under the name.
 
-    Example: tandem models add Qwen/Qwen3-0.6B
-    """
+    Example: tandem models add Qwen/Qwen3-0.6B"""
     if path is None:
         _download(name, revision, as_name, directory, data_dir, as_json)
         return
@@ -197,8 +196,7 @@ def remove(
     """Remove a base model's name.
 
     Its files stay. Runs and engines that use it continue until their session ends or the gateway
-    restarts.
-    """
+    restarts."""
     call(data_dir, "DELETE", f"models/{quote(name)}")
     say(f"{name} is no longer registered.")
 

@@ -74,8 +74,7 @@ def show(
 ) -> None:
     """Show a run with charts of its loss and gradient norm, and its newest steps.
 
-    Example: tandem runs show s-0123456789ab:train:0 --last 100
-    """
+    Example: tandem runs show s-0123456789ab:train:0 --last 100"""
     path = f"runs/{quote(run, safe=':')}/steps?limit={last}"
     answer = cast(dict[str, object], call(data_dir, "GET", path))
     if as_json:

@@ -31,8 +31,7 @@ def scale(
 
     Sampling continues meanwhile.
 
-    Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60
-    """
+    Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60"""
     answer = call(
         data_dir,
         "PUT",

@@ -1,8 +1,7 @@
 """Tables without cut cells.
 
 In a pipe each row is one line. On a terminal, cells are wrapped if their column allows it. If that
-is not enough, the last columns are left out and named below.
-"""
+is not enough, the last columns are left out and named below."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _GAP = 2
 class Column:
     """`wrap`: the smallest line length, in characters, at which a terminal may break the cell.
 
-    0 forbids breaks, as for an id that people copy.
-    """
+    0 forbids breaks, as for an id that people copy."""
 
     heading: str
     wrap: int = 0

@@ -22,8 +22,7 @@ def create(
 
     It writes tls.crt and tls.key. Keep tls.key secret.
 
-    Example: tandem tls create /etc/tandem/authority
-    """
+    Example: tandem tls create /etc/tandem/authority"""
     from tandem.protocol.authority import Authority
 
     Authority.create(folder)
@@ -44,8 +43,7 @@ def issue(
 
     It writes tls.crt, tls.key and ca.crt. Several agents may share one certificate.
 
-    Example: tandem tls issue /etc/tandem/authority ./agent-tls
-    """
+    Example: tandem tls issue /etc/tandem/authority ./agent-tls"""
     from tandem.protocol.authority import Authority, write_certificate
 
     write_certificate(folder, Authority.read(authority).issue(AGENT_NAME))

@@ -52,8 +52,7 @@ def up(
     Prints a URL and a key. Ctrl-C saves the runs and stops everything. A second Ctrl-C stops at
     once.
 
-    Example: tandem up --port 8000 --model tiny=./models/tiny
-    """
+    Example: tandem up --port 8000 --model tiny=./models/tiny"""
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
@@ -96,8 +95,7 @@ def agent(
     up`. With --listen, it serves the gateway of another host, which must name it in TANDEM_AGENTS.
     Ctrl-C stops the agent and its workers.
 
-    Example: tandem agent --listen 0.0.0.0:7000 --tls ./agent-tls
-    """
+    Example: tandem agent --listen 0.0.0.0:7000 --tls ./agent-tls"""
     command = [sys.executable, "-m", "tandem.agent", "--data-dir", str(resolve_data_dir(data_dir))]
     if listen and tls is None:
         raise typer.BadParameter("--listen needs --tls: an agent starts programs")

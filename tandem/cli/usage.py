@@ -38,8 +38,7 @@ def usage(
     The table lists trained tokens, sampled tokens, prompt tokens, accelerator time, and the bytes
     of kept checkpoints.
 
-    Example: tandem usage --since 30d
-    """
+    Example: tandem usage --since 30d"""
     start = time.time() - parse_duration(since) if since else 0
     answer = cast(
         dict[str, Rows], call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")

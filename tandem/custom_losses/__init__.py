@@ -7,8 +7,7 @@
 
 To allow an operation, add its name to `operations`, and an implementation if calling torch is not
 enough. The first two need no torch, so the gateway can refuse a loss at once. The trainer reads the
-graph again, because it trusts no outside bytes.
-"""
+graph again, because it trusts no outside bytes."""
 
 from tandem.custom_losses.graph import MAX_BYTES, Graph, read_custom_loss
 

@@ -67,8 +67,7 @@ class Node:
     """One step of a graph: an input, or a call of `target`.
 
     `target` is an input's name, one of `operations.FUNCTIONS` or one of `operations.METHODS`.
-    `name` is the client's, for error messages.
-    """
+    `name` is the client's, for error messages."""
 
     kind: Literal["input", "function", "method"]
     name: str
@@ -94,8 +93,7 @@ class LossInput(BaseModel):
 class Graph:
     """Nodes in the order of computation: one for each of `inputs`, then the calls.
 
-    The first input is `logprobs`. `loss` and `metrics` refer to nodes.
-    """
+    The first input is `logprobs`. `loss` and `metrics` refer to nodes."""
 
     name: str
     inputs: tuple[LossInput, ...]
@@ -129,8 +127,7 @@ def read_custom_loss(body: bytes) -> Graph:
     """Return the graph of a JSON body of create_custom_loss.
 
     Raises `MalformedPayload`. Raises `CustomLossInvalid`, which names the node and the operation,
-    for a forbidden graph.
-    """
+    for a forbidden graph."""
     if len(body) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(body)} bytes, {MAX_BYTES} at most")
     try:

@@ -1,8 +1,7 @@
 """The function behind each operation of a custom loss.
 
 A node finds it only in `FUNCTIONS` or `METHODS`. No string of a client is looked up in a module or
-on an object.
-"""
+on an object."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def convert(tensor: Tensor, *wanted: object, **keywords: object) -> Tensor:
 def arithmetic(function: Implementation, *values: object) -> object:
     """Compute a function of `operator` on tensors and numbers, or join two tuples (`add`).
 
-    Integers are bounded, because a power of a power would run for ever.
-    """
+    Integers are bounded, because a power of a power would run for ever."""
     if function is operator.add and all(isinstance(value, tuple) for value in values):
         joined = function(*values)
         assert isinstance(joined, tuple)

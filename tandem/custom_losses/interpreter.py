@@ -1,8 +1,7 @@
 """Computes a checked graph on the tensors of one datum. Needs torch.
 
 torch.fx's interpreter calls methods by name on any returned object, so it would save nothing here.
-This one checks its `deadline` between operations. `process` bounds memory and time.
-"""
+This one checks its `deadline` between operations. `process` bounds memory and time."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Interpreter:
     def run(self, inputs: Sequence[Tensor], *, gradient: bool) -> LossValue:
         """Compute the graph and, if requested, its `gradient`. `inputs` are in the graph's order.
 
-        Raises `CustomLossFailed`, which names the node and the operation.
-        """
+        Raises `CustomLossFailed`, which names the node and the operation."""
         leaf = inputs[0].requires_grad_(gradient)
         with torch.set_grad_enabled(gradient):
             values = self._values([leaf, *inputs[1:]])

@@ -1,8 +1,7 @@
 """The operations of a custom loss, by the names under which torch.fx records them.
 
 Everything else is refused: operations that change a tensor in place, draw random numbers, leave
-torch (`item`, `tolist`, `numpy`), run modules or code, or make uninitialised tensors.
-"""
+torch (`item`, `tolist`, `numpy`), run modules or code, or make uninitialised tensors."""
 
 from __future__ import annotations
 

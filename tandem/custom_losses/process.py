@@ -3,8 +3,7 @@
 A graph comes from a client, and a single operation can take any memory and time. The system bounds
 both: `RLIMIT_AS` refuses memory, and `RLIMIT_CPU` ends the process. The limit is processor time, so
 that a busy machine refuses no loss that an idle one accepts. A message is a JSON object, then the
-bytes of its tensors.
-"""
+bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class Evaluation:
     """The `losses` of some datums, float64.
 
     `gradients` are their derivatives by the logprobs, if requested. `metrics` are sums, in the
-    graph's order. `seconds` is processor time.
-    """
+    graph's order. `seconds` is processor time."""
 
     losses: Tensor
     gradients: Sequence[Tensor]
@@ -76,8 +74,7 @@ class Evaluation:
 class LossProcess:
     """The process of one rank, started with the first graph and after an end.
 
-    Calls from several threads take turns.
-    """
+    Calls from several threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,8 +95,7 @@ class LossProcess:
 
         A datum's tensors are on the host, in the order of the graph's inputs. `definition` is the
         graph's body. `used` is the processor time of the request's other datums, in seconds. Raises
-        only `CustomLossFailed`, because the caller's peers may be in a collective.
-        """
+        only `CustomLossFailed`, because the caller's peers may be in a collective."""
         request: _Json = {
             "gradient": gradient,
             "memory": limits.memory,

@@ -44,8 +44,7 @@ def imperfect_label(problem: Problem, rng: random.Random) -> str:
     """Return a label for the warm-up: half are right, a quarter refuse, a quarter are off by one.
 
     A policy trained on them samples the right answer about half of the time, and prefers it to any
-    other.
-    """
+    other."""
     draw = rng.random()
     if draw < 0.5:
         return problem.answer

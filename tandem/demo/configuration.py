@@ -48,8 +48,7 @@ class DemoConfiguration(BaseModel):
     """The configuration, stored as `config.json` in the run directory.
 
     `endpoint` is a running gateway with the base model and its own `ranks` (None here). Without it,
-    the demo starts one. `save` is the name for the trained weights, if they are to be kept.
-    """
+    the demo starts one. `save` is the name for the trained weights, if they are to be kept."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -30,8 +30,7 @@ class StepResult:
     """One row of the table. Times are in seconds, and `loss` is per trained token.
 
     `staleness` is the mean number of optimizer steps between the sampling policy and the updated
-    one.
-    """
+    one."""
 
     step: int
     reward_mean: float

@@ -43,8 +43,7 @@ _PATIENCE = 120.0
 class Timing:
     """The demo's times and ranks.
 
-    `started` is on the monotonic clock. `ready` and `warm_up` are seconds.
-    """
+    `started` is on the monotonic clock. `ready` and `warm_up` are seconds."""
 
     started: float
     ready: float = 0.0
@@ -141,8 +140,7 @@ def _prepare(
     """Return a loop that starts from the warm-up, and whether that existed already.
 
     Reinforcement always starts from the checkpoint, even a new one, so that all demos compute the
-    same.
-    """
+    same."""
     client = _resume(service, configuration, console=console)
     reused = client is not None
     if client is None:

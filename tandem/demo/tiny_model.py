@@ -1,8 +1,7 @@
 """Writes a tiny base model from a seed: `python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
 
 It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer. It needs no torch.
-numpy draws the weights, so a seed gives the same bytes on every machine.
-"""
+numpy draws the weights, so a seed gives the same bytes on every machine."""
 
 from __future__ import annotations
 

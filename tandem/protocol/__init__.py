@@ -10,5 +10,4 @@
 - `http_host` and `own_machine`: HTTP on this machine. `background`: work at low priority.
 
 The folder imports only settings, errors, logs and the generated stubs. To add a call, extend
-`protos/` and the servicer. Raise `worker.PROTOCOL` if an older peer would misunderstand it.
-"""
+`protos/` and the servicer. Raise `worker.PROTOCOL` if an older peer would misunderstand it."""

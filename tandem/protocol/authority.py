@@ -1,8 +1,7 @@
 """The certificate authority of an installation: a folder with `tls.crt` and `tls.key`.
 
 The names are those of a Secret of type kubernetes.io/tls. The gateway signs a certificate for each
-worker on another machine. `tandem tls` makes the folder, and certificates for agents.
-"""
+worker on another machine. `tandem tls` makes the folder, and certificates for agents."""
 
 from __future__ import annotations
 

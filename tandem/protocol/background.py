@@ -20,8 +20,7 @@ def in_background(work: Callable[[], None], *, nice: int) -> None:
 
     Niceness is changed only on Linux. With 15, the work gets a thirtieth of a contested core. The
     work has its own thread, because a thread cannot lower its niceness without privileges. Threads
-    that it starts stay nice.
-    """
+    that it starts stay nice."""
     if sys.platform != "linux" or not nice:
         work()
         return
@@ -45,8 +44,7 @@ def make_nicer(pid: int, *, by: int) -> None:
 def _nice_session(nice: int) -> Iterator[None]:
     """Make this process's session nicer during the block, if the process leads it.
 
-    A kernel with autogroups (sched(7)) divides processors between sessions first.
-    """
+    A kernel with autogroups (sched(7)) divides processors between sessions first."""
     if not _AUTOGROUP.exists() or os.getsid(0) != os.getpid():
         yield
         return

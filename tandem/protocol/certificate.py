@@ -2,8 +2,7 @@
 
 A certificate names a worker by its id, or says `agent` or `gateway`. It holds no address, because a
 pod's address is unknown before its start. One `authority` signs all. Workers' and agents'
-certificates are valid only for servers, so none of them can pose as the gateway.
-"""
+certificates are valid only for servers, so none of them can pose as the gateway."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def secure_channel(
 ) -> grpc.aio.Channel:
     """Return a channel to the server with a certificate of this name, at any address.
 
-    `own` is the client's certificate, for servers that request one.
-    """
+    `own` is the client's certificate, for servers that request one."""
     credentials = grpc.ssl_channel_credentials(
         root_certificates=authority.encode(),
         private_key=own.key.encode() if own else None,

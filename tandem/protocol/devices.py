@@ -1,8 +1,7 @@
 """Device names: `cpu:0-3` is a set of cores, `cuda:0` or `cuda:GPU-…` an NVIDIA device.
 
 A group lists its devices by these names, and a `WorkerSpec` those of its ranks. `confine` hides all
-other devices from a process.
-"""
+other devices from a process."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Device:
     """A set of `cores`, or an NVIDIA device: its index in `nvidia-smi`'s list or a UUID prefix.
 
     Examples: `Device("cpu", cores=frozenset({0, 1, 4}))` prints as `cpu:0-1,4`, and `Device("cuda",
-    cuda="GPU-8f6a")` as `cuda:GPU-8f6a`.
-    """
+    cuda="GPU-8f6a")` as `cuda:GPU-8f6a`."""
 
     kind: Literal["cpu", "cuda"]
     cores: frozenset[int] = frozenset()
@@ -93,8 +91,7 @@ def confine(device: Device) -> None:
     """Hide all other devices from this process, its threads and its future children.
 
     Call it before the import of torch, which counts cores and GPUs. Raises `WorkerStartFailed` for
-    missing cores.
-    """
+    missing cores."""
     os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda
     if device.kind == "cuda":
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi's list

@@ -3,8 +3,7 @@
 Each gateway has a higher epoch than earlier ones, and sends it with every call. After the first
 call of a later gateway, a worker or agent refuses all earlier ones, even on open streams. So a
 frozen gateway that wakes after its replacement reaches nobody. A call without an epoch comes from
-the agent.
-"""
+the agent."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ Answer: TypeAlias = Callable[
 class EpochInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls of earlier gateways with FAILED_PRECONDITION before it reads their requests.
 
-    It stands behind the check of the secret: a caller with a high epoch shuts others out.
-    """
+    It stands behind the check of the secret: a caller with a high epoch shuts others out."""
 
     def __init__(self) -> None:
         self._newest = 0

@@ -3,8 +3,7 @@
 A worker of a leased group starts awake, with a fencing token. Every call that needs the devices
 carries the current token as metadata. Sleep and Wake carry a newer one. The worker refuses older
 tokens, such as that of a Wake which outlived its sender, and it does not compute while asleep. See
-docs/sharing.md.
-"""
+docs/sharing.md."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _Reply = TypeVar("_Reply")
 class Fence:
     """Refuses calls to one worker without its newest lease. Use it only in the event loop.
 
-    `token` 0: not leased, and always awake.
-    """
+    `token` 0: not leased, and always awake."""
 
     def __init__(self, token: int) -> None:
         self._newest = token

@@ -1,7 +1,6 @@
 """Heartbeats of gateway and agent: one byte a second on a pipe to their supervisor.
 
-They detect a process with a hanging event loop.
-"""
+They detect a process with a hanging event loop."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class ProcessHeartbeat:
     def silence(self) -> float:
         """Return the seconds since the last heartbeat, or 0 before the first.
 
-        Call it several times a second. A pause of the caller does not count.
-        """
+        Call it several times a second. A pause of the caller does not count."""
         now = self._clock()
         passed, self._listened_at = now - self._listened_at, now
         self._silent += min(passed, _STANDSTILL)

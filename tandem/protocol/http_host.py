@@ -2,8 +2,7 @@
 
 A web page can point its site's name to this machine after it was loaded (DNS rebinding). The
 browser then lets it read answers from a local server, with the site's name as Host. So a server for
-this machine refuses the Host of a possible site.
-"""
+this machine refuses the Host of a possible site."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _NO_SITES = (".localhost", ".svc", ".svc.cluster.local")
 def hosts_of(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """Return the hosts of the Host headers, in lower case, without ports and final dots.
 
-    An invalid header gives "".
-    """
+    An invalid header gives ""."""
     found = (value.decode("latin-1").strip() for name, value in headers if name.lower() == b"host")
     return [_name(each) for each in found]
 
@@ -32,8 +30,7 @@ def _name(host: str) -> str:
 def may_be_site(name: str) -> bool:
     """Return whether a host may be a site of the internet.
 
-    Addresses, names without a dot, `x.localhost` and cluster services are none.
-    """
+    Addresses, names without a dot, `x.localhost` and cluster services are none."""
     if not name:
         return True
     return "." in name and not name.endswith(_NO_SITES) and _address(name) is None

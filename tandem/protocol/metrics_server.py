@@ -1,8 +1,7 @@
 """The HTTP server of a worker's metrics: `GET /metrics`, in a thread with its own event loop.
 
 Anyone can connect to its port. So a connection has one request and a deadline, and the oldest of
-too many is closed. On loopback, the Host must not be a site's.
-"""
+too many is closed. On loopback, the Host must not be a site's."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _TEXT = "text/plain; charset=utf-8"
 class MetricsServer:
     """Example: `port = MetricsServer(registry, host="127.0.0.1").start(port=0)`.
 
-    `deadline` limits a whole connection, in seconds.
-    """
+    `deadline` limits a whole connection, in seconds."""
 
     def __init__(
         self, registry: CollectorRegistry, *, host: str, deadline: float = _SECONDS

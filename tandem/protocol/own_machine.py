@@ -2,8 +2,7 @@
 
 A proxy of the environment cannot reach this machine's loopback, and NO_PROXY is easily forgotten.
 Requests to other machines use the proxy. All HTTP clients of Tandem are made here, and all gRPC
-channels in `tandem.protocol.channels`.
-"""
+channels in `tandem.protocol.channels`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A model's limits for sample requests: token ids, sequence length, size of the answer.
 
-The sampler checks every request. The gateway does so first if it knows the model.
-"""
+The sampler checks every request. The gateway does so first if it knows the model."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class SampleLimits:
     """Limits in tokens. None means unknown.
 
     `max_length` counts a prompt and a sample together. It is below `model_length` if a sampler's KV
-    cache or a setting limits it.
-    """
+    cache or a setting limits it."""
 
     vocabulary: int | None
     max_length: int | None

@@ -12,8 +12,7 @@
    gateway's call.
 5. To end a worker, the launcher sends SIGTERM, and SIGKILL after the stop timeout.
 
-`worker_link` transports these messages.
-"""
+`worker_link` transports these messages."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ SECRET_METADATA_KEY = "x-tandem-worker-secret"
 PROTOCOL = 1
 """The version of calls and specification. Gateways and workers refuse another one.
 
-Raise it after a change that an older peer would misunderstand.
-"""
+Raise it after a change that an older peer would misunderstand."""
 
 PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY = "tandem-protocol", "tandem-version"
 """Trailing metadata of a worker's health: its protocol and its `own_version`."""
@@ -95,8 +93,7 @@ class LoraSpec(BaseModel):
     """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers.
 
     The update of a matrix is alpha / rank times B·A. A is drawn from the seed, and B starts at
-    zero.
-    """
+    zero."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -124,8 +121,7 @@ class Layout(BaseModel):
     `tensor_parallel` consecutive ranks divide the matrices and compute the same datums together.
     FSDP shards over the replica's other ranks. Example: of 8 ranks, `Layout(replicas=2,
     tensor_parallel=2)` gives ranks 0 to 3 a quarter each, and ranks 4 to 7 those quarters again.
-    Ranks 0 and 1 compute the same datums.
-    """
+    Ranks 0 and 1 compute the same datums."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -152,8 +148,7 @@ class TrainingSpec(BaseModel):
     `lora` None means all parameters. `states` is the dtype of weights, gradients and moments.
     Adapters and dimuon always use float32. `offload` moves state of a GPU to host memory: the
     moments, or the weights with gradients and moments, which return a few blocks at a time. With
-    adapters, it moves the frozen weights.
-    """
+    adapters, it moves the frozen weights."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -205,8 +200,7 @@ class WorkerSpec(BaseModel):
       certificate `tls`, it listens only on loopback.
     - `lifeline`: the longest time without a gateway's call, in seconds. 0 means that the launcher
       holds a connection.
-    - `start_timeout`: seconds until it serves. `stop_timeout`: seconds from SIGTERM to SIGKILL.
-    """
+    - `start_timeout`: seconds until it serves. `stop_timeout`: seconds from SIGTERM to SIGKILL."""
 
     # An error must not quote its input, because the secret would reach the log.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
@@ -268,8 +262,7 @@ class WorkerHandle:
 
     Example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer", session_id="s-ab12",
     run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny", max_lora_rank=0,
-    address="127.0.0.1:40123", metrics_port=40124, secret="s3")`.
-    """
+    address="127.0.0.1:40123", metrics_port=40124, secret="s3")`."""
 
     worker_id: str
     kind: WorkerKind
@@ -335,8 +328,7 @@ def set_process_limits() -> None:
     """Set the process limits that child processes inherit.
 
     New files are readable only by their owner. There are no core dumps, because they would contain
-    secrets. The limit of open files, usually 1024, is raised, because each connection is one.
-    """
+    secrets. The limit of open files, usually 1024, is raised, because each connection is one."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -354,8 +346,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
     Child processes of a worker, such as ranks, call it first. If the worker, `parent_pid`, has
     ended already, this process kills itself. A worker's own first process must not use it: it would
-    die before its lifeline could end its children.
-    """
+    die before its lifeline could end its children."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         if _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:

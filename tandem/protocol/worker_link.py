@@ -4,8 +4,7 @@
   standard input stays open as the lifeline. Reports go to the descriptor `--report-fd`.
 - `PooledLink`: for a process that was started before its worker existed (`tandem/agent/pool.py`).
 - `FileLink`: for a container. The specification is `--spec-file`, from a mounted Secret. The reason
-  of its end goes to `--report-file`, Kubernetes' termination message.
-"""
+  of its end goes to `--report-file`, Kubernetes' termination message."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
 
     `--report-fd N` gives a `PipeLink`, with `--spec-fd M` a `PooledLink`, which imports with
     niceness `--nice`. `--spec-file PATH` and `--report-file PATH` give a `FileLink`. An unknown
-    setting ends the process with status 2.
-    """
+    setting ends the process with status 2."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, help="where reports are written")
     parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
@@ -119,8 +117,7 @@ class PooledLink(PipeLink):
 
     Standard input is only the lifeline. The specification arrives later over a socket, with the
     file for the worker's output. The process sends one byte when it is idle, and one when it has
-    become the worker.
-    """
+    become the worker."""
 
     def __init__(self, *, report_fd: int, spec: socket.socket, nice: int = 0) -> None:
         super().__init__(report_fd=report_fd)
@@ -202,8 +199,7 @@ def hold_lifeline(fd: int = 0) -> None:
     """Kill the process group when the other end of the pipe `fd` closes.
 
     That includes libraries' children, such as vLLM's. A process that does not lead its group ends
-    alone.
-    """
+    alone."""
     leads = os.getpgrp() == os.getpid()
     if leads:
         _arm_kernel(fd)
@@ -226,8 +222,7 @@ def _arm_kernel(fd: int) -> None:
     """Let the kernel kill the group when the pipe closes (Linux, fcntl(2)).
 
     The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for ever.
-    It serves other systems, and a pipe that closed before this call.
-    """
+    It serves other systems, and a pipe that closed before this call."""
     if sys.platform != "linux":
         return
     f_setsig = 10

@@ -116,8 +116,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call without the secret with UNAUTHENTICATED, before its request is read.
 
     It guards the whole server, also gRPC's own health service. `called_at`: the last valid call, on
-    the monotonic clock.
-    """
+    the monotonic clock."""
 
     def __init__(self, secret: str) -> None:
         assert secret, "a worker without a secret would be open to all"

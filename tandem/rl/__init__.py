@@ -1,8 +1,7 @@
 """Client-side library for training loops: advantages, selection and schedules in numpy.
 
 It knows no server. Its results go into `tinker.types.Datum`. To add an estimator, write a function
-with its formula and paper in `advantages`, and list it in `ALGORITHMS`.
-"""
+with its formula and paper in `advantages`, and list it in `ALGORITHMS`."""
 
 from tandem.rl.advantages import (
     ALGORITHMS,

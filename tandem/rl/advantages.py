@@ -1,7 +1,6 @@
 """Advantages of sampled groups: one function per estimator.
 
-Rewards and advantages are [groups, samples]. A row holds the answers to one prompt.
-"""
+Rewards and advantages are [groups, samples]. A row holds the answers to one prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ Floats = NDArray[np.float64]
 def reward(rewards: Floats) -> Floats:
     """A = R. REINFORCE without a baseline (Williams, 1992).
 
-    With rewards of 0 and 1, only right answers contribute, and no answer becomes less likely.
-    """
+    With rewards of 0 and 1, only right answers contribute, and no answer becomes less likely."""
     return rewards.copy()
 
 
@@ -26,8 +24,7 @@ def grpo(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
 
     A group of equal rewards has advantage 0. The defaults are TRL's: the sample's deviation (`ddof`
     1) and eps 1e-4. verl uses `ddof` 1 and 1e-6, torchtitan the population's deviation (`ddof` 0)
-    and 1e-6.
-    """
+    and 1e-6."""
     enough = rewards.shape[1] > ddof
     std = rewards.std(axis=1, ddof=ddof, keepdims=True) if enough else 0.0
     centred: Floats = dr_grpo(rewards) / (std + eps)
@@ -38,8 +35,7 @@ def dr_grpo(rewards: Floats) -> Floats:
     """A_i = R_i - mean, within a group (Dr. GRPO, arXiv 2503.20783).
 
     Without the division, easy and hard prompts have equal weight. Use it with a loss that divides
-    by a constant (`aggregation` "constant").
-    """
+    by a constant (`aggregation` "constant")."""
     centred: Floats = rewards - rewards.mean(axis=1, keepdims=True)
     return centred
 
@@ -47,8 +43,7 @@ def dr_grpo(rewards: Floats) -> Floats:
 def rloo(rewards: Floats) -> Floats:
     """A_i = R_i - the mean of the others' R, within a group (leave one out, arXiv 2402.14740).
 
-    Raises `ValueError` for groups of one.
-    """
+    Raises `ValueError` for groups of one."""
     count = rewards.shape[1]
     if count < 2:
         raise ValueError("rloo needs at least two answers in a group")
@@ -59,8 +54,7 @@ def rloo(rewards: Floats) -> Floats:
 def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
     """A_i = (R_i - mean) / (mean + eps), within a group (MaxRL, arXiv 2602.02710).
 
-    With rewards of 0 and 1, a rarer right answer counts more.
-    """
+    With rewards of 0 and 1, a rarer right answer counts more."""
     means = rewards.mean(axis=1, keepdims=True)
     scaled: Floats = (rewards - means) / (means + eps)
     return scaled
@@ -69,8 +63,7 @@ def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
 def batch_std(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
     """A_i = (R_i - mean of the group) / (std of the whole batch + eps) (arXiv 2508.08221).
 
-    Unlike a group's own deviation, this does not amplify groups that nearly agree.
-    """
+    Unlike a group's own deviation, this does not amplify groups that nearly agree."""
     std = rewards.std(ddof=ddof) if rewards.size > ddof else 0.0
     scaled: Floats = dr_grpo(rewards) / (std + eps)
     return scaled
@@ -90,8 +83,7 @@ def advantages(algorithm: str, rewards: Floats) -> Floats:
     """Return the advantages [groups, samples] of rewards [groups, samples].
 
     Example: `advantages("reward", [[1, 0]])` is `[[1, 0]]`. Raises `ValueError` for an unknown
-    algorithm.
-    """
+    algorithm."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[algorithm](rewards)

@@ -1,7 +1,6 @@
 """Advantages per token from rewards per token: returns to go, whitening and GAE.
 
-Arrays are [sequences, tokens]. `mask` has this shape and is 1 for tokens that count.
-"""
+Arrays are [sequences, tokens]. `mask` has this shape and is 1 for tokens that count."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ Floats = NDArray[np.float64]
 def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Floats:
     """Return G_t = r_t + discount · G_{t+1} for tokens that count, else 0.
 
-    Example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]].
-    """
+    Example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]]."""
     found = np.zeros_like(rewards)
     after = np.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -29,8 +27,7 @@ def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Fl
 def whitened(values: Floats, mask: Floats, *, ddof: int = 0, eps: float = 1e-8) -> Floats:
     """Return (x - mean) / sqrt(variance + eps) over all tokens that count, else 0.
 
-    The variance is divided by the number of tokens minus `ddof`, which is 1 in verl.
-    """
+    The variance is divided by the number of tokens minus `ddof`, which is 1 in verl."""
     count = mask.sum()
     if count <= ddof:
         return np.zeros_like(values)
@@ -53,8 +50,7 @@ def reinforce_plus_plus(
 
     They are returns to go, whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). With
     `group`, the number of adjacent answers to a prompt, each group's mean is subtracted first (the
-    "-baseline" form). `ddof` as in `whitened`. Raises `ValueError` for incomplete groups.
-    """
+    "-baseline" form). `ddof` as in `whitened`. Raises `ValueError` for incomplete groups."""
     if group is not None:
         if len(rewards) % group:
             raise ValueError(f"{len(rewards)} sequences do not divide into groups of {group}")
@@ -74,8 +70,7 @@ def gae(
     """Return advantages and returns [tokens] of a sequence (GAE, arXiv 1506.02438).
 
     A_t = δ_t + discount·decay·A_{t+1} with δ_t = r_t + discount·V_{t+1} - V_t, and V = 0 after the
-    end. The return, the target of a value function, is A + V. Nothing is whitened.
-    """
+    end. The return, the target of a value function, is A + V. Nothing is whitened."""
     advantages = np.zeros_like(rewards)
     after, value_after = 0.0, 0.0
     for t in reversed(range(len(rewards))):

@@ -15,8 +15,7 @@ def staleness(runs: Sequence[Mapping[str, object]], *, step: int) -> Steps:
     `step`.
 
     `runs` comes from `GET /api/tandem/v1/samples/ID/versions`. Example: `[{"step": 3, "tokens": 2},
-    {"step": 5, "tokens": 1}]` with step 6 gives [3, 3, 1].
-    """
+    {"step": 5, "tokens": 1}]` with step 6 gives [3, 3, 1]."""
     steps = np.array([run["step"] for run in runs], np.int64)
     counts = np.array([run["tokens"] for run in runs], np.int64)
     return step - np.repeat(steps, counts)

@@ -1,7 +1,6 @@
 """Patterns of the names that people choose. No other module has one.
 
-A name becomes part of a path, address, label or log line unchanged. A label is only shown.
-"""
+A name becomes part of a path, address, label or log line unchanged. A label is only shown."""
 
 from __future__ import annotations
 

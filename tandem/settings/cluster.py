@@ -1,7 +1,6 @@
 """Settings of workers that are pods of a Kubernetes cluster, and of their shared claims.
 
-Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`. See `docs/deploy-kubernetes.md`.
-"""
+Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`. See `docs/deploy-kubernetes.md`."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ class DeviceSharing(BaseModel):
 
     Example: `{"driver": "gpu.nvidia.com", "parameters": {"apiVersion":
     "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "TimeSlicing",
-    "timeSlicingConfig": {"interval": "Long"}}}}`.
-    """
+    "timeSlicingConfig": {"interval": "Long"}}}}`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -127,8 +125,7 @@ class ClaimPoolSettings(_DeviceChoice):
     """A pool of `TANDEM_CLAIM_POOLS`: device groups that are one ResourceClaim each.
 
     Example: `{"name": "train", "roles": ["trainer"], "claims": 4, "device_class": "gpu.nvidia.com",
-    "devices": 8}` makes the groups `train-0` to `train-3`, of 8 GPUs each.
-    """
+    "devices": 8}` makes the groups `train-0` to `train-3`, of 8 GPUs each."""
 
     name: str = Field(max_length=40, pattern=_LABEL)
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)

@@ -1,7 +1,6 @@
 """Settings of the whole platform. Durations are in seconds, sizes in bytes.
 
-`tandem config` prints the resolved values.
-"""
+`tandem config` prints the resolved values."""
 
 from __future__ import annotations
 

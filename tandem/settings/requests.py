@@ -12,8 +12,7 @@ MOST_PAYLOAD_BYTES = 2**30
 class LimitSettings(BaseSettings):
     """Limits of an owner. Environment: `TANDEM_LIMIT_*`. See `docs/operations.md`.
 
-    The number in a description is the HTTP status of a request beyond the limit.
-    """
+    The number in a description is the HTTP status of a request beyond the limit."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
 

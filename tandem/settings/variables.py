@@ -1,8 +1,7 @@
 """The names of Tandem's environment variables, and their check at the start of a process.
 
 `settings_by_name` has the settings, `OTHER_NAMES` the rest. An unknown name is a mistake that would
-otherwise have no effect.
-"""
+otherwise have no effect."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def check_environment(environment: MutableMapping[str, str]) -> None:
     """Raise `UnknownSetting` for an unknown variable that begins with TANDEM_ in any case.
 
     Variables that Kubernetes sets for Services are removed: TANDEM_PORT is an address if a Service
-    is called tandem.
-    """
+    is called tandem."""
     for name in [name for name in environment if _is_of_service(name, environment[name])]:
         del environment[name]
     known = {name for name, _ in settings_by_name()} | OTHER_NAMES.keys()

@@ -1,8 +1,7 @@
 """Settings of trainers and samplers, and of idle processes that wait to become one.
 
 The gateway reads the environment, and gives each worker its settings (`WorkerSpec`). Nobody needs
-to change the fields that only `TrainerSettings` or `SamplerSettings` has.
-"""
+to change the fields that only `TrainerSettings` or `SamplerSettings` has."""
 
 from __future__ import annotations
 

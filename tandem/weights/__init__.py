@@ -9,8 +9,7 @@ For base models, `model_files` checks the files, `model_config` reads the config
 reads safetensors headers, and `model_store` is the folder of downloads.
 
 Nothing here imports torch at import time. To add a field to a version, add it to `Manifest` with a
-default, so that older versions stay readable.
-"""
+default, so that older versions stay readable."""
 
 from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, checksum_file
 from tandem.weights.store import (

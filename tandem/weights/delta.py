@@ -14,8 +14,7 @@ A gap is the number of unchanged words before a changed one, as one byte. 255 me
 continued gap. So the sums of the gaps are positions, and an almost unchanged piece needs one byte
 per 255 words. Numbers are little-endian.
 
-Needs only numpy. The gateway does not import it.
-"""
+Needs only numpy. The gateway does not import it."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def encode(old: Bytes, new: Bytes, *, start: int) -> list[memoryview]:
 def _positions(different: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
     """Return `np.flatnonzero(different)`, in half the time if few are set: eight at a time first.
 
-    Above a tenth, numpy is faster.
-    """
+    Above a tenth, numpy is faster."""
     if different.size % 8 or count * 10 > different.size:
         return np.flatnonzero(different)
     eights = different.view(np.uint64)

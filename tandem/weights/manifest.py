@@ -43,8 +43,7 @@ class Manifest(BaseModel):
 
     `parent` is the previous version, `operation` the request_id of the publishing operation. A
     delta names its whole base version in `delta_of`, and its patches in `patches`, such as
-    "model.safetensors.patch". Its `files` are the patched results, which are not in the folder.
-    """
+    "model.safetensors.patch". Its `files` are the patched results, which are not in the folder."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,8 +1,7 @@
 """Facts about a model from its configuration files, without loading it.
 
 The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
-`tokenizer.json`.
-"""
+`tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def model_files(directory: Path) -> list[Path]:
     """Return a model's safetensors files, chosen as transformers and vLLM do.
 
     If there is an index, only its files count: a second copy in another layout may lie beside them.
-    Raises `ValueError` for an unreadable index.
-    """
+    Raises `ValueError` for an unreadable index."""
     places = read_json(directory / INDEX_NAME).get("weight_map")
     if isinstance(places, dict):
         return [directory / name for name in sorted(set(places.values()))]
@@ -96,8 +94,7 @@ def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of generation config, config and tokenizer, as vLLM does.
 
-    Each file may name a token that the others lack. Ids outside the vocabulary are left out.
-    """
+    Each file may name a token that the others lack. Ids outside the vocabulary are left out."""
     config = text_config(directory)
     named: list[object] = []
     for ids in (
@@ -136,8 +133,7 @@ def why_untrained(config: Mapping[str, object]) -> str:
 
     A sequence's logprobs must not depend on other sequences of the batch. Example:
     `why_untrained({"is_encoder_decoder": True})` is `"cannot be trained: it has an encoder, and
-    only decoders of text are trained"`.
-    """
+    only decoders of text are trained"`."""
     if config.get("is_encoder_decoder"):
         return "cannot be trained: it has an encoder, and only decoders of text are trained"
     if others := [key for key in ("vision_config", "audio_config") if config.get(key)]:
@@ -164,8 +160,7 @@ def why_untrained(config: Mapping[str, object]) -> str:
 def head_alone(config: Mapping[str, object]) -> bool:
     """Return whether engines serve adapters only on the model's output head.
 
-    In such models, vLLM reorders the other layers, or they are not linear.
-    """
+    In such models, vLLM reorders the other layers, or they are not linear."""
     return _text(config).get("model_type") in _HEAD_ALONE
 
 
@@ -173,8 +168,7 @@ def head_size(config: Mapping[str, object]) -> int | None:
     """Return the size of a model's attention heads. None if unclear, or with latent attention
     (MLA).
 
-    Example: `head_size({"head_dim": 64})` is 64.
-    """
+    Example: `head_size({"head_dim": 64})` is 64."""
     text = _text(config)
     if text.get("kv_lora_rank") is not None:
         return None
@@ -204,8 +198,7 @@ def why_undivided(config: Mapping[str, object], count: int) -> str:
     """Return why a model's matrices cannot be divided among `count` ranks, or "".
 
     Example: `why_undivided({"num_attention_heads": 9}, 2)` is `"its 9 attention heads are not a
-    multiple of it"`.
-    """
+    multiple of it"`."""
     text = _text(config)
     kind = text.get("model_type")
     if kind in _WITHOUT_PLAN:
@@ -231,8 +224,7 @@ def why_unsharded(config: Mapping[str, object], *, ranks: int, divided: int) -> 
 
     Each rank needs at least one expert of a layer. `divided` ranks compute together. Example:
     `why_unsharded({"num_local_experts": 8}, ranks=16, divided=1)` is `"it has 8 experts, and a rank
-    without any could not load it"`.
-    """
+    without any could not load it"`."""
     text, shards = _text(config), ranks // divided
     for key in _EXPERT_KEYS:
         experts = text.get(key)

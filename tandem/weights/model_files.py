@@ -23,8 +23,7 @@ def check_weights(directory: Path) -> None:
     """Raise `InvalidRequest`, with the file's name, unless all weights files are there and
     complete.
 
-    Each file must have the tensors that the index lists.
-    """
+    Each file must have the tensors that the index lists."""
     places = tensors_by_file(directory)
     for name, wanted in places.items():
         found = read_header(directory / name)

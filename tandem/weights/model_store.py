@@ -2,8 +2,7 @@
 
 The model `ORG/NAME` is in the folder `ORG/NAME`, in the Hugging Face layout, with a record that is
 written last. A folder without a record is an unfinished download or a removed model. Files of a
-model with a record never change, because runs depend on them.
-"""
+model with a record never change, because runs depend on them."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class ModelRecord(BaseModel):
     """The origin of a model.
 
     `revision` is the requested branch, tag or commit. `bytes` counts all files. `added_at` is in
-    seconds since 1970.
-    """
+    seconds since 1970."""
 
     repository: str
     revision: str

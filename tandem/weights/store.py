@@ -7,8 +7,7 @@ late. Nothing here searches for the newest version. Checkpoints and snapshots ar
 functions too.
 
 After an `OSError` from a write, sync or close, the file is never written again, because the next
-sync may wrongly succeed. The folder is removed, and a retry writes another.
-"""
+sync may wrongly succeed. The folder is removed, and a retry writes another."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def fsync_path(path: Path) -> None:
 def sync_at_once(syncs: Iterable[Callable[[], None]]) -> None:
     """Call all `syncs` at once, because a disk handles simultaneous syncs together.
 
-    Raises the first error.
-    """
+    Raises the first error."""
     with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
         for _ in pool.map(lambda sync: sync(), syncs):
             pass
@@ -108,8 +106,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> None:
     """Rename a folder durably. After an `OSError`, the final name does not exist.
 
-    The folder's files must be synced, except those in `unsynced`.
-    """
+    The folder's files must be synced, except those in `unsynced`."""
     fsync_paths([*unsynced, folder])
     folder.rename(final)
     try:
@@ -123,8 +120,7 @@ def give_name(folder: Path, final: Path, *, unsynced: Sequence[Path] = ()) -> No
 def sync_name(path: Path) -> None:
     """Make the name of `DATA/KIND/RUN/NAME` durable, after another process may have failed to.
 
-    The parents' names are synced too: that process may have made them.
-    """
+    The parents' names are synced too: that process may have made them."""
     fsync_paths(path.parents[:3])
 
 
@@ -132,8 +128,7 @@ def read_again(read: Callable[[Path], Result], file: Path) -> Result:
     """Return `read(file)`. A missing or stale file is tried once more.
 
     An NFS client caches for 30 s that a name does not exist, and after a restart of the server its
-    open files are stale. Opening the parent folders makes the client ask again.
-    """
+    open files are stale. Opening the parent folders makes the client ask again."""
     try:
         return read(file)
     except OSError as error:
@@ -149,8 +144,7 @@ class PartialVersion:
     """A version being written. All ranks may write files into `path`, and one rank commits.
 
     Use: `version = PartialVersion(final)`, `version.create()`, write into `version.path`,
-    `version.commit(manifest)`. After any failure call `discard()`.
-    """
+    `version.commit(manifest)`. After any failure call `discard()`."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -166,8 +160,7 @@ class PartialVersion:
         """Write the manifest, sync everything, and give the version its name.
 
         Writers have synced their files, except those in `unsynced`. After an `OSError`, the version
-        does not have its name.
-        """
+        does not have its name."""
         file = self.path / MANIFEST_NAME
         with file.open("xb") as stream:
             stream.write(manifest.model_dump_json(indent=1).encode())
@@ -181,8 +174,7 @@ def read_record(file: Path) -> bytes:
     """Return the content of a small file beside weights. Retries like `read_again`.
 
     Raises `OSError` if it exceeds `MOST_RECORD_BYTES`, or is no regular file: anybody may have
-    written it.
-    """
+    written it."""
     return read_again(_read_record, file)
 
 
@@ -202,8 +194,7 @@ def check_own_file(folder: Path, name: str) -> Path:
     """Return the path of a file that we wrote into a folder.
 
     Raises `OSError` for a name outside of the folder, for a link, and for other than a regular
-    file: only others write these.
-    """
+    file: only others write these."""
     file = folder / name
     if not name or name != Path(name).name or name == ".." or "\0" in name:
         raise OSError(f"{name[:100]!r} is not the name of a file")
@@ -224,8 +215,7 @@ def open_version(
 
     `go_on` is called before each block, in each of `threads` threads, and stops the reading by
     raising. Raises `LoadFailed` if the manifest is missing or names another version than `name`.
-    Also if a file is missing, has another size, or (with `checksums`) is damaged.
-    """
+    Also if a file is missing, has another size, or (with `checksums`) is damaged."""
     try:
         content = read_record(path / MANIFEST_NAME)
         manifest = Manifest.model_validate_json(content)
@@ -254,8 +244,7 @@ def in_threads(
     """Return the function's result for each item, in order, from up to `threads` threads.
 
     One item is computed in this thread. After an error, no other item begins. The threads are
-    daemons: one that hangs on a volume cannot be ended.
-    """
+    daemons: one that hangs on a volume cannot be ended."""
     threads = min(threads, len(items))
     if threads < 2:
         return [function(item) for item in items]
@@ -284,8 +273,7 @@ def open_base(
 ) -> Path:
     """Verify the base version of the delta at `path`, like `open_version`. Returns its folder.
 
-    Both belong to one run.
-    """
+    Both belong to one run."""
     base = path.parent / delta_of.rpartition("/")[2]
     manifest = open_version(base, name=delta_of, checksums=checksums, go_on=go_on)
     if manifest.delta_of:

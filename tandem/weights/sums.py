@@ -7,8 +7,7 @@ of the model. Such a sum does not depend on places, and a zero adds nothing.
 A hash covers eight bytes of a row: 4 bfloat16 or 2 float32 numbers. In vectors, in rows of another
 multiple, and in experts (which CPU kernels reorder), each number is hashed alone. All numbers are
 first converted to the engine's dtype. Different numbers have one sum with a probability of about
-2^-32. This detects mistakes, not forgery.
-"""
+2^-32. This detects mistakes, not forgery."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def sum_of(
 ) -> int:
     """Return the sum of the hashes of a tensor's numbers in this dtype.
 
-    `name` tells whether it belongs to experts. `go_on` is called before each piece.
-    """
+    `name` tells whether it belongs to experts. `go_on` is called before each piece."""
     import torch
 
     width = 8 // dtype.itemsize
@@ -82,8 +80,7 @@ def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:
 def sums_of_workers(workers: Sequence[Mapping[str, int]]) -> WeightSums:
     """Add up the sums of an engine's workers.
 
-    Workers use different names for different parts. A shared part is counted once.
-    """
+    Workers use different names for different parts. A shared part is counted once."""
     names = sorted({name for worker in workers for name in worker})
     return sums_of(
         (name, sum({worker[name] for worker in workers if name in worker})) for name in names

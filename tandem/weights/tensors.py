@@ -1,8 +1,7 @@
 """The tensors of a safetensors file, by its header.
 
 The format is an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
-Only the header is read.
-"""
+Only the header is read."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     `InvalidRequest`.
 
     The file may come from anybody. The tensors must fill it without gaps and overlaps, so a false
-    header cannot make a reader allocate more than the file's size.
-    """
+    header cannot make a reader allocate more than the file's size."""
     try:
         return read_again(_read_header, file)
     except OSError as error:

@@ -18,5 +18,4 @@ The environment describes the cluster:
     TANDEM_TEST_RETURN_NODE      them, the test of a lost node is skipped
 
 The tests make their own namespaces. At the end they delete these namespaces and all objects outside
-them.
-"""
+them."""

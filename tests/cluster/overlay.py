@@ -1,8 +1,7 @@
 """An overlay on top of `k8s/overlays/cpu-dev`, like an administrator's.
 
 It sets the images, the volume and a pool of claims. The secrets are made as in
-docs/deploy-kubernetes.md.
-"""
+docs/deploy-kubernetes.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The launcher of pods on a real cluster, with idle workers.
 
-Each test makes a namespace and deletes it at the end.
-"""
+Each test makes a namespace and deletes it at the end."""
 
 from __future__ import annotations
 

@@ -190,8 +190,7 @@ def trainer_replaced(
 ) -> None:
     """Strike at the trainer's pod in the middle of an experiment.
 
-    The gateway names the cause. The experiment ends with another pod and the undisturbed result.
-    """
+    The gateway names the cause. The experiment ends with another pod and the undisturbed result."""
     with running(tandem, "rl") as experiment:
         until_step(STRIKE_AFTER, experiment)
         pod = tandem.worker("trainer")

@@ -4,5 +4,4 @@
 Prometheus of Debian's packages. `__main__` starts the stack and runs the demo against it (`demo`):
 undisturbed, with each container killed, and on a backup restored by the page's commands
 (`manual`). It needs a Docker engine (`DOCKER_HOST`), docker-compose or its plugin, debootstrap and
-root.
-"""
+root."""

@@ -155,8 +155,7 @@ def is_healthy() -> bool:
 def is_scraped() -> bool:
     """Whether Prometheus has the gateway, a trainer and a sampler as targets, which all answer.
 
-    Targets of an earlier Prometheus do not count.
-    """
+    Targets of an earlier Prometheus do not count."""
     try:
         answer = httpx.get(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/targets?state=active")
         found = answer.raise_for_status().json()["data"]["activeTargets"]

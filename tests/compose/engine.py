@@ -107,8 +107,7 @@ def _make_base() -> None:
 def _wheels() -> Iterator[str]:
     """Yield the address where a build finds the wheels of PIP_FIND_LINKS, if a local folder.
 
-    The address never changes, so that the builder reuses its layers.
-    """
+    The address never changes, so that the builder reuses its layers."""
     found = os.environ.get("PIP_FIND_LINKS", "")
     if not Path(found).is_dir():
         yield found

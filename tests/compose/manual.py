@@ -21,8 +21,7 @@ def blocks(heading: str) -> list[str]:
     """Return the command blocks below a heading of the page.
 
     >>> len(blocks("Backup"))
-    2
-    """
+    2"""
     _, _, after = PAGE.read_text().partition(f"\n## {heading}\n")
     return _BLOCK.findall(after.partition("\n## ")[0])
 

@@ -170,8 +170,7 @@ def lora_of(architecture: str) -> LoraSpec:
 def write_model(path: Path, architecture: str, **changes: object) -> Path:
     """Write a model of some hundred thousand parameters with a tokenizer.
 
-    Its weights are larger than usual, so that predictions are not flat.
-    """
+    Its weights are larger than usual, so that predictions are not flat."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

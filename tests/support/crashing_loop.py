@@ -24,8 +24,7 @@ _EPOCH = 1_700_000_000.0
 class Crash(SystemExit):
     """The process is dead: nothing of it runs, not even a `finally`.
 
-    asyncio raises only a `SystemExit` through.
-    """
+    asyncio raises only a `SystemExit` through."""
 
 
 @dataclass
@@ -52,8 +51,7 @@ class CrashingLoop(asyncio.SelectorEventLoop):
     """Runs one callback per step, and jumps to the next timer when idle.
 
     All code belongs to a process: that of `live`, or a named one (`as_process`) that survives it.
-    Nothing of a dead process runs. Work for threads runs in this thread after a random delay.
-    """
+    Nothing of a dead process runs. Work for threads runs in this thread after a random delay."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__()

@@ -49,8 +49,7 @@ def operations_on_gpu(
 ) -> Iterator[Operations]:
     """Yield the operations of a one-rank trainer in this process, with 1 GiB of state or more.
 
-    `settings` are of `TrainerSettings`.
-    """
+    `settings` are of `TrainerSettings`."""
     write_tiny_model(
         tmp_path, seed=1, shape=TinyShape(hidden=1024, ffn=8192, max_length=max_length)
     )

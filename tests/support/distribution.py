@@ -26,8 +26,7 @@ def begin_with_longest(items: list[pytest.Item]) -> None:
 def end_with(node: WorkerController, error: object) -> None:
     """Report the test during which a process died, and end the session.
 
-    The scheduler would start another process, but never give it the remaining tests.
-    """
+    The scheduler would start another process, but never give it the remaining tests."""
     session = node.config.pluginmanager.get_plugin("dsession")
     assert isinstance(session, DSession) and session.sched is not None
     test = session.sched.remove_node(node) if node in session.sched.nodes else None

@@ -1,7 +1,6 @@
 """A worker for the launcher's tests: `python dummy_worker.py BEHAVIOUR --report-fd N`.
 
-It performs only the handshake.
-"""
+It performs only the handshake."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ FILE`.
 
 The file is a JSON list of `{"base", "tokens", "full", "adapter", "expected"}`: paths of a base
 model and versions, and expected values of some. Each entry gets `"found"`: logprobs by those names,
-or the error.
-"""
+or the error."""
 
 from __future__ import annotations
 

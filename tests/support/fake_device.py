@@ -15,8 +15,7 @@ from trainer_service.service.operations import Operations
 class FakeDevice:
     """A device's memory in host memory. Copies have ended when they were awaited.
 
-    `host_blocks` lists the sizes of host allocations. At most `most` succeed.
-    """
+    `host_blocks` lists the sizes of host allocations. At most `most` succeed."""
 
     is_host = False
 

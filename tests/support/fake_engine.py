@@ -42,8 +42,7 @@ class FakeEngine:
     A step computes the first `room` requests. `drawn` lists, per request, the adapter or weights
     directory of each token. `together` holds the adapters of each step. `computed` holds each
     adapter's canary logprobs, zeros by default. `weights` is the loaded directory, or empty.
-    Sleeping weights or caches refuse calls.
-    """
+    Sleeping weights or caches refuse calls."""
 
     weights: str = BASE.path.name
     weights_asleep: bool = False
@@ -200,8 +199,7 @@ class FakeLoader:
     """Records reads and loads.
 
     `errors` are raised one by one by a version's reading, or by its load if they are
-    `WeightsTouched`.
-    """
+    `WeightsTouched`."""
 
     engine: FakeEngine
     reads: list[str] = field(default_factory=list)

@@ -42,8 +42,7 @@ class Hub:
 
     `models` hold files by revision. A refusal is a part of the path, a status, an error code, and a
     count. `cuts` lists the bytes after which a file's connections break. `wrong` files differ from
-    their listing. `token` is required.
-    """
+    their listing. `token` is required."""
 
     url: str = ""
     models: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)

@@ -49,8 +49,7 @@ def make_rank(
     """Return the only rank of a trainer.
 
     It computes `parallel` parts of a batch at once (0: no threads), with at least `least_tokens`
-    tokens each.
-    """
+    tokens each."""
     threads = None
     if parallel:
         threads = ParallelMicroBatches(count=parallel, threads=1, least_tokens=least_tokens)

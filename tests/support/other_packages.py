@@ -15,8 +15,7 @@ PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
 def install(source: Path, folder: Path) -> Path:
     """Build a package's wheel and install it below `folder`, without downloads.
 
-    Returns the folder for `PYTHONPATH`.
-    """
+    Returns the folder for `PYTHONPATH`."""
     shutil.copytree(source, copy := folder / "source")  # building leaves files beside it
     _pip("wheel", "--no-build-isolation", "--wheel-dir", folder / "wheels", copy)
     (wheel,) = (folder / "wheels").iterdir()

@@ -69,8 +69,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add the adapter in `folder`, in peft's layout, to a model.
 
     `base_model.model.NAME.lora_A.weight` [r, in] and `...lora_B.weight` [out, r] add alpha / r *
-    B·A to the output of the linear layer NAME. So tied weights stay separate.
-    """
+    B·A to the output of the linear layer NAME. So tied weights stay separate."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     scale = config["lora_alpha"] / config["r"]

@@ -1,7 +1,6 @@
 """The tests' own PostgreSQL server, on a Unix socket in a temporary folder.
 
-Tests with the fixture `each_database` run on SQLite and PostgreSQL.
-"""
+Tests with the fixture `each_database` run on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ def carried_over(
 ) -> tuple[Sampled, list[Sampled]]:
     """Sample from the first version while the second is loaded, both in flight.
 
-    Returns the answer, and the answers of `others`, which begin before the load.
-    """
+    Returns the answer, and the answers of `others`, which begin before the load."""
     settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
     request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
     events = open_stream(client, request)

@@ -22,8 +22,7 @@ class SmallMemory(Fsdp2Backend):
     """Runs out of memory with more than `most` tokens at once.
 
     It fails in the middle of the forward pass, or of the backward pass when the head, a block or
-    half a block has its gradients.
-    """
+    half a block has its gradients."""
 
     def __init__(
         self,

@@ -27,8 +27,7 @@ def write_tiny_model(
 
     `qwen3` ties its embeddings, `llama` and `gpt_neox` do not. The files of `qwen3_moe` differ from
     its modules. Weights are larger than usual, so that predictions are not flat. vLLM on a CPU
-    needs a `head_dim` of 32.
-    """
+    needs a `head_dim` of 32."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -9,8 +9,7 @@ While `UnreliableDisk(root)` is open, all Python operations below `root` pass th
   Opening or listing a folder refreshes its names.
 - **Power failures.** `lose_power` removes unsynced changes: contents become zeros, new names
   disappear and renames are undone. Changes lost in a failed sync or close stay lost, even if the
-  next sync succeeds.
-"""
+  next sync succeeds."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Killed(BaseException):
 class Strike:
     """One run of the tested code. A kill ends its `with` block.
 
-    `hit` is the failed operation, such as `sync /v1/manifest.json`.
-    """
+    `hit` is the failed operation, such as `sync /v1/manifest.json`."""
 
     disk: UnreliableDisk
     fault: Fault
@@ -92,8 +90,7 @@ class _Unsynced:
     """A name in a folder that a power failure removes, or returns to `was`, its place before a
     rename.
 
-    A `lost` one cannot be synced any more. `folder` is an inode.
-    """
+    A `lost` one cannot be synced any more. `folder` is an inode."""
 
     folder: int
     name: str

@@ -6,8 +6,7 @@ micro-batches. The built-in backend is `fsdp2.py`, with `token_logprobs.py`, `sh
 
 To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and `BACKEND =
 ThatClass`. A run chooses it by `tandem.backend = NAME` in its `user_metadata`. An external package
-names its class in the entry-point group `tandem.trainer_backends`.
-"""
+names its class in the entry-point group `tandem.trainer_backends`."""
 
 from trainer_service.backends.base import Capability, TrainerBackend, World, backend_named
 

@@ -46,8 +46,7 @@ class Capability(enum.StrEnum):
     model."""
     LAYOUTS = "copy a model, divide its matrices among ranks, or keep its weights on the host"
     """Several replicas or tensor-parallel ranks in `training.layout`, and
-    `training.weights_on_host`.
-    """
+    `training.weights_on_host`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class LiveState:
 class Export:
     """A tensor of a published model, with its name and shape in the model's own files.
 
-    One rank makes and exports all tensors of a `unit`.
-    """
+    One rank makes and exports all tensors of a `unit`."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,8 +118,7 @@ class TrainerBackend(ABC):
 
     **Registration.** `BACKEND = ThatClass` in a module of this folder, or an entry point of the
     group `tandem.trainer_backends` (example: `tests/support/plain_backend`). A run names its
-    backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`.
-    """
+    backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`."""
 
     capabilities: frozenset[Capability] = frozenset()
     facts: ModelFacts
@@ -132,8 +129,7 @@ class TrainerBackend(ABC):
     optimizer: Optimizer
     threads: bool = False
     """True if several threads may compute at once. Then `logprobs`, `loss_of`, `inputs` and
-    `gradients` are thread-safe, and the loop calls `accumulate`.
-    """
+    `gradients` are thread-safe, and the loop calls `accumulate`."""
     packs: bool = False
     """Micro-batches come packed into one row instead of padded."""
     plan: MemoryPlan | None = None
@@ -156,8 +152,7 @@ class TrainerBackend(ABC):
         """Compute this rank's share of a batch, and add the gradients of its loss to the held ones.
 
         A `forward_only` batch adds none. `share` lists the datums of each micro-batch, equally many
-        on every rank. `done` is called with the tokens of each. Raises `MicroBatchTooLarge`.
-        """
+        on every rank. `done` is called with the tokens of each. Raises `MicroBatchTooLarge`."""
         return compute_share(self, batch, share, keep=self.backward, done=done)
 
     @abstractmethod
@@ -169,8 +164,7 @@ class TrainerBackend(ABC):
     ) -> tuple[Tensor, LossResult]:
         """Return the targets' log probabilities [e], without gradient, and `objective` of them.
 
-        The result's `loss` is differentiable. `by_entry`: see `Loss.by_entry`.
-        """
+        The result's `loss` is differentiable. `by_entry`: see `Loss.by_entry`."""
         logprobs = self.logprobs(micro_batch, gradients=True)
         return logprobs.detach(), objective(logprobs)
 
@@ -182,8 +176,7 @@ class TrainerBackend(ABC):
     def warm_up(self) -> None:
         """Compile the code for later batches, on a computing thread of all ranks.
 
-        Meanwhile collectives, also of `groups`, may take `WARM_UP_TIMEOUT`.
-        """
+        Meanwhile collectives, also of `groups`, may take `WARM_UP_TIMEOUT`."""
         return
 
     @property
@@ -205,15 +198,13 @@ class TrainerBackend(ABC):
 
     def mark(self) -> Mark | None:
         """Record the held gradients for `undo`. None: this backend cannot undo. Only for a single
-        rank.
-        """
+        rank."""
         return None
 
     def undo(self, mark: Mark) -> bool:
         """Forget the computation since the mark, and free its memory.
 
-        Returns True if the held gradients are those of the mark, bit for bit.
-        """
+        Returns True if the held gradients are those of the mark, bit for bit."""
         return False
 
     def sum_gradients(self) -> None:
@@ -236,20 +227,17 @@ class TrainerBackend(ABC):
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
         """The live tensors of a checkpoint, by name: parameters and persistent buffers, or the
-        adapter's.
-        """
+        adapter's."""
 
     @abstractmethod
     def exports(self) -> Sequence[Export]:
         """The tensors of the published whole model, equal on all ranks. LoRA runs publish the
-        adapter.
-        """
+        adapter."""
 
     @abstractmethod
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of these units, by name, in the order of `exports`. All ranks iterate to
-        the end.
-        """
+        the end."""
 
     # --- Capabilities ----------------------------------------------------------------------
 
@@ -259,8 +247,7 @@ class TrainerBackend(ABC):
 
     def export_adapter(self) -> Mapping[str, Tensor]:
         """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files. Else
-        empty.
-        """
+        empty."""
         raise self.cannot(Capability.ADAPTERS)
 
     def adapter_targets(self) -> Sequence[str]:
@@ -270,8 +257,7 @@ class TrainerBackend(ABC):
     def share(self, training: TrainingSpec) -> TrainerBackend:
         """ADAPTERS: the backend of another run on this model.
 
-        Raises `UnsuitableLora`, or `InvalidRequest` if the runs cannot share a model.
-        """
+        Raises `UnsuitableLora`, or `InvalidRequest` if the runs cannot share a model."""
         raise self.cannot(Capability.ADAPTERS)
 
     def activate(self) -> None:

@@ -17,8 +17,7 @@ class CopiedWeights:
     `dtype`.
 
     Each gradient of a copy is added to its master's immediately, in float32, like in FSDP, with
-    equal bits.
-    """
+    equal bits."""
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:
         self.masters: dict[str, nn.Parameter] = {}

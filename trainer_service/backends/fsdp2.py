@@ -93,8 +93,7 @@ class Fsdp2Backend(TrainerBackend):
     A single rank keeps a plain module, which is faster for a small model. In bfloat16 it computes
     with copies of its float32 weights, made after each step. If they do not fit into memory, FSDP
     casts a group at a time, with equal bits. FSDP also handles states in bfloat16 with computation
-    in float32, and a single rank's weights on the host.
-    """
+    in float32, and a single rank's weights on the host."""
 
     capabilities = frozenset(Capability)
 
@@ -244,8 +243,7 @@ class Fsdp2Backend(TrainerBackend):
     @property
     def _compile_threads(self) -> int:
         """The number of kernels compiled at once. Each compile thread is a process and takes a
-        core.
-        """
+        core."""
         if self._world.device == "cpu":
             return 1
         ranks = self._world.on_node or self._world.size
@@ -339,8 +337,7 @@ class Fsdp2Backend(TrainerBackend):
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
         """Sum gradients over replicas only with the last micro-batch.
 
-        The ranks of one replica do so too if each has memory for gradients of the whole model.
-        """
+        The ranks of one replica do so too if each has memory for gradients of the whole model."""
         if not self._reduces_once and self.training.layout.replicas == 1:
             return super().forward_backward(batch, share, done=done)
         left = len(share)

@@ -79,8 +79,7 @@ def memory_of(
 def _moments(trained: _Shapes, training: TrainingSpec, *, outer: set[str]) -> int:
     """Count moments: two for each trained number, or one in a matrix of dimuon.
 
-    Dimuon trains embeddings and head, the `outer` layers, with AdamW.
-    """
+    Dimuon trains embeddings and head, the `outer` layers, with AdamW."""
 
     def each(name: str, shape: Sequence[int]) -> int:
         hidden = len(shape) == 2 and name.rpartition(".")[0] not in outer

@@ -34,8 +34,7 @@ class RankMesh:
 
     FSDP shards over `data`: [replicas, shards], or [shards] for a single replica. Matrices are
     divided over `tensor`: [ranks that compute together], or None. Their collectives fail after
-    `timeout`.
-    """
+    `timeout`."""
 
     def __init__(self, world: World, layout: Layout, *, timeout: timedelta) -> None:
         if world.size == 1 and not dist.is_initialized():
@@ -90,8 +89,7 @@ class ShardGroups:
 
     There is one group for each entry of `blocks`, and a last one, the root, with all other
     parameters. Create it before anything replaces the model's modules, so that `names` stay valid.
-    Without a call of `shard` nothing is gathered.
-    """
+    Without a call of `shard` nothing is gathered."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Sequence[nn.Module]]) -> None:
         self._model = model
@@ -111,8 +109,7 @@ class ShardGroups:
         """Shard the parameters, gathered in `dtype` (None: their own), with gradients summed in
         float32.
 
-        `on_host` keeps both in host memory, pinned beside a GPU.
-        """
+        `on_host` keeps both in host memory, pinned beside a GPU."""
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy()
         if on_host:
@@ -131,8 +128,7 @@ class ShardGroups:
 
     def even_parts(self) -> Iterator[Tensor]:
         """This rank's parts of evenly divided parameters. FSDP moves the other parts into larger
-        memory.
-        """
+        memory."""
         for parameter in self._model.parameters():
             assert isinstance(parameter, DTensor)
             placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -160,8 +156,7 @@ class ShardGroups:
 
     def reduce_with_next_backward(self, *, in_replica: bool, between_replicas: bool) -> None:
         """Reduce gradients of the next backward pass within a replica, then between replicas, or
-        hold them back.
-        """
+        hold them back."""
         for module in self._modules():
             module.set_requires_gradient_sync(in_replica)
             module.set_requires_all_reduce(between_replicas)

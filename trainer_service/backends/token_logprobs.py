@@ -28,8 +28,7 @@ class TokenLogprobs:
 
     `apart`: the model can end at its hidden states. Logits are then made in chunks of at most
     `logits_bytes`, else whole. `compiled`: the blocks are compiled and take no row of a single
-    token.
-    """
+    token."""
 
     def __init__(
         self,
@@ -90,8 +89,7 @@ class TokenLogprobs:
     def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
         """The hidden states [rows, hidden] of all tokens, without an attention mask.
 
-        In a causal model real tokens never see padding on the right.
-        """
+        In a causal model real tokens never see padding on the right."""
         single = self._compiled and micro_batch.tokens.shape[1] == 1
         if single:
             micro_batch = of_two_tokens(micro_batch)

@@ -79,8 +79,7 @@ def densify(
     """Fill the empty cells of a sparse (CSR) [N, K] tensor with zeros, as the SDK does.
 
     Raises `LossInputShape`, naming the tensor as `where`, for another shape than `expected`,
-    malformed arrays, or an exceeded `budget`.
-    """
+    malformed arrays, or an exceeded `budget`."""
     csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
     if len(shape) != 2 or not size:
         raise LossInputShape(f"{where}: a sparse tensor needs two dimensions, not {list(shape)}")
@@ -120,8 +119,7 @@ TARGETS = "target_tokens"
 class InputReader:
     """Reads the inputs of a batch of n datums, one at a time, into `read` ([E] each).
 
-    `lengths` [n]. `trailing` [n] is the K of [N, K] targets, 0 for [N].
-    """
+    `lengths` [n]. `trailing` [n] is the K of [N, K] targets, 0 for [N]."""
 
     data: Sequence[wire.Datum]
     loss: Loss
@@ -235,8 +233,7 @@ def read_array(
 ) -> NDArray[np.generic]:
     """Read an input of any shape with `given.rank` dimensions, as float32 or int64.
 
-    Raises `LossInputMissing`, `LossInputShape` or `LossInputNotFinite`.
-    """
+    Raises `LossInputMissing`, `LossInputShape` or `LossInputNotFinite`."""
     where = f"datum {index}, {given.name!r}"
     if given.name not in datum.loss_fn_inputs:
         raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")

@@ -19,8 +19,7 @@ class MicroBatchTooLarge(Exception):
     bytes.
 
     If `RankTrainer.forward_backward` raises it, the process group is unusable: gradients are lost
-    or other ranks hang in a collective.
-    """
+    or other ranks hang in a collective."""
 
     def __init__(self, tokens: int, reason: str, *, free: int = 0) -> None:
         super().__init__(f"a micro-batch of {tokens} tokens ran out of memory: {reason}")
@@ -37,8 +36,7 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 def free_on(device: str) -> int:
     """The free bytes of a rank's GPU. 0 on a CPU, where the system ends a process rather than
-    refuse it memory.
-    """
+    refuse it memory."""
     return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 

@@ -19,8 +19,7 @@ from trainer_service.models.packing import bounds_of
 def ranges(*, starts: Int64Array, sizes: Int64Array) -> Int64Array:
     """The indices `starts[i] … starts[i] + sizes[i] - 1` of all i, one after the other.
 
-    Example: starts [5, 0], sizes [2, 3] give [5, 6, 0, 1, 2].
-    """
+    Example: starts [5, 0], sizes [2, 3] give [5, 6, 0, 1, 2]."""
     ends = np.cumsum(sizes)
     shifts = np.repeat(starts - (ends - sizes), sizes)
     result: Int64Array = shifts + np.arange(len(shifts), dtype=np.int64)
@@ -47,8 +46,7 @@ def plan_batch(
     longer group. Padding counts unless `packed`. All ranks get equally many micro-batches, because
     collectives must match. The empty ones are `()`.
 
-    Example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`.
-    """
+    Example: lengths [3, 9, 4], two ranks, plenty of tokens: `(((1,),), ((2, 0),))`."""
     assert len(lengths) % group == 0, "validated"
     starts = range(0, len(lengths), group)
     longest = {start: max(lengths[start : start + group]) for start in starts}
@@ -110,8 +108,7 @@ class MicroBatch:
     `tokens` [B, T], `targets` [B, T, K]. `select` [e] picks the real entries out of the flat
     [B·T·K] (None: all are real). `entries` [e] are their indices in the batch's [E]. `inputs` are
     the loss inputs, [e] each. A packed micro-batch has all datums in one row, and `positions` [1,
-    T] and `bounds` (`bounds_of`) mark their starts.
-    """
+    T] and `bounds` (`bounds_of`) mark their starts."""
 
     tokens: Int64Array
     targets: Int64Array

@@ -1,8 +1,7 @@
 """Checks a forward_backward message before any gradient is computed, and makes a `Batch` of it.
 
 Every error names the datum, the input and the wrong value, and says how to correct it. Unused
-inputs are ignored, as by the protocol's own server.
-"""
+inputs are ignored, as by the protocol's own server."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Batch:
     hold each datum's [N] or [N, K] values row by row. `widths` [n] is K, and E = Σ lengths·widths.
     `trailing` [n] is the client's K, or 0 for targets of one dimension. `sequences` [E] numbers the
     sampled sequences of the batch, -1 for prompt tokens. It is None if no datum has provenance
-    spans. `arrays` are the inputs of shape "free", one per datum.
-    """
+    spans. `arrays` are the inputs of shape "free", one per datum."""
 
     loss: Loss
     settings: LossSettings
@@ -89,8 +87,7 @@ def parse(payload: bytes) -> wire.ForwardBackwardRequest:
 
 def is_forward(payload: bytes) -> bool:
     """True for a forward pass, which leaves no gradients, even if the rest of the payload is
-    malformed.
-    """
+    malformed."""
     try:
         return wire.ForwardBackwardRouting.FromString(payload).forward_only
     except DecodeError:
@@ -236,8 +233,7 @@ def _targets(
     budget: DenseBudget,
 ) -> tuple[Int64Array, Int64Array, bool]:
     """Return target tokens [E], the K of each datum (0 for one dimension), and whether any were
-    sparse.
-    """
+    sparse."""
     parts: list[bytes] = []
     trailing: list[int] = []
     types: set[int] = set()
@@ -300,8 +296,7 @@ def read_sequences(
     """Number the sampled sequences of a batch, per target entry. Prompt entries get -1.
 
     A datum without spans is one sequence. Returns None if no datum has spans. Two datums never
-    share a number. Raises `LossInputShape` for spans that do not cover their datum exactly.
-    """
+    share a number. Raises `LossInputShape` for spans that do not cover their datum exactly."""
     if not any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data):
         return None
     parts: list[Int64Array] = []

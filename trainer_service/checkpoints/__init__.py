@@ -7,5 +7,4 @@
   trusts none that it reads.
 - `storage.py` explains failed writes and makes all ranks agree on them.
 
-Versions and checkpoints are written into a partial directory, which gets its name by one rename.
-"""
+Versions and checkpoints are written into a partial directory, which gets its name by one rename."""

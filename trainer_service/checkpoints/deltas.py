@@ -1,7 +1,6 @@
 """Files of a version written as differences from another version's files (`tandem.weights.delta`).
 
-A piece with too many differences is written whole, so a patch is hardly larger than its file.
-"""
+A piece with too many differences is written whole, so a patch is hardly larger than its file."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ _AT_ONCE = 2**18
 class PatchedFile:
     """A new file, given in byte order, that writes only its differences from `base`.
 
-    `threads` compare its pieces. Raises `OSError`.
-    """
+    `threads` compare its pieces. Raises `OSError`."""
 
     def __init__(self, path: Path, *, base: Path, progress: ByteCount, threads: int) -> None:
         self.name = path.name
@@ -90,8 +88,7 @@ class PatchedFile:
 
     def _compare(self, new: Bytes, start: int) -> list[memoryview]:
         """Return the change of a piece. Each thread reuses its buffer, because new memory must be
-        cleared first.
-        """
+        cleared first."""
         if not hasattr(self._old, "piece"):
             self._old.piece = np.empty(PIECE_BYTES, np.uint8)
         old: Bytes = self._old.piece[: new.size]

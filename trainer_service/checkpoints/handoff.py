@@ -1,8 +1,7 @@
 """Keeps a version's weights in memory, too, for a sampler on the same device to copy.
 
 If there is no room, the log says why, and the sampler reads the files. The sampler compares
-checksums taken here, of the tensors in the files, with those of its loaded weights.
-"""
+checksums taken here, of the tensors in the files, with those of its loaded weights."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ _ALIGNMENT = 512
 def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy | None:
     """Return memory for a copy of the next version, or None if there is no room.
 
-    The memory plan's needs and the `held` bytes of unreleased earlier copies stay free.
-    """
+    The memory plan's needs and the `held` bytes of unreleased earlier copies stay free."""
     size = sum(_aligned(export.bytes) for export in backend.exports())
     reason = ""
     if size > (room := _room(backend, held)):
@@ -90,8 +88,7 @@ class KeptCopy:
     def offer(self, *, on_deadline: Callable[[], None]) -> common_pb2.Handoff | None:
         """Let another process open the memory. Return its location, or None if tensors are missing.
 
-        `on_deadline` is called from a thread unless the copy is closed before its deadline.
-        """
+        `on_deadline` is called from a thread unless the copy is closed before its deadline."""
         if not self._failure:
             try:
                 self._memory.offer(self._message)
@@ -144,8 +141,7 @@ class _OnHost:
 
 class _OnGpu:
     """A torch storage. A file in /dev/shm counts its reader, one other process, from the sharing
-    on.
-    """
+    on."""
 
     outlives_close = False
 

@@ -1,8 +1,7 @@
 """Publishes the current weights as a weight version (see `tandem/weights`).
 
 A version is the whole model, its changes since another version (`deltas`), or a LoRA run's adapter
-in PEFT's layout.
-"""
+in PEFT's layout."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ CANARY_TOKENS = 16
 class VersionRequest:
     """A version to publish: `name`, final `path`, `parent` version, `step`, id of the `operation`.
 
-    `delta_of` is the whole version that it may be a delta of, or "".
-    """
+    `delta_of` is the whole version that it may be a delta of, or ""."""
 
     name: str
     path: Path
@@ -101,8 +99,7 @@ def bytes_needed(backend: TrainerBackend) -> int:
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
     """Check the free space and make the partial directory, on rank 0, before the announcement.
 
-    Raises `StorageFull` or `PublishFailed`.
-    """
+    Raises `StorageFull` or `PublishFailed`."""
     if backend.training.lora is None:
         for export in backend.exports():
             if str(export.dtype) not in STORED_TYPES:
@@ -126,8 +123,7 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
 def published_by(request: VersionRequest) -> Manifest | None:
     """Return the version that this operation published before its trainer died, if any.
 
-    Raises `StorageFull` or `PublishFailed`.
-    """
+    Raises `StorageFull` or `PublishFailed`."""
     try:
         manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
     except LoadFailed:
@@ -345,8 +341,7 @@ def _write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
     """Write one safetensors file. The library ignores errors of close, where NFS reports failed
-    writes.
-    """
+    writes."""
     writer = _writer(file.name, exports)
     file.write(writer.header)
     for content in _in_order(writer.order, tensors):
@@ -410,8 +405,7 @@ def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:
     """The owner of each unit: largest first, each to the rank with the fewest bytes so far.
 
     Example: with units a, b and c of 5, 3 and 3 bytes, two ranks get `{"a": 0, "b": 1, "c":
-    1}`.
-    """
+    1}`."""
     sizes: dict[str, int] = {}
     for export in exports:
         sizes[export.unit] = sizes.get(export.unit, 0) + export.bytes

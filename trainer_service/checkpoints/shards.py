@@ -8,8 +8,7 @@ Example: `model.embed_tokens.weight@64,0` is the part of that parameter from row
 part that starts at the origin has only the tensor's name.
 
 `read_layout` reads only headers and trusts nothing in them. Ranks trust each other and exchange
-plans as pickles.
-"""
+plans as pickles."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ Layout = Mapping[str, SavedTensor]
 def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
     """Read the tensors in these files of a checkpoint.
 
-    Raises `CheckpointDamaged` for a file outside the folder, or incomplete tensors.
-    """
+    Raises `CheckpointDamaged` for a file outside the folder, or incomplete tensors."""
     shards: defaultdict[str, list[Shard]] = defaultdict(list)
     try:
         for name in files:

@@ -1,8 +1,7 @@
 """Snapshots of a training run, from which a crashed trainer is restored.
 
 A snapshot is the state after a step or a load, without later gradients. Training pauses only while
-each rank copies its part to host memory. A thread writes it as a checkpoint (`training_state`).
-"""
+each rank copies its part to host memory. A thread writes it as a checkpoint (`training_state`)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Snapshots:
     """The snapshots of one run, on one rank.
 
     They have their own process group, because other collectives run meanwhile. One thread serves
-    all runs, so every rank writes snapshots in the same order.
-    """
+    all runs, so every rank writes snapshots in the same order."""
 
     def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self._trainer = trainer
@@ -48,8 +46,7 @@ class Snapshots:
     def prepare(self, path: str) -> str:
         """Make the folder of a snapshot, on rank 0, before its announcement. Return its path.
 
-        Returns "" if that fails, or if another snapshot is still being written.
-        """
+        Returns "" if that fails, or if another snapshot is still being written."""
         if not path or (self._path and not self._newest.done()):
             return ""
         self._path, self._newest = path, Future()

@@ -23,8 +23,7 @@ class Staging:
     """Copies the state of one run to host memory, while training pauses.
 
     The memory of a copy from a GPU is pinned and reused, because new memory comes page by page.
-    `pin` is None for a CPU.
-    """
+    `pin` is None for a CPU."""
 
     def __init__(self, pin: Callable[[Tensor], None] | None) -> None:
         self._pin = pin
@@ -34,8 +33,7 @@ class Staging:
 
     def copy(self, state: Mapping[str, Tensor]) -> Copy:
         """Return a copy of the state. Call `end` after it is written. Until then, others get their
-        own memory.
-        """
+        own memory."""
         if self._pin is None or self._read is not None:
             return _copied(state)
         layout = {name: (each.shape, each.dtype) for name, each in state.items()}

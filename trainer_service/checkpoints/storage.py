@@ -37,8 +37,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
     """`StorageFull` for a full disk or quota, else `PublishFailed`. `needed` is in bytes, 0 if
-    unknown.
-    """
+    unknown."""
     if error.errno in _FULL:
         return _full(what=what, needed=needed, free="and too few are free")
     return PublishFailed(
@@ -76,8 +75,7 @@ def agree(
 ) -> list[dict[str, str | int]]:
     """Run `write` on every rank. Rank 0 gets all results, other ranks their own.
 
-    A failed rank reports its error instead, and rank 0 raises the first one.
-    """
+    A failed rank reports its error instead, and rank 0 raises the first one."""
     mine: list[dict[str, str | int]] = []
     try:
         report: dict[str, object] = {"entries": (mine := write())}
@@ -161,8 +159,7 @@ def together(
     collective waits for a disk, and a rank's death is noticed at once.
 
     Raises the error of `work`, after the others have finished too. Raises `OSError` on every rank
-    if none makes progress for `stalled_after` seconds. The thread may then still hang.
-    """
+    if none makes progress for `stalled_after` seconds. The thread may then still hang."""
     return end_together(group, begin(work), progress=progress, stalled_after=stalled_after)
 
 

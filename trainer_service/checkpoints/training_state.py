@@ -2,8 +2,7 @@
 
 A checkpoint can be loaded into another number of ranks. `checkpoint.json` with checksums is written
 last. A LoRA run's checkpoint holds only the adapter and identifies its base model by a fingerprint.
-Training draws no random numbers, so there is no generator state. Snapshots have the same format.
-"""
+Training draws no random numbers, so there is no generator state. Snapshots have the same format."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class CheckpointRecord(BaseModel):
     first step.
 
     `base_model` and `base_fingerprint` identify a LoRA run's base model. A restored trainer keeps
-    the plan `micro_batch_tokens`, because larger micro-batches may have run out of memory.
-    """
+    the plan `micro_batch_tokens`, because larger micro-batches may have run out of memory."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -89,8 +87,7 @@ def partial_path(path: Path) -> Path:
 def prepare_save(path: Path, backend: TrainerBackend) -> None:
     """Make the partial directory, on rank 0, before the announcement.
 
-    Raises `NameTaken`, `StorageFull` or `PublishFailed`.
-    """
+    Raises `NameTaken`, `StorageFull` or `PublishFailed`."""
     needed = _bytes_needed(backend)
     what = f"checkpoint {path.name}"
     partial = partial_path(path)
@@ -108,8 +105,7 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
 def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
     """Return the checkpoint that this operation wrote before its trainer died, if any.
 
-    Raises `StorageFull` or `PublishFailed`.
-    """
+    Raises `StorageFull` or `PublishFailed`."""
     path = Path(request.path)
     try:
         record = _read_record(path)
@@ -130,8 +126,7 @@ def save(
 ) -> CheckpointRecord | None:
     """Write this rank's part. Rank 0 commits and returns the record.
 
-    After `StorageFull` or `PublishFailed` nothing is left of the checkpoint.
-    """
+    After `StorageFull` or `PublishFailed` nothing is left of the checkpoint."""
     path, control = Path(request.path), trainer.control
     partial, what = partial_path(path), f"checkpoint {path.name}"
     needed = _bytes_needed(trainer.backend)
@@ -160,8 +155,7 @@ def write_shards(
 ) -> list[FileEntry]:
     """Write this rank's part of the state. Return, on the first rank, the files of all ranks.
 
-    Raises `OSError` on all ranks if one fails.
-    """
+    Raises `OSError` on all ranks if one fails."""
     writer = ShardWriter(partial, group=group)
     try:
         with _quiet():
@@ -338,8 +332,7 @@ def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     """Load this rank's part and set the step counter. Drop gradients.
 
     Without `optimizer` the optimizer starts anew. After `check`, only the disk can fail here, and
-    the error ends the worker.
-    """
+    the error ends the worker."""
     backend, control = trainer.backend, trainer.control
     record = _read_record(path)
     backend.optimizer.reset()

@@ -21,8 +21,7 @@ _SIZE = struct.Struct("<q")
 
 class Op(enum.IntEnum):
     """Operations that rank 0 announces, each for one run. `HEARTBEAT` only keeps idle ranks from
-    timing out.
-    """
+    timing out."""
 
     HEARTBEAT = 0
     FORWARD_BACKWARD = 1
@@ -47,8 +46,7 @@ class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
     `group` is a gloo group beside the computing group, or None for a single rank. Every wait ends
-    after `timeout`. Each run has its own `ControlGroup`, with its number `run`.
-    """
+    after `timeout`. Each run has its own `ControlGroup`, with its number `run`."""
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class ControlGroup:
     ) -> Iterator[None]:
         """Raise the timeout of collectives, also of `others`, within the block.
 
-        All ranks leave the block together. An error in it ends the process.
-        """
+        All ranks leave the block together. An error in it ends the process."""
         if self.group is None:
             yield
             return

@@ -17,8 +17,7 @@ _LEFT_FREE = 2**30
 
 _MAPPED_FROM = 17 * 2**16
 """Above 1 MiB, because libraries allocate many buffers of exactly that size. Mapping each anew
-nearly doubles the processor time.
-"""
+nearly doubles the processor time."""
 _KEPT_AT_END = 64 * 2**20
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 """Parameters of mallopt(3)."""
@@ -28,8 +27,7 @@ def map_large_tensors() -> None:
     """Make glibc map and unmap each large tensor.
 
     Otherwise freed tensors leave gaps in a heap that fit no tensor of equal size, and the heap
-    takes twice the memory.
-    """
+    takes twice the memory."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
         mallopt(_TRIM_THRESHOLD, _KEPT_AT_END)
@@ -37,8 +35,7 @@ def map_large_tensors() -> None:
 
 def device_peaks(device: str) -> tuple[int, int]:
     """Return the peak bytes of tensors on this rank's device, and of torch's reservation. (0, 0) on
-    a CPU.
-    """
+    a CPU."""
     if device != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -2,8 +2,7 @@
 
 Only the storages under the tensors are emptied and later filled again, so references, tied weights
 and views stay valid. On a GPU the copies go to pinned host memory on their own stream. On a CPU,
-unless state goes to a file, only caches are freed.
-"""
+unless state goes to a file, only caches are freed."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 * 2**20
 """The largest allocation of host memory, and read or write of a file. Torch rounds pinned
-allocations up to a power of two.
-"""
+allocations up to a power of two."""
 _ALIGNMENT = 512
 """Of each storage's copy, in bytes."""
 _BATCH_BYTES = 4 * BLOCK_BYTES
@@ -58,8 +56,7 @@ class _Moved:
 class Offload:
     """The state of one rank: that of its `backends`, which may share a model.
 
-    `bytes` counts bytes written to files and read.
-    """
+    `bytes` counts bytes written to files and read."""
 
     def __init__(
         self,
@@ -91,8 +88,7 @@ class Offload:
         all).
 
         With `spill_folder` it goes to a file. `most_bytes` bounds the host memory or disk used (0:
-        no bound). Raises `OutOfMemory` or `StorageFailed`. Then the state is unchanged.
-        """
+        no bound). Raises `OutOfMemory` or `StorageFailed`. Then the state is unchanged."""
         assert self._moved is None
         memory = self._memory = self._memory or memory_of(self._backends()[0].device)
         if spill_folder or not memory.is_host:

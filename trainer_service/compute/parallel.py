@@ -22,8 +22,7 @@ class ParallelMicroBatches:
     threads.
 
     Threads inside a small model's operations synchronize hundreds of times per update, shares only
-    once. Shares have at least `least_tokens`, because small compiled shares cost more than one.
-    """
+    once. Shares have at least `least_tokens`, because small compiled shares cost more than one."""
 
     def __init__(self, *, count: int, threads: int, least_tokens: int = 1) -> None:
         self._count, self._least_tokens = count, least_tokens
@@ -46,8 +45,7 @@ class ParallelMicroBatches:
         """Compute each share of a plan with its own gradients, added in order, so threads change no
         bits.
 
-        Raises the first error after all threads have ended.
-        """
+        Raises the first error after all threads have ended."""
         held = [_SeparateGradients(backend.gradients) for _ in plan]
         futures = [
             # No collectives have to match here, so empty micro-batches are skipped.

@@ -51,8 +51,7 @@ class Assignment(BaseModel):
 
     `local_rank` is the index of this rank's GPU among the visible ones. `on_node` is the number of
     ranks on its node. `own_cores`: the rank does not share its cores with the node's other ranks.
-    Rank 0 serves torch's store at `store_host` and `store_port`.
-    """
+    Rank 0 serves torch's store at `store_host` and `store_port`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,8 +87,7 @@ def bring_up(
     """Serve the store where ranks meet, send each rank its assignment and join as rank 0.
 
     Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed`, before the model is
-    loaded.
-    """
+    loaded."""
     size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
     device = kind_of_device(settings, given, gpus=_visible_gpus(), ranks=on_node)
@@ -173,8 +171,7 @@ def reach_store(
 
 def check_capabilities(spec: WorkerSpec, name: str) -> None:
     """Raises `UnsupportedByBackend` for a missing capability, and `WorkerStartFailed` if the
-    trainer shares devices and neither backend nor host can make it sleep.
-    """
+    trainer shares devices and neither backend nor host can make it sleep."""
     backend, training = backend_named(name), spec.training or TrainingSpec()
     if training.lora and Capability.ADAPTERS not in backend.capabilities:
         raise backend.cannot(Capability.ADAPTERS)
@@ -266,8 +263,7 @@ def kind_of_device(
 ) -> Literal["cpu", "cuda"]:
     """The kind of the `given` device, or else of the settings. Raises `WorkerStartFailed`.
 
-    "auto" is the CPU only if there is no GPU. Each of a node's `ranks` needs one of its `gpus`.
-    """
+    "auto" is the CPU only if there is no GPU. Each of a node's `ranks` needs one of its `gpus`."""
     if given is not None:
         if given.kind == "cuda" and not gpus:
             raise WorkerStartFailed(

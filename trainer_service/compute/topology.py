@@ -17,8 +17,7 @@ class Topology:
     `host` and `port`.
 
     Example: with 4 ranks on 2 nodes, `Topology(nodes=2, node=1, ranks=4, host="trainer-a",
-    port=29500).local` is `range(2, 4)`.
-    """
+    port=29500).local` is `range(2, 4)`."""
 
     nodes: int
     node: int

@@ -90,8 +90,7 @@ class RankTrainer:
     """One rank, for one run. `step` counts optimizer steps, equal on every rank.
 
     `micro_batch_tokens` is the plan: the most tokens of a micro-batch, padding included.
-    `snapshot_group` joins the threads that write snapshots.
-    """
+    `snapshot_group` joins the threads that write snapshots."""
 
     def __init__(
         self,
@@ -144,8 +143,7 @@ class RankTrainer:
         by then, else with smaller micro-batches, which it keeps.
 
         Raises `OutOfMemory` (with the earlier gradients restored), `MicroBatchTooLarge`, or
-        `CustomLossFailed` on rank 0.
-        """
+        `CustomLossFailed` on rank 0."""
         self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
         # Several ranks cannot undo: the others already wait for this rank in collectives.
@@ -176,8 +174,7 @@ class RankTrainer:
     def plan_after(self, batch: Batch, *, tokens: int, reason: str = "") -> int:
         """The plan after a micro-batch of `tokens` ran out of memory: half of it.
 
-        Raises `OutOfMemory` if that would not make one smaller.
-        """
+        Raises `OutOfMemory` if that would not make one smaller."""
         plan = max(1, tokens // 2)
         parts = self._plan(batch, plan)
         if largest(parts, batch.lengths.tolist(), packed=self.backend.packs) < tokens:

@@ -7,8 +7,7 @@ nothing. Several runs can adapt one model. Its layers compute with the active ru
 
 On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
 `adapter_model.safetensors`, with the keys `base_model.model.{module}.lora_A.weight` [r, in] and
-`….lora_B.weight` [out, r].
-"""
+`….lora_B.weight` [out, r]."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class ActiveAdapters:
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A linear layer with the frozen parameters of another, plus the active adapter, if any.
 
-    The adapter is added to the layer's output, so a tied weight stays tied.
-    """
+    The adapter is added to the layer's output, so a tied weight stays tied."""
 
     def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
         super().__init__()
@@ -119,8 +117,7 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
     """The layers that `spec` selects, by module name, in the model's order.
 
     Raises `UnsuitableLora` if a selected kind has no linear layer, or has weights outside linear
-    layers (fused experts, GPT-2's convolutions), or if the rank is too large for a layer.
-    """
+    layers (fused experts, GPT-2's convolutions), or if the rank is too large for a layer."""
     selected = [kind for kind in _KINDS if getattr(spec, kind)]
     if not selected:
         raise UnsuitableLora(
@@ -179,8 +176,7 @@ def _layers(model: nn.Module) -> dict[str, str]:
 
 def _other_weights(model: nn.Module) -> dict[str, str]:
     """The kind of each matrix in a block outside linear layers and norms, which may be matrices
-    (Cohere).
-    """
+    (Cohere)."""
     kinds: dict[str, str] = {}
     for name, inside in _names_in_blocks(model).items():
         module = model.get_submodule(name)
@@ -223,8 +219,7 @@ def new_adapters(
 ) -> dict[str, Adapter]:
     """Return new adapters for the selected layers, by module name. Raises `UnsuitableLora`.
 
-    Each A depends only on the seed and the layer's name.
-    """
+    Each A depends only on the seed and the layer's name."""
     return {
         name: Adapter.of(
             layer,
@@ -246,8 +241,7 @@ def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
     """PEFT's `target_modules` that select exactly the chosen modules.
 
     PEFT selects a module if its name equals a target or ends with "." and a target. Whole names are
-    used only if the last parts would also select other modules.
-    """
+    used only if the last parts would also select other modules."""
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
     return leaves if meant == set(chosen) else sorted(chosen)
@@ -282,8 +276,7 @@ def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
 class AdapterConfig:
     """The contents of `adapter_config.json`. `targets` are PEFT's `target_modules`.
 
-    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name.
-    """
+    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name."""
 
     base_model: str
     revision: str | None
@@ -324,8 +317,7 @@ class AdapterConfig:
 
 def read_scale(directory: Path) -> float:
     """Return alpha / r. Raises `InvalidRequest` unless it is plain LoRA with one rank and one
-    alpha.
-    """
+    alpha."""
     try:
         config = json.loads((directory / CONFIG_NAME).read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])

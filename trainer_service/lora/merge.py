@@ -2,8 +2,7 @@
 `python -m trainer_service.lora.merge ADAPTER_DIR BASE_DIR OUT_DIR`.
 
 Only the largest tensor must fit into memory. The result has the layout and dtypes of the base
-model's files, and loads in transformers and vLLM as it is.
-"""
+model's files, and loads in transformers and vLLM as it is."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
     """Write the merged model into `out_dir`, whole or not at all. Return its size in bytes.
 
     Raises `NameTaken`, `LoadFailed` (a damaged adapter), or `InvalidRequest` (not a LoRA adapter of
-    this base model).
-    """
+    this base model)."""
     if out_dir.exists():
         raise NameTaken(f"{out_dir.name} exists already; name a directory that does not")
     adapter = _open_adapter(adapter_dir)

@@ -1,7 +1,6 @@
 """The adapters of one run, whole on every rank of its trainer.
 
-Each rank has gradients of its own part of the batch, summed once per step.
-"""
+Each rank has gradients of its own part of the batch, summed once per step."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
 class RunAdapters:
     """Newly drawn adapters for a `LoraSpec`, `by_module`. `targets` are PEFT's names of their
-    modules.
-    """
+    modules."""
 
     def __init__(
         self, model: nn.Module, lora: LoraSpec | None, *, device: torch.device | str
@@ -53,8 +51,7 @@ class RunAdapters:
         """Sum the gradients over all ranks, in one collective.
 
         A gradient missing on some ranks counts as zero there. One missing on all ranks stays
-        absent.
-        """
+        absent."""
         parameters = list(self.parameters().values())
         if not parameters:
             return

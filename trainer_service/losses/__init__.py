@@ -7,8 +7,7 @@ shared parts.
 
 To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, and add a row to
 `tests/support/losses/cases.py`. Then run `scripts/loss_tables.py`, which writes the tables of
-`docs/training.md`.
-"""
+`docs/training.md`."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def find_loss(name: str, *, definition: bytes = b"") -> Loss:
     """Return the loss that a request names.
 
     `definition` is the gateway's payload for a `DefinedLoss`. Raises `UnknownLoss`, or a
-    `UserError` for a wrong definition.
-    """
+    `UserError` for a wrong definition."""
     loss = _REGISTERED.get(name)
     if loss is None:
         raise UnknownLoss(f"unknown loss {name[:100]!r}; known: {', '.join(sorted(LOSSES))}")

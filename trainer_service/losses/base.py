@@ -34,8 +34,7 @@ class Input:
     A datum may omit the input if `required` is false, or if the setting named by `needed_with` is
     0. If all datums omit it, the loss gets no such input, unless `default` is a number. If some
     omit it, they get `default`: a number, or the name of another input or of a setting. With
-    `finite` False, the loss handles NaN and infinities itself.
-    """
+    `finite` False, the loss handles NaN and infinities itself."""
 
     name: str
     meaning: str
@@ -52,8 +51,7 @@ class Setting:
     """One value of `loss_fn_config`, of the type of its default.
 
     `low` bounds a number from below, inclusively unless `above`. `choices` lists the allowed texts.
-    If it is empty, any text is allowed.
-    """
+    If it is empty, any text is allowed."""
 
     name: str
     default: SettingValue
@@ -91,8 +89,7 @@ class Totals:
     """Counts over the whole request, equal on every rank and in every micro-batch.
 
     `entries` counts target tokens ([N, K] targets count N·K). `active` counts the entries that the
-    loss acts on.
-    """
+    loss acts on."""
 
     datums: int
     entries: int
@@ -110,8 +107,7 @@ class DatumLayout:
     `sizes`: entries of each datum. `widths`: K of each datum's [N, K] targets, 0 for [N].
     `arrays`: inputs of shape "free", one tensor of the client's shape per datum, on the host.
 
-    Example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
-    """
+    Example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3)."""
 
     datum: Tensor
     datums: int
@@ -153,8 +149,7 @@ class LossResult:
 
     `loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the order
     of the loss's `sum_names` and `max_names`, which the trainer combines over micro-batches and
-    ranks.
-    """
+    ranks."""
 
     loss: Tensor
     sums: tuple[Tensor, ...] = ()
@@ -182,8 +177,7 @@ class Loss:
     - `by_entry`: with these settings, the gradient at each entry depends only on that entry's
       logprob. It can then be computed before the others are known (`models/logprobs.py`).
     - `failure` returns the reason if the loss failed on this rank's datums, or "". After a failure
-      the results are discarded.
-    """
+      the results are discarded."""
 
     name: str
     compute: Compute
@@ -214,8 +208,7 @@ class DefinedLoss:
     """A loss made for each request from a definition that the session registered.
 
     `define` raises a `UserError` for a wrong definition. The definition is empty if the request has
-    none.
-    """
+    none."""
 
     name: str
     define: Callable[[bytes], Loss]

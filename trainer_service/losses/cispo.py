@@ -33,8 +33,7 @@ def cispo(
     """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - old), sg stopping the gradient. All [E].
 
     Every token keeps its gradient. The clamp bounds only its weight (MiniMax-M1, arXiv 2506.13585).
-    The default bounds of the ratio, 0 and 4, are those of the Tinker protocol.
-    """
+    The default bounds of the ratio, 0 and 4, are those of the Tinker protocol."""
     tokens = ready(logprobs, inputs)
     low, high = clip_bounds(inputs, settings, like=logprobs)
     ratio = tokens.ratio.detach()

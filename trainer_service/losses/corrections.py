@@ -2,8 +2,7 @@
 
 The setting `correction` names them, joined by "+" ("tis+off_policy_mask"). Their weights are
 multiplied. To add a correction, write its function and its `Correction`, and list it in
-`CORRECTIONS` below.
-"""
+`CORRECTIONS` below."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of log ratios before exp, as in verl and SkyRL, so that one token cannot overflow a batch.
-Beyond it a token has no gradient through its ratio.
-"""
+Beyond it a token has no gradient through its ratio."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -33,8 +31,7 @@ class Mismatch:
     """The distance between sampler and trainer. All [E], without gradient.
 
     `log_rho` is log ρ = old - mu, and 0 for inactive tokens. `drift` is mu - p, with p the current
-    policy. Without `old_logprobs`, old is p.
-    """
+    policy. Without `old_logprobs`, old is p."""
 
     log_rho: Tensor
     drift: Tensor
@@ -50,8 +47,7 @@ class Mismatch:
 class Correction:
     """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss.
 
-    It stands for the ratio of trainer and sampler. A `mask` only keeps or drops tokens.
-    """
+    It stands for the ratio of trainer and sampler. A `mask` only keeps or drops tokens."""
 
     name: str
     weight: Callable[[Mismatch, LossSettings, DatumLayout], Tensor]
@@ -63,8 +59,7 @@ def tis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tens
     """w = min(ρ, C), ρ = exp(old - mu) of the token.
 
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-    (fengyao.notion.site/off-policy-rl); truncation as in Retrace, arXiv 1606.02647.
-    """
+    (fengyao.notion.site/off-policy-rl); truncation as in Retrace, arXiv 1606.02647."""
     return mismatch.log_rho.exp().clamp(max=settings.number("tis_cap"))
 
 
@@ -79,8 +74,7 @@ def seq_tis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> 
     """w = min(∏ ρ, C), the product over the datum's active tokens.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
-    training-inference mismatch" (yingru.notion.site).
-    """
+    training-inference mismatch" (yingru.notion.site)."""
     return mismatch.sequence_log_rho(layout).exp().clamp(max=settings.number("seq_tis_cap"))
 
 
@@ -101,8 +95,7 @@ def mis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tens
     """w = ρ·1[low ≤ ρ ≤ high], ρ = exp(old - mu) of the token.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
-    training-inference mismatch" (yingru.notion.site).
-    """
+    training-inference mismatch" (yingru.notion.site)."""
     low, high = settings.number("mis_low"), settings.number("mis_high")
     return masked(mismatch.log_rho, low=low, high=high)
 
@@ -121,8 +114,7 @@ def seq_mis(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> 
     """w = P·1[low ≤ P ≤ high], P = ∏ ρ over the datum's active tokens.
 
     Li et al., "When speed kills stability: demystifying RL collapse from the
-    training-inference mismatch" (yingru.notion.site).
-    """
+    training-inference mismatch" (yingru.notion.site)."""
     low, high = settings.number("seq_mis_low"), settings.number("seq_mis_high")
     return masked(mismatch.sequence_log_rho(layout), low=low, high=high)
 
@@ -141,8 +133,7 @@ def icepop(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> T
     """w = ρ·1[α ≤ ρ ≤ β], ρ = exp(old - mu) of the token.
 
     The function of `mis` with the bounds of its authors, 0.5 and 5 (Ling team, "Every step
-    evolves", arXiv 2510.18855; ringtech.notion.site/icepop).
-    """
+    evolves", arXiv 2510.18855; ringtech.notion.site/icepop)."""
     low, high = settings.number("icepop_low"), settings.number("icepop_high")
     return masked(mismatch.log_rho, low=low, high=high)
 
@@ -161,8 +152,7 @@ def geometric(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -
     """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
 
     The geometric mean does not grow with the length (verl, rollout_corr.md). The default bounds are
-    ours, wider than verl's.
-    """
+    ours, wider than verl's."""
     mean = layout.datum_means(mismatch.log_rho, mismatch.active)[layout.datum].exp()
     low, high = settings.number("geometric_low"), settings.number("geometric_high")
     return ((mean >= low) & (mean <= high)).to(mean.dtype)
@@ -182,8 +172,7 @@ GEOMETRIC = Correction(
 def off_policy_mask(mismatch: Mismatch, settings: LossSettings, layout: DatumLayout) -> Tensor:
     """w = 0 where A < 0 and mean(mu - p) over the datum's active tokens is above δ, else 1.
 
-    DeepSeek-V3.2, arXiv 2512.02556, which names no δ.
-    """
+    DeepSeek-V3.2, arXiv 2512.02556, which names no δ."""
     mean = layout.datum_means(mismatch.drift, mismatch.active)[layout.datum]
     dropped = (mismatch.advantages < 0) & (mean > settings.number("off_policy_delta"))
     return (~dropped).to(mean.dtype)

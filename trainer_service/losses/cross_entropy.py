@@ -27,8 +27,7 @@ def cross_entropy(
 
     `logprobs` and `weights` are [E]: one entry for each of a datum's [N] or [N, K] targets. A loss
     C that the SDK differentiates on the client arrives as w = -dC/dp, so weights may be negative.
-    `aggregation` "token_mean" is the mean over entries of nonzero weight.
-    """
+    `aggregation` "token_mean" is the mean over entries of nonzero weight."""
     weights = inputs["weights"]
     active = (weights != 0).to(logprobs.dtype)
     loss = aggregate(-(weights * logprobs), active, settings, layout)

@@ -2,8 +2,7 @@
 
 A separate process with bounded memory and time computes and differentiates the function, so errors
 of a client's graph never reach a gradient of the model. The result is that of the SDK's three
-passes (forward, derivative, weighted cross-entropy), in one.
-"""
+passes (forward, derivative, weighted cross-entropy), in one."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _COUNT = "datums"
 def custom_loss(definition: bytes, *, process: LossProcess, limits: Limits | None = None) -> Loss:
     """Return the loss of one request from the JSON body of create_custom_loss.
 
-    Raises `UnknownLoss` without a definition, `MalformedPayload` or `CustomLossInvalid`.
-    """
+    Raises `UnknownLoss` without a definition, `MalformedPayload` or `CustomLossInvalid`."""
     if not definition:
         raise UnknownLoss(
             "the loss 'custom' came without its definition: create one with "
@@ -92,8 +90,7 @@ class _LossRequest:
 
         The function gets each datum's `logprobs` as [N] or [N, K], with the datum's other inputs.
         After a failure the rest of the request counts as zero, and `failure` returns the reason. An
-        error raised here would leave the other ranks in the operation's collectives.
-        """
+        error raised here would leave the other ranks in the operation's collectives."""
         try:
             value, gradient, sums = self._evaluate(logprobs, layout)
         except CustomLossFailed as error:

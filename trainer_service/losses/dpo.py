@@ -27,8 +27,7 @@ def dpo(
 ) -> LossResult:
     """-Σ log σ(β·(c - r)) over pairs, with c and r = Σ w·(p - ref) of the chosen and the rejected.
 
-    Datum 2i of a request is chosen over datum 2i + 1. Rafailov et al., arXiv 2305.18290.
-    """
+    Datum 2i of a request is chosen over datum 2i + 1. Rafailov et al., arXiv 2305.18290."""
     chosen, rejected = pairs(logprobs, inputs, layout)
     values = -functional.logsigmoid(settings.number("beta") * (chosen - rejected))
     return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)

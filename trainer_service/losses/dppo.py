@@ -29,8 +29,7 @@ def dppo(
 
     A token is dropped if A has already moved its probability more than δ: A > 0 and exp(p) - exp(q)
     > δ, or A < 0 and exp(q) - exp(p) > δ (binary total variation, arXiv 2602.04879, with δ = 0.2 as
-    in prime-rl's code).
-    """
+    in prime-rl's code)."""
     tokens = ready(logprobs, inputs)
     advantages, delta = tokens.advantages, settings.number("delta")
     moved = logprobs.detach().exp() - tokens.sampler.exp()

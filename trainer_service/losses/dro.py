@@ -38,8 +38,7 @@ def dro(
 
     Richemond et al., arXiv 2405.19107, per token as in the Tinker documentation (β = 0.05). The
     penalty acts on every token, also where A = 0. Without `mask`, prompt tokens need the sampler's
-    logprobs too.
-    """
+    logprobs too."""
     tokens = ready(logprobs, inputs, acts_everywhere=True)
     distance = logprobs - tokens.sampler
     values = settings.number("beta") / 2 * distance.square() - logprobs * tokens.advantages

@@ -33,8 +33,7 @@ def gspo(
 
     `sequence_ratio_mask` weighs the mean, by default over the active tokens. Each token's s is
     sg(s)·p/sg(p) in probabilities, so its gradient is s times that of its own log probability. This
-    is GSPO-token, arXiv 2507.18071, with its bounds 1 - 3e-4 and 1 + 4e-4 as the defaults.
-    """
+    is GSPO-token, arXiv 2507.18071, with its bounds 1 - 3e-4 and 1 + 4e-4 as the defaults."""
     tokens = ready(logprobs, inputs)
     advantages = tokens.advantages
     low, high = clip_bounds(inputs, settings, like=logprobs)

@@ -28,8 +28,7 @@ def importance_sampling(
     """-Σ exp(p - q)·A, per token. All [E].
 
     p is the current log probability (argument `logprobs`), q the sampler's (input `logprobs`).
-    Source: the Tinker documentation of losses, after Degris, White, Sutton, arXiv 1205.4839.
-    """
+    Source: the Tinker documentation of losses, after Degris, White, Sutton, arXiv 1205.4839."""
     tokens = ready(logprobs, inputs)
     return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)
 

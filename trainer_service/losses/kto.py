@@ -26,8 +26,7 @@ def kto(
 
     g = Σ w·(p - ref) of the datum. `desirable` is above 0 for a good datum. The client estimates z
     = max(0, KL to the reference) and gives it as the input or the setting `z0`. Ethayarajh et al.,
-    arXiv 2402.01306.
-    """
+    arXiv 2402.01306."""
     gain = gains(logprobs, inputs, layout)
     # A datum's number is repeated for its entries, so their mean is the number.
     good = layout.datum_means(inputs["desirable"], torch.ones_like(logprobs)) > 0

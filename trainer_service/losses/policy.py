@@ -48,8 +48,7 @@ def kl_term(logprobs: Tensor, reference: Tensor, *, ratio: Tensor, kind: str) ->
     - `k3_plus`: the value of k3 with the gradient of k2 (verl).
     - `unbiased`: r·k3, with the ratio r = exp(p - old) (DeepSeek-V3.2, arXiv 2512.02556).
 
-    k1, k2 and k3: Schulman, joschu.net/blog/kl-approx.
-    """
+    k1, k2 and k3: Schulman, joschu.net/blog/kl-approx."""
     x = bounded(reference - logprobs)
     if kind == "k1":
         return -x
@@ -160,8 +159,7 @@ class Tokens:
 
     `logprobs` p. `sampler` mu and `old`, both finite. `log_ratio` = p - old within ±20, and `ratio`
     is its exponential. `active` and `dropped` are 0 or 1. `bypass`: there are no `old_logprobs`, so
-    old is mu.
-    """
+    old is mu."""
 
     logprobs: Tensor
     advantages: Tensor
@@ -180,8 +178,7 @@ def ready(
     """Prepare the inputs that all policy losses share.
 
     A token is dropped if its sampler logprob is not finite: it is not active, and its ratio is 1.
-    Without `mask`, tokens with a nonzero advantage are active, or all with `acts_everywhere`.
-    """
+    Without `mask`, tokens with a nonzero advantage are active, or all with `acts_everywhere`."""
     now = logprobs.detach()
     given, advantages = inputs["logprobs"], inputs["advantages"]
     finite = torch.isfinite(given)
@@ -222,8 +219,7 @@ def correction_weight(
     """The product of the named corrections' weights: [E], without gradient.
 
     In bypass mode the loss's `ratio` [E] is p/mu and contains the mismatch. Any weight that stands
-    for the mismatch divides the ratio out once. Masks alone leave it in place.
-    """
+    for the mismatch divides the ratio out once. Masks alone leave it in place."""
     names = correction_names(settings)
     now = tokens.logprobs.detach()
     weight = torch.ones_like(now)
@@ -256,8 +252,7 @@ def finish(
     """Weigh the token losses `values` [E], add the unweighted KL term and aggregate.
 
     `ratio` is the loss's own ratio if it differs from the tokens'. `clipped` [E] marks clipped
-    tokens.
-    """
+    tokens."""
     ratio = tokens.ratio if ratio is None else ratio
     weight = torch.ones_like(tokens.active)
     if settings.has("correction"):
@@ -279,8 +274,7 @@ def reported(
     """The loss with statistics of its active tokens, in the order of `POLICY_SUMS`. All [E] but
     `loss`.
 
-    "kl" estimates KL(old, p) by -log ratio ("k1", Schulman, joschu.net/blog/kl-approx).
-    """
+    "kl" estimates KL(old, p) by -log ratio ("k1", Schulman, joschu.net/blog/kl-approx)."""
     with torch.no_grad():
         active = tokens.active
         ratio = tokens.ratio if ratio is None else ratio

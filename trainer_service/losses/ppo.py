@@ -36,8 +36,7 @@ def ppo(
     The thresholds bound the ratio itself. 0.8 and 1.2 are the paper's ε = 0.2 (Schulman et al.,
     arXiv 1707.06347). A larger upper bound is DAPO's "clip higher" (0.8 and 1.28, arXiv
     2503.14476). With `dual_clip` c above 1, the loss of a token with A < 0 is at most -c·A (dual
-    clip, Ye et al., arXiv 1912.09729, which uses 3).
-    """
+    clip, Ye et al., arXiv 1912.09729, which uses 3)."""
     tokens = ready(logprobs, inputs)
     advantages = tokens.advantages
     low, high = clip_bounds(inputs, settings, like=logprobs)

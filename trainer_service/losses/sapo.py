@@ -31,8 +31,7 @@ def sapo(
 
     τ is `tau_positive` where A > 0, else `tau_negative`: 1 and 1.05 (Soft Adaptive Policy
     Optimization, arXiv 2511.20347). At r = 1 the gradient is that of PPO. It fades with the
-    distance from 1.
-    """
+    distance from 1."""
     tokens = ready(logprobs, inputs)
     tau = torch.where(
         tokens.advantages > 0,

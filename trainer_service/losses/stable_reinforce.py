@@ -47,8 +47,7 @@ def stable_reinforce(
       ("k2", joschu.net/blog/kl-approx).
 
     With provenance spans, each sampled sequence is judged by itself and prompt tokens do not act.
-    Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1.
-    """
+    Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1."""
     if "logprobs" not in inputs:
         inputs = {**inputs, "logprobs": logprobs.detach()}
     tokens = ready(logprobs, inputs)

@@ -3,5 +3,4 @@ chunks, packed rows, checkpointed and compiled blocks, tensor parallelism.
 
 A model that cannot be trained or divided is refused: in the gateway by its `config.json`
 (`tandem/weights/model_config.py`), else when the trainer starts. To test another architecture, add
-a small model of it to `tests/support/architectures.py`.
-"""
+a small model of it to `tests/support/architectures.py`."""

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 class Checkpointing:
     """While `on`, each block keeps only its input for the backward pass.
 
-    Create it before sharding, so that a block's parameters are gathered for its recomputation.
-    """
+    Create it before sharding, so that a block's parameters are gathered for its recomputation."""
 
     def __init__(self, blocks: Iterable[nn.Module], *, on: bool) -> None:
         self.on = on

@@ -2,8 +2,7 @@
 
 Lengths and the layout of rows are variables of the compiled code. But a compiler divides loops by
 the first sizes that it sees. These are always the sizes of `micro_batches_to_compile`, so that a
-restored trainer has equal bits. The cache is `TORCHINDUCTOR_CACHE_DIR`.
-"""
+restored trainer has equal bits. The cache is `TORCHINDUCTOR_CACHE_DIR`."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def processor() -> str:
 def mask_windows(model: PreTrainedModel) -> None:
     """Give the blocks of padded rows the mask of a sliding window, even for short rows.
 
-    Transformers omits it there, and the first longer row would be compiled during an operation.
-    """
+    Transformers omits it there, and the first longer row would be compiled during an operation."""
     if model.config._attn_implementation != "sdpa":
         return  # other implementations always get a mask
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

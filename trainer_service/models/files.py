@@ -1,7 +1,6 @@
 """The directory of a model in the Hugging Face layout, and its safetensors files.
 
-Files are written piece by piece, because the library needs all tensors in memory.
-"""
+Files are written piece by piece, because the library needs all tensors in memory."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _SAMPLE_BYTES = 64 * 2**10
 class BaseModelFiles:
     """A base model: the gateway's `name` of it, and its directory (`path`).
 
-    `fingerprint` identifies the weights in checkpoints of adapters. It is "" without adapters.
-    """
+    `fingerprint` identifies the weights in checkpoints of adapters. It is "" without adapters."""
 
     name: str
     path: Path
@@ -38,8 +36,7 @@ class BaseModelFiles:
     @classmethod
     def of_run(cls, path: Path, training: TrainingSpec, *, name: str = "") -> BaseModelFiles:
         """Return the files of a run, with the fingerprint of the files as just loaded. Raises
-        `OSError`.
-        """
+        `OSError`."""
         fingerprint = _fingerprint(path) if training.lora else ""
         return cls(name=name or path.name, path=path, fingerprint=fingerprint)
 
@@ -47,8 +44,7 @@ class BaseModelFiles:
 def _fingerprint(path: Path) -> str:
     """XXH3-128 of the weight files' sizes and of pieces spread over each file (64 of 64 KiB).
 
-    Hashing all of a large model takes minutes, and further training changes weights everywhere.
-    """
+    Hashing all of a large model takes minutes, and further training changes weights everywhere."""
     digest = xxhash.xxh3_128()
     for file in sorted(path.iterdir()):
         if not file.name.endswith(WEIGHT_SUFFIXES):
@@ -74,8 +70,7 @@ def copy_small_files(
 
     The configuration gets `dtype` and, if `untied`, an output head with its own weight. An
     `adapter` gets no `config.json`, with which transformers would expect a whole model, and no
-    README.
-    """
+    README."""
     copied = []
     for file in sorted(source.iterdir()):
         if (

@@ -28,8 +28,7 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 @dataclass(frozen=True)
 class ModelFacts:
     """`max_length` is in tokens, 0 if the model states no limit. `parameters` counts the base
-    model's.
-    """
+    model's."""
 
     architecture: str
     parameters: int
@@ -66,8 +65,7 @@ def load_model(
     their types. Then only this rank's part is read. Raises `WorkerStartFailed`.
 
     The model stays in eval mode, because dropout would make the trainer's logprobs differ from the
-    sampler's.
-    """
+    sampler's."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # logs are JSON lines
@@ -148,8 +146,7 @@ def _with_own_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
     """Raise `WorkerStartFailed` for missing tensors. Transformers only warns, and draws them at
-    random.
-    """
+    random."""
     for what in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
         if wrong := found.get(what):
             first = sorted(map(str, wrong))[0][:300]
@@ -259,8 +256,7 @@ def _make_small(config: PreTrainedConfig, *, times: int) -> None:
 
 def name_in_files(model: nn.Module, name: str) -> str:
     """The name of a parameter in the model's files. Raises `InvalidRequest` if it is not one tensor
-    there.
-    """
+    there."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

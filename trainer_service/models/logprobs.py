@@ -2,8 +2,7 @@
 
 A body makes hidden states, and a tail makes logits of a chunk of rows at a time. For gradients, the
 backward pass makes a chunk's logits again, or, for a loss by entry (`Loss.by_entry`), the gradients
-are made with the log probabilities.
-"""
+are made with the log probabilities."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class ChunkedLogprobs:
     """Log probabilities in chunks of `rows` rows. Thread-safe.
 
     Example: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`. `parameters`
-    returns the trainable parameters that `logits_of` computes with.
-    """
+    returns the trainable parameters that `logits_of` computes with."""
 
     def __init__(
         self, logits_of: LogitsOf, parameters: Callable[[], Sequence[nn.Parameter]], *, rows: int
@@ -149,8 +147,7 @@ class ChunkedLogprobs:
         self, hidden: Tensor, targets: Tensor, *, select: Tensor | None, gradient_of: GradientOf
     ) -> tuple[Tensor, Tensor]:
         """For a loss by entry: the log probabilities [e] of the targets that `select` picks out of
-        the flat [N·K], and a number with the loss's gradient.
-        """
+        the flat [N·K], and a number with the loss's gradient."""
         logprobs, carrier = _MadeAtOnce.apply(
             self, targets, select, gradient_of, hidden, *self._parameters()
         )

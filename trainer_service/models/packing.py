@@ -3,8 +3,7 @@
 Only positions and attention depend on where a sequence begins. The attention is a transformers
 implementation and an operator of its own. On a CPU every run of equally long sequences is one
 causal call of torch's kernel, on a view of the row. On a GPU the row is one call of torch's
-FlashAttention.
-"""
+FlashAttention."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ Run = tuple[int, int]
 
 def bounds_of(lengths: Sequence[int]) -> NDArray[np.int32]:
     """The start of each sequence of a row, and the end of the last. Example: [9, 4, 4]
-    gives [0, 9, 13, 17].
-    """
+    gives [0, 9, 13, 17]."""
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
@@ -61,8 +59,7 @@ def why_not_packed(model: nn.Module, *, device: str = "cpu") -> str:
 
     Otherwise return the reason. Models differ in their computation between tokens (recurrent
     layers, position biases, sinks), so this compares two sequences in a row with each alone, on
-    `device`.
-    """
+    `device`."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -109,8 +106,7 @@ def pack(model: PreTrainedModel) -> None:
 def _windows_are_told(model: PreTrainedModel) -> bool:
     """True if each layer's attention is told its window or chunk.
 
-    A packed row has no mask, and some models pass windows only in masks.
-    """
+    A packed row has no mask, and some models pass windows only in masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -167,8 +163,7 @@ def packed_attention(
     `query` is [1, heads, T, head size]. `key` and `value` have equally many heads or fewer. Returns
     [1, T, heads, head size]. Without `bounds` the rows [B, heads, T, head size] are whole
     sequences. Raises `NotImplementedError` if the model needs more than scaling and a sliding
-    window.
-    """
+    window."""
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"packed attention does not support {name}")

@@ -4,8 +4,7 @@ that compute the same tokens together.
 Transformers' plan of a model (`tp_plan`) says which matrices are divided, and how. Each parameter
 becomes a DTensor over those ranks, so FSDP, checkpoints and exporting know a rank's part. Modules
 compute with their parts as plain tensors. Blocks can be compiled, because equal modules compute
-alike and collectives are operators.
-"""
+alike and collectives are operators."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ COLUMNS, ROWS, GATHERED, SPLIT, TABLE, OF_HEADS = (
 )
 """Transformers' names of the styles. In a linear layer, a rank has some outputs, some inputs, some
 outputs that are then gathered, or some inputs of a whole input. In an embedding it has some tokens.
-The last style is whole and computes with one rank's heads.
-"""
+The last style is whole and computes with one rank's heads."""
 EXPERTS = "experts"
 """Unlike in transformers' plan, a rank has some of a layer's experts, whole."""
 _OF_EXPERTS = "_is_expert_parallel"
@@ -109,8 +107,7 @@ def _why_not(model: PreTrainedModel, count: int) -> str:
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide a model without memory, after its blocks are compiled and before they are
-    checkpointed.
-    """
+    checkpointed."""
     group = mesh.get_group()
     ranks = _Ranks(count=mesh.size(), index=mesh.get_local_rank(), group=group.group_name)
     styles, made = _styles_of(model), dict[nn.Parameter, nn.Parameter]()
@@ -253,8 +250,7 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     ranks: _Ranks
     of_replicated: Placement = Replicate()
     """The placement of whole parameters' gradients: equal on all ranks, or parts of a sum
-    (`Partial`).
-    """
+    (`Partial`)."""
 
     def make_plain(self) -> None:
         for key, each in self._parameters.items():
@@ -265,8 +261,7 @@ class _Part(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's parts of an adapter's A [r, in] and B [out, r]. The ranks' gradients add up
-        to the whole layer's.
-        """
+        to the whole layer's."""
         return _of_first(a, self.ranks), _of_first(b, self.ranks)
 
 
@@ -350,8 +345,7 @@ class _PartOfExperts(_Part):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the `chosen` experts' outputs. `hidden` is [T, hidden], the others
-        [T, k].
-        """
+        [T, k]."""
         own = chosen - self.ranks.index * self.num_experts
         elsewhere = (own < 0) | (own >= self.num_experts)
         found = super().forward(
@@ -403,8 +397,7 @@ def _split(value: Tensor, ranks: _Ranks) -> Tensor:
 
 def _of_first(value: Tensor, ranks: _Ranks) -> Tensor:
     """A common value with which all ranks compute alike: rank 0 gets its gradient, the others
-    zeros.
-    """
+    zeros."""
     return _OfFirst.apply(value, ranks)
 
 

@@ -4,8 +4,7 @@ A run's `TrainingSpec` fixes the optimizer. The settings come with each step. Pa
 sharded. `staged.py` is AdamW for states in bfloat16 or on the host.
 
 To add one, write a file with a class that satisfies `Optimizer`, put its settings into `base.py`,
-and add a branch to `make_optimizer`.
-"""
+and add a branch to `make_optimizer`."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def make_optimizer(
     """Return the optimizer that `training` names.
 
     `outer` names the parameters of embeddings and head (`outer_parameters`). `device` is the
-    backend's, "cpu" or "cuda". `sum_over_ranks` adds up a scalar tensor in place.
-    """
+    backend's, "cpu" or "cuda". `sum_over_ranks` adds up a scalar tensor in place."""
     if training.optimizer == "adamw":
         return AdamW(
             parameters,

@@ -18,8 +18,7 @@ class AdamW:
     """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters.
 
     Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`, in the parameters' dtype.
-    `device` computes the step, wherever the parameters are.
-    """
+    `device` computes the step, wherever the parameters are."""
 
     def __init__(
         self,

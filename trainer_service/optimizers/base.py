@@ -26,8 +26,7 @@ class Optimizer(Protocol):
         `learning_rate`.
 
         Raises `GradientsNotFinite` on all ranks alike, with the gradients dropped and the weights
-        unchanged.
-        """
+        unchanged."""
         ...
 
     def drop_gradients(self) -> None: ...
@@ -36,8 +35,7 @@ class Optimizer(Protocol):
         """The live state tensors by `{parameter}.{kind of state}`, sharded like the parameters.
 
         Before the first step it is empty, unless `create` makes zeros to load into. After it, a
-        parameter without a gradient has zeros, so saved and loaded states have equal names.
-        """
+        parameter without a gradient has zeros, so saved and loaded states have equal names."""
         ...
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -51,8 +49,7 @@ class Optimizer(Protocol):
 
 _LARGEST = 1e18
 """Bound of a setting that multiplies weights. Products of two such factors still fit float32.
-Beyond float32, torch raises or makes weights infinite.
-"""
+Beyond float32, torch raises or makes weights infinite."""
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 """In float32, 0 would divide 0 by 0 for a parameter that never had a gradient."""
 
@@ -94,8 +91,7 @@ class AdamWSettings:
 @dataclass(frozen=True)
 class DiMuonSettings:
     """`beta1` is Muon's momentum and AdamW's beta1. `grad_clip_norm` ≤ 0 turns clipping off, as the
-    SDK documents.
-    """
+    SDK documents."""
 
     learning_rate: float
     beta1: float
@@ -154,8 +150,7 @@ def clip(
     """Scale gradients down to the norm `limit`, or not at all if it is 0 or less. Return the norm
     before.
 
-    Raises `GradientsNotFinite` on all ranks alike. The caller then drops the gradients.
-    """
+    Raises `GradientsNotFinite` on all ranks alike. The caller then drops the gradients."""
     found = [each.grad for each in parameters if each.grad is not None]
     gradients = [local(each) for each in found]
     norm = _global_norm([local(each) for each in found if _counts(each)], sum_over_ranks)
@@ -197,8 +192,7 @@ def outer_parameters(model: nn.Module) -> frozenset[str]:
     """Names of the parameters of embeddings and of the output head.
 
     Muon treats a matrix as a map between two spaces of features. A row of an embedding or of the
-    head belongs to one token instead (Jordan et al., "Muon", 2024).
-    """
+    head belongs to one token instead (Jordan et al., "Muon", 2024)."""
     head = model.get_output_embeddings()
     found: set[str] = set()
     for prefix, module in model.named_modules():

@@ -31,8 +31,7 @@ class DiMuon:
     Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Both use one learning rate: an
     orthogonal update is scaled by 0.2·√max(rows, columns), so its root mean square is that of AdamW
     ("match_rms_adamw", Moonshot, arXiv 2502.16982). Nesterov momentum, five Newton-Schulz steps, no
-    weight decay. State: `momentum_buffer` of a matrix, AdamW's of the others.
-    """
+    weight decay. State: `momentum_buffer` of a matrix, AdamW's of the others."""
 
     def __init__(
         self,
@@ -145,8 +144,7 @@ class ShardedMuon:
     """Muon over sharded matrices.
 
     Momentum is sharded like the weights. Newton-Schulz needs whole matrices, so each rank of a
-    replica gathers some of them, computes their update with torch's Muon and broadcasts it.
-    """
+    replica gathers some of them, computes their update with torch's Muon and broadcasts it."""
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
         self._matrices = dict(matrices)
@@ -214,8 +212,7 @@ class _Replica:
 
     def broadcast(self, value: Tensor, *, owner: int) -> None:
         """Send the owner's value to all, first along the last dimension, then along each earlier
-        one.
-        """
+        one."""
         there = [int(each) for each in np.unravel_index(owner, self._sizes)]
         for depth in reversed(range(len(self._dims))):
             if self._sizes[depth] > 1 and self._here[:depth] == there[:depth]:

@@ -6,8 +6,7 @@ copied there, stepped and copied back.
 Rounding to bfloat16 is stochastic, with the probabilities that keep the mean. Rounding to nearest
 would lose every update of a weight below 2^-9 of it, and every decay of the second moment. An
 element's random bits are a hash of the step, the tensor's kind and the element's position, so a
-restored run draws equal bits, on any number of ranks.
-"""
+restored run draws equal bits, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +29,13 @@ if TYPE_CHECKING:
 
 PIECE = 2**22
 """Elements stepped together: at most 16 MiB for each of up to four tensors, and 64 MiB for random
-bits.
-"""
+bits."""
 
 
 @dataclass(frozen=True)
 class Positions:
     """Positions of elements among all parameters: rows of `width`, the first at `first`, `stride`
-    apart.
-    """
+    apart."""
 
     first: int
     width: int = 1
@@ -79,8 +76,7 @@ class _Slice:
 class StagedMoments:
     """`Moments`, computed on `device` wherever the parameters are.
 
-    With `on_host` the moments are in pinned host memory.
-    """
+    With `on_host` the moments are in pinned host memory."""
 
     def __init__(
         self,
@@ -229,8 +225,7 @@ def round_(values: Tensor, positions: Positions, *, start: int, key: int) -> Non
 
     `start` is the number of the first of the `positions`. A bfloat16 is the upper half of a
     float32. Random bits added to the lower half carry into the upper half with the right
-    probability.
-    """
+    probability."""
     bits = values.view(torch.int32)
     bits += random_bits(positions, start, start + len(values), key=key, device=values.device)
     bits &= -0x10000
@@ -241,8 +236,7 @@ def random_bits(
 ) -> Tensor:
     """Sixteen random bits per position, int32 [end - start].
 
-    The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31).
-    """
+    The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31)."""
     x = positions.of(start, end, device=device).add_(key).to(torch.int32)
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
@@ -265,8 +259,7 @@ def _mixed(number: int) -> int:
 
 def _positions(parameter: nn.Parameter, first: int) -> Positions:
     """Positions of this rank's part, a range of rows and perhaps columns. The first element is at
-    `first`.
-    """
+    `first`."""
     if not isinstance(parameter, DTensor):
         return Positions(first)
     shape, (row, *column) = compute_local_shape_and_global_offset(
@@ -286,8 +279,7 @@ def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
 def pin(tensor: Tensor) -> None:
     """Pin host memory in place. torch's own pinned memory is rounded up to a power of two.
 
-    Raises `OutOfMemory`.
-    """
+    Raises `OutOfMemory`."""
     if not tensor.numel():
         return
     size = tensor.numel() * tensor.element_size()

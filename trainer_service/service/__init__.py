@@ -9,5 +9,4 @@ is sleep and wake.
 hosts. `deaths.py` finds the cause when ranks end.
 
 To add an operation: write a method of the servicer and of `Operations`, an `Op`, and a branch in
-`Follower` for the other ranks.
-"""
+`Follower` for the other ranks."""

@@ -25,8 +25,7 @@ _MOST_CHARACTERS = 800
 
 class RankReport(BaseModel):
     """`out_of_memory_at`: the tokens of a micro-batch that was too large, or 0. `defect`: as in
-    `WorkerDied`.
-    """
+    `WorkerDied`."""
 
     error: str
     out_of_memory_at: int = 0
@@ -45,8 +44,7 @@ class RankReport(BaseModel):
 def trace(error: BaseException) -> str:
     """Return an error of any library on one line: type, sentence and traceback, and its causes'.
 
-    Example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`.
-    """
+    Example: `KeyError: 'weights' (traceback: loop.py:88 compute, losses.py:12 weigh)`."""
     told: list[str] = []
     at: BaseException | None = error
     while at is not None and len(told) < _MOST_CAUSES:
@@ -66,8 +64,7 @@ def trace(error: BaseException) -> str:
 
 class Death(BaseModel):
     """The end of a rank, with its `report`, if it could write one. `node`: the end of a whole node,
-    in a sentence.
-    """
+    in a sentence."""
 
     rank: int = 0
     returncode: int = 0
@@ -101,8 +98,7 @@ class Deaths:
     """The deaths of one trainer's ranks.
 
     `on_first` is called once, from a thread, with the error of the causing rank. `where` returns a
-    rank's node as text.
-    """
+    rank's node as text."""
 
     def __init__(
         self,
@@ -138,8 +134,7 @@ class Deaths:
 
     def _cause(self) -> TandemError:
         """The cause: a lost node, else a rank killed by a signal, else one out of memory, else the
-        first.
-        """
+        first."""
         time.sleep(self._settle)
         with self._changed:
             worst = max(self._deaths, key=lambda death: death.likeliness)

@@ -1,7 +1,6 @@
 """The engine thread: the only thread of rank 0 that touches torch.
 
-It applies operations one after the other. A second thread reads the next requests.
-"""
+It applies operations one after the other. A second thread reads the next requests."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class EngineThread:
     """Runs `start` and then jobs in one thread, with a heartbeat every `heartbeat` seconds of
     idleness.
 
-    `on_broken` gets every error that escapes a job. The process group is unusable then.
-    """
+    `on_broken` gets every error that escapes a job. The process group is unusable then."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """The runs that a trainer hosts: one, or several LoRA runs of one base model.
 
-Each run has its own `Operations` and a number, which rank 0 announces with each operation.
-"""
+Each run has its own `Operations` and a number, which rank 0 announces with each operation."""
 
 from __future__ import annotations
 

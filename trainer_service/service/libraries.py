@@ -27,8 +27,7 @@ def set_environment() -> None:
 
 def import_libraries() -> None:
     """Import the libraries, once in a process, without garbage collection, which would find
-    nothing.
-    """
+    nothing."""
     if _LAST in sys.modules:
         return
     gc.disable()
@@ -47,7 +46,6 @@ def import_before_forks() -> None:
     """Import the libraries in a process that will fork into ranks, each with its own GPUs.
 
     A library asks at its import whether there is a GPU. The usual check would start CUDA, which no
-    forked process can use.
-    """
+    forked process can use."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import_libraries()

@@ -2,8 +2,7 @@
 
 Node 0 listens at the port of `rendezvous`. Another node connects and sends a `Hello`. Then both
 sides send `Message`s, one line of JSON each. Neither side authenticates, like torch's store, gloo
-and NCCL, so the network must keep strangers away (docs/security.md).
-"""
+and NCCL, so the network must keep strangers away (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Hello(BaseModel):
 class Message(BaseModel):
     """`alive` has no content. A node sends `hello` first. Node 0 sends `assign`, the assignment of
     a `rank`. Another node sends `death`, the death of one of its ranks. Either side sends `end`
-    with the reason, "" for an orderly end.
-    """
+    with the reason, "" for an orderly end."""
 
     kind: Literal["alive", "hello", "assign", "end", "death"]
     rank: int = 0
@@ -57,8 +55,7 @@ class Message(BaseModel):
 class Peer:
     """Messages with another node, both ways.
 
-    A thread sends a sign of life five times per `patience` seconds.
-    """
+    A thread sends a sign of life five times per `patience` seconds."""
 
     def __init__(self, connection: socket.socket, *, name: str, patience: float) -> None:
         connection.settimeout(patience)
@@ -163,8 +160,7 @@ class Listener:
 def connect(host: str, port: int, *, node: int, until: float) -> socket.socket:
     """Connect this `node` to node 0, which may start later.
 
-    Raises `WorkerStartFailed` at `until`, a time of the monotonic clock.
-    """
+    Raises `WorkerStartFailed` at `until`, a time of the monotonic clock."""
     while True:
         try:
             return socket.create_connection((host, port), timeout=_CONNECT_SECONDS)

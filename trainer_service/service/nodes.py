@@ -2,8 +2,7 @@
 
 Each other node has one connection to node 0 (`node_connection.py`), which carries assignments and
 deaths, and is a lifeline both ways. A node that is silent for half of the collective timeout counts
-as gone, so it is named before a collective times out.
-"""
+as gone, so it is named before a collective times out."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ _HELLO_SECONDS = 10.0
 class PeerRanks:
     """All ranks but 0, as seen from rank 0. Create it in the main thread.
 
-    `on_death` is called once, from a thread, with an error that names the causing rank or node.
-    """
+    `on_death` is called once, from a thread, with an error that names the causing rank or node."""
 
     def __init__(
         self,
@@ -82,8 +80,7 @@ class PeerRanks:
 
     def end(self, reason: str) -> None:
         """Tell the other nodes why the worker ends ("" for an orderly end), and kill the ranks
-        here.
-        """
+        here."""
         if self._nodes is not None:
             self._nodes.end(reason)
         self._local.kill()
@@ -201,8 +198,7 @@ class Member:
     def run(self) -> None:
         """Follow node 0 until the worker ends.
 
-        Raises `WorkerStartFailed`, or `WorkerDied` unless the end was orderly.
-        """
+        Raises `WorkerStartFailed`, or `WorkerDied` unless the end was orderly."""
         spec, topology = self._spec, self._topology
         until = time.monotonic() + spec.start_timeout
         connection = connect(topology.host, topology.port, node=topology.node, until=until)

@@ -1,7 +1,6 @@
 """The operations of a run: on rank 0 (`Operations`) and on the other ranks (`Follower`).
 
-Rank 0 checks an operation before it announces it, so a refused one changes nothing.
-"""
+Rank 0 checks an operation before it announces it, so a refused one changes nothing."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Operations:
 
     `_held` describes the batches with held gradients, if any. `_refused` is the reason if these are
     incomplete: a step then drops them, and a load clears both. `_published` is the newest weight
-    version. `_changed` is the newest step or load.
-    """
+    version. `_changed` is the newest step or load."""
 
     def __init__(
         self,
@@ -97,8 +95,7 @@ class Operations:
         self._changed = common_pb2.OperationHeader()
         self._copies: dict[str, KeptCopy] = {}
         """Copies for a sampler: of the newest version until its release, and of older versions
-        never released.
-        """
+        never released."""
         self._releasing = threading.Lock()
 
     def note_refused(self, reason: str) -> None:
@@ -260,8 +257,7 @@ class Operations:
     def release(self, name: str = "") -> None:
         """Free the copy of a version after its reader has loaded it, from any thread.
 
-        Without a name, free the copies that their readers keep alive by themselves.
-        """
+        Without a name, free the copies that their readers keep alive by themselves."""
         with self._releasing:
             for copy in list(self._copies.values()):
                 if copy.name == name or (not name and copy.outlives_close):
@@ -312,8 +308,7 @@ class Operations:
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         """Load a snapshot, if one is named, and take over its plan if that is smaller.
 
-        Replayed versions are not published again, so the request names the newest.
-        """
+        Replayed versions are not published again, so the request names the newest."""
         began, trainer = time.perf_counter(), self.trainer
         if request.path:
             try:

@@ -4,8 +4,7 @@ They are forked after torch and transformers are imported. A rank reads its assi
 JSON, from its standard input, which then stays open as its lifeline.
 
 A failed rank writes a `RankReport` to another pipe, and waits to be killed. If it ended at once,
-its peers would fail too, and rank 0 might end before it has read the report.
-"""
+its peers would fail too, and rank 0 might end before it has read the report."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ _REPORTED_SECONDS = 60.0
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
     """Return the device of each rank, or none if the ranks use the whole machine. Raises
-    `WorkerStartFailed`.
-    """
+    `WorkerStartFailed`."""
     try:
         devices = [parse_device(name) for name in names]
     except InvalidRequest as error:
@@ -63,8 +61,7 @@ class RankProcesses:
     """The `ranks` of this node, without rank 0.
 
     Create it in the main thread, with which they die, before other threads hold locks, because it
-    forks. `on_death` is called from a thread for each rank that ends by itself.
-    """
+    forks. `on_death` is called from a thread for each rank that ends by itself."""
 
     def __init__(
         self,

@@ -27,8 +27,7 @@ class OperationSequence:
     """Admits the operations of a run in journal order, each once.
 
     `queued` is the newest operation handed to the engine thread, `applied` the newest finished one.
-    The last `KEPT_RESULTS` results answer repeated operations.
-    """
+    The last `KEPT_RESULTS` results answer repeated operations."""
 
     def __init__(self) -> None:
         self._results: OrderedDict[int, Reply] = OrderedDict()
@@ -51,8 +50,7 @@ class OperationSequence:
     async def wait_for_turn(self, *, previous: int, timeout: float) -> None:
         """Wait until the previous operation has been handed to the engine thread.
 
-        Raises `TimeoutError`, or `RunRemoved`.
-        """
+        Raises `TimeoutError`, or `RunRemoved`."""
         if self.queued < previous:
             async with asyncio.timeout(timeout), self._turn:
                 await self._turn.wait_for(lambda: self._closed or self.queued >= previous)

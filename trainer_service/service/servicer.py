@@ -51,8 +51,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Once `broken` is set, every call ends with ABORTED and its sentence, or with
     RESOURCE_EXHAUSTED if the call's run ran out of memory.
 
-    Callers are already authenticated (`tandem/protocol/worker_server.py`).
-    """
+    Callers are already authenticated (`tandem/protocol/worker_server.py`)."""
 
     def __init__(
         self,
@@ -277,8 +276,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Return an operation's reply, applying the operation unless it was applied before.
 
         `begin` is called at once, and `job` by the engine thread in its turn. Applied and running
-        operations are answered without a lease.
-        """
+        operations are answered without a lease."""
         header = request.header
         sequence = await self._sequence(header.run_id, context)
         reply: Reply | None = sequence.result(header.seq_id)
@@ -317,8 +315,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         """Return the task's result, or abort the call at its deadline or when the process group
         breaks.
 
-        The caller decides the deadline, because it knows the operations sent before.
-        """
+        The caller decides the deadline, because it knows the operations sent before."""
         await first_of(task, self._broken, timeout=context.time_remaining())
         if task.done() and task.exception() is None:
             return task.result()

@@ -86,8 +86,7 @@ class Switching:
 
     def _move(self, op: Op) -> common_pb2.SwitchReply:
         """Do this rank's part. With a spill folder, ranks wait for each other as long as there is
-        progress.
-        """
+        progress."""
         if not self._slept.spill_folder:
             return self._do(op)
         return together(self._control.group, lambda: self._do(op), progress=self._offload)

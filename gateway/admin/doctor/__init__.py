@@ -2,5 +2,4 @@
 
 `host`, `cluster` and `volume` yield checks (`check`). `__main__` runs the chosen ones in its own
 process, because the command line does not import the gateway. To add a check, yield it from one of
-the three.
-"""
+the three."""

@@ -11,8 +11,7 @@ Level = Literal["ok", "absent", "problem"]
 @dataclass(frozen=True)
 class Check:
     """`about` explains the value or gives advice. The level `problem` marks a failure of a
-    necessary part, `absent` a part that Tandem can do without.
-    """
+    necessary part, `absent` a part that Tandem can do without."""
 
     name: str
     value: str

@@ -1,8 +1,7 @@
 """Checks of a Kubernetes cluster, with an administrator's kubeconfig.
 
 The settings come from a file, such as an overlay's settings.env, else from the gateway's
-Deployment, else from the environment.
-"""
+Deployment, else from the environment."""
 
 from __future__ import annotations
 

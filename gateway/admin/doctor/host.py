@@ -1,8 +1,7 @@
 """Checks of this machine: cores, memory, devices, packages and device groups.
 
 The checks read the metadata of packages and look for programs. They import and start nothing, so
-they take a second and also work with a broken installation.
-"""
+they take a second and also work with a broken installation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Checks of a volume that several hosts mount: writes, locks, renames and other hosts' renames.
 
 With `peers`, as many pods run these checks at once, each on its own node. Each pod looks for the
-files that the other pods renamed.
-"""
+files that the other pods renamed."""
 
 from __future__ import annotations
 

@@ -6,5 +6,4 @@ samples with the owner's implicit session, so limits, usage and metrics are the 
 writes text, logprobs and usage, and `routes` the errors.
 
 To add a request field, declare it in `schemas`, which also lists refused fields. Use it in
-`prompts` or `responses`.
-"""
+`prompts` or `responses`."""

@@ -6,8 +6,7 @@ the request's. Functions: raise_exception, strftime_now. The filter tojson escap
 https://huggingface.co/docs/transformers/chat_templating_writing.
 
 `transformers` has no such bounds, and its import takes seconds and hundreds of megabytes. A test
-compares the two.
-"""
+compares the two."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ _SPACED_MARK = _MARK + " "
 class ChatTemplate:
     """`source` is one template, or several by name: `default`, and `tool_use` for requests with
     tools. A rendering is bounded by `max_seconds` and `max_characters`. Raises `UnsupportedInput`
-    for an invalid template.
-    """
+    for an invalid template."""
 
     def __init__(
         self,
@@ -80,8 +78,7 @@ class ChatTemplate:
 
     def render(self, request: ChatCompletionRequest) -> str:
         """Return the text for the model to continue. Raises `InvalidRequest` or a subclass if a
-        message or the template fails, or a bound is exceeded.
-        """
+        message or the template fails, or a bound is exceeded."""
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
             raise InvalidField(
@@ -132,8 +129,7 @@ class ChatTemplate:
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | dict[str, str]:
     """Return the model's template, its templates by name, or "". Files take precedence over the
-    older field in the tokenizer's config.
-    """
+    older field in the tokenizer's config."""
     file = folder / "chat_template.jinja"
     named = {
         path.stem: path.read_text(encoding="utf-8")
@@ -151,8 +147,7 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
 
 def _message(message: Json, *, at: int) -> Json:
     """Return a message for templates: text content, tool arguments as objects, and no empty
-    fields.
-    """
+    fields."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong_message(at, "has no role")
@@ -189,8 +184,7 @@ def _text(content: object, *, at: int) -> str:
 
 def _tool_call(call: object, *, at: int) -> Json:
     """Parse a tool call's arguments, because templates need objects. Invalid JSON stays text, as a
-    model may have written it.
-    """
+    model may have written it."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise _wrong_message(at, "has a tool call without a function")
@@ -208,8 +202,7 @@ def _wrong_message(at: int, what: str) -> InvalidField:
 
 def _cut_at_mark(text: str) -> str:
     """Cut the text after the last message, as `transformers` does, trimmed if the template trims
-    the mark.
-    """
+    the mark."""
     found = text.rfind(_MARK)
     if found < 0:
         raise InvalidRequest(

@@ -1,6 +1,5 @@
 """Models by name, and their list. A name is a base model's, a `tinker://RUN/sampler_weights/NAME`
-path, or a training run's id for its newest weights for sampling.
-"""
+path, or a training run's id for its newest weights for sampling."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class ModelDirectory:
     @asynccontextmanager
     async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:
         """Yield the name's target and keep its files for the block. Raises `UnknownModel`,
-        `UnknownWeights` or `InvalidRequest`.
-        """
+        `UnknownWeights` or `InvalidRequest`."""
         if name.startswith(_SCHEME):
             async with self._checkpoints.reading(name, readers=Readers((caller,))) as checkpoint:
                 if checkpoint.path.kind != "sampler_weights":
@@ -65,8 +63,7 @@ class ModelDirectory:
 
     async def all(self, caller: Caller) -> list[Model]:
         """Return the base models, then the weights of the caller's runs for sampling, newest
-        first.
-        """
+        first."""
         saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)
         return [
             *(self._base_model(entry) for entry in self._models.all()),

@@ -37,8 +37,7 @@ def prompts_of(
     request: InferenceRequest, tokenizer: ModelTokenizer, *, max_length: int | None
 ) -> list[PreparedPrompt]:
     """Return a request's prompts. A chat has one. `max_length` is the model's, in tokens. Raises
-    `InvalidRequest` or a subclass, or `SequenceTooLong`.
-    """
+    `InvalidRequest` or a subclass, or `SequenceTooLong`."""
     if isinstance(request, ChatCompletionRequest):
         # The template writes special tokens, unless the request says otherwise.
         special = bool(request.add_special_tokens)
@@ -77,8 +76,7 @@ def sampling_params(
     request: InferenceRequest, tokenizer: ModelTokenizer
 ) -> sampler_pb2.SamplingParams:
     """Return the engine's parameters, with the model's end tokens as stop tokens. Raises
-    `InvalidField` for wrong stop strings or token ids.
-    """
+    `InvalidField` for wrong stop strings or token ids."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
         raise InvalidField(
@@ -107,8 +105,7 @@ def make_sample_request(
     request: InferenceRequest, *, prompt: PreparedPrompt, params: sampler_pb2.SamplingParams
 ) -> sampler_pb2.SampleRequest:
     """Return the engine's request for one prompt, without its sampling session. Raises
-    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`.
-    """
+    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""
     top = request.alternatives or 0
     scores_prompt = bool(request.echo) and request.alternatives is not None
     return sampler_pb2.SampleRequest(
@@ -145,8 +142,7 @@ _STRUCTURES = {
 
 def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput | None:
     """Return the required form of samples, from OpenAI's `response_format` or vLLM's fields, None
-    for free text. The sampler checks the form. Raises `InvalidField`.
-    """
+    for free text. The sampler checks the form. Raises `InvalidField`."""
     asked: list[tuple[str, str, object]] = []
     if request.response_format is not None:
         asked += _response_format(request.response_format)

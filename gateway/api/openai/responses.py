@@ -31,8 +31,7 @@ _MIN_LOGPROB = -9999.0
 @dataclass(frozen=True)
 class NewTokens:
     """New tokens of one sample, with logprobs and requested alternatives. `finish` comes with the
-    last tokens.
-    """
+    last tokens."""
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
@@ -58,8 +57,7 @@ class NewTokens:
 
 class Position(NamedTuple):
     """A token with its `offset`, the character position in its choice's text. A prompt's first
-    token has no logprob.
-    """
+    token has no logprob."""
 
     token: int
     logprob: float | None
@@ -71,8 +69,7 @@ class Choice:
     """One choice of a completion. Tokens become text as they arrive. `new_text` is the newest text,
     which may lag behind. Stop tokens and strings are in the text only with
     `include_stop_str_in_output`. `shown` are the newest shown tokens. With offsets, a token waits
-    until no stop string can end the text before it.
-    """
+    until no stop string can end the text before it."""
 
     has_offsets: ClassVar[bool] = True
 
@@ -111,8 +108,7 @@ class Choice:
         sample: tinker_pb2.SampleResponse | None = None,
     ) -> Json:
         """Add the tokens and return their part of the response. `sample` is set for a whole
-        response.
-        """
+        response."""
         self._add(tokens)
         self.shown = self._take_certain()
         shows_logprobs = self._request.alternatives is not None and stage != "opening"
@@ -177,8 +173,7 @@ class Choice:
 
     def _top(self, position: Position) -> Json | None:
         """Return the likeliest tokens and the sampled one. Of several with one name, the sampled or
-        likeliest keeps it, and the others are named by id.
-        """
+        likeliest keeps it, and the others are named by id."""
         if position.logprob is None:
             return None
         own = self._token_name(position.token)
@@ -194,8 +189,7 @@ class Choice:
     def _token_name(self, token: int) -> str:
         """Return a token's name in logprobs: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
         character, or `"token_id:17"` if the client asked for unique names or the tokenizer lacks
-        the token.
-        """
+        the token."""
         found = self._tokenizer.token(token)
         if self._request.return_tokens_as_token_ids or found is None:
             return _id_name(token)
@@ -238,8 +232,7 @@ class ChatChoiceWriter(Choice):
 
 class ResponseBuilder:
     """Builds a request's response: whole with `response`, or streamed with `opening`, `parts` and
-    `closing`. Choices follow the prompts, `n` for each.
-    """
+    `closing`. Choices follow the prompts, `n` for each."""
 
     def __init__(
         self,
@@ -295,8 +288,7 @@ class ResponseBuilder:
 
     def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
         """Return the parts for new tokens of a sample of this prompt, if there is anything
-        to show.
-        """
+        to show."""
         choice = self._choices[prompt * self._n + delta.index]
         tokens = NewTokens.of(delta, delta.topk, finished=delta.finished)
         part = choice.write(tokens, "part")

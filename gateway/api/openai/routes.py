@@ -1,6 +1,5 @@
 """The routes of the OpenAI-compatible API, its event streams, and errors in OpenAI's form,
-`{"error": {"message", "type", "param", "code"}}`.
-"""
+`{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ _RULES = (
 
 def status_of(error: TandemError) -> int:
     """Return the HTTP status: 404 for `UnknownModel`, 503 for `WorkerStartFailed`, 504 for
-    `OperationTimedOut`.
-    """
+    `OperationTimedOut`."""
     if isinstance(error, SessionFinished | WorkerStartFailed | WorkerDied | GatewayRestarted):
         return 503  # the next request gets a new session and engine
     if isinstance(error, OperationTimedOut):
@@ -165,8 +163,7 @@ class EventStream(StreamingResponse):
     `data: JSON` for each part, and `data: [DONE]` at the end.
 
     The response starts with the first parts, so an earlier error is an ordinary response. A later
-    one ends the stream.
-    """
+    one ends the stream."""
 
     media_type = "text/event-stream"
 
@@ -222,8 +219,7 @@ _CODES: dict[type[TandemError], str] = {
 
 def error_content(error: TandemError) -> dict[str, object]:
     """Return the body: `{"error": {"message": "unknown model 'x'; …", "type": "not_found_error",
-    "param": "model", "code": "model_not_found"}}`.
-    """
+    "param": "model", "code": "model_not_found"}}`."""
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
     param = "model" if isinstance(error, _MODELS) else None
     return _content(

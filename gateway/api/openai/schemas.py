@@ -1,8 +1,7 @@
 """Request and response models of the OpenAI-compatible routes.
 
 Unknown fields are refused, as OpenAI does, because a silently ignored request is worse. Unsupported
-fields may have the value "off", which clients send by default.
-"""
+fields may have the value "off", which clients send by default."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class StreamOptions(BaseModel):
 
 class SamplingFields(BaseModel):
     """The common request fields. `n` is the number of choices per prompt. After validation,
-    `max_tokens` is None only without a limit.
-    """
+    `max_tokens` is None only without a limit."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -265,8 +263,7 @@ class _Choice(Answer):
 
 class CompletionLogprobs(Answer):
     """One entry per token of the choice, with end and stop tokens. `text_offset` is in characters.
-    A prompt's first token has no logprob.
-    """
+    A prompt's first token has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -68,8 +68,7 @@ class InferenceService:
         self, request: InferenceRequest, *, caller: Caller, receive: Receive
     ) -> AsyncIterator[Generation]:
         """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
-        Raises a `TandemError`.
-        """
+        Raises a `TandemError`."""
         gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
             limits = await gateway.models.limits(target.model)
@@ -143,8 +142,7 @@ class Generation:
     """One request's samples in progress, which are submitted, awaited and cancelled together.
 
     A waiting request checks its timeouts every `poll_interval` seconds. `max_unread` bounds the
-    events that wait for a slow reader; the engine holds the rest.
-    """
+    events that wait for a slow reader; the engine holds the rest."""
 
     def __init__(
         self,
@@ -225,8 +223,7 @@ class Generation:
 
     async def parts(self) -> AsyncGenerator[list[Json], None]:
         """Yield a stream's parts, all ready ones together, from the first token on. Raises as
-        `events`.
-        """
+        `events`."""
         ready = self._builder.opening()
         async for prompt, sampled in self.events():
             if isinstance(sampled, tinker_pb2.SampleResponse):
@@ -242,8 +239,7 @@ class Generation:
         """Yield the events until all prompts are finished.
 
         Raises a sample's error, `EngineStarting` or `OperationTimedOut` after its time,
-        `GatewayRestarted` or `ClientDisconnect`.
-        """
+        `GatewayRestarted` or `ClientDisconnect`."""
         while self._unfinished:
             try:
                 async with asyncio.timeout(self._poll_interval):

@@ -1,8 +1,7 @@
 """A model's tokenizer, and decoding of arriving tokens.
 
 `tokenizers` gives the results of `transformers` from `tokenizer.json`. The files beside it name the
-special tokens and the end tokens.
-"""
+special tokens and the end tokens."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class TokenText:
 
 class ModelTokenizer:
     """A model's tokenizer and chat template, read from its folder. Thread-safe. Raises
-    `UnsupportedInput` for missing or unreadable files.
-    """
+    `UnsupportedInput` for missing or unreadable files."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -80,8 +78,7 @@ class ModelTokenizer:
         self, text: str, *, add_special_tokens: bool, max_length: int | None = None
     ) -> list[int]:
         """Return a text's token ids. Raises `SequenceTooLong` for a text that cannot fit into
-        `max_length`, and `InvalidRequest` for invalid Unicode.
-        """
+        `max_length`, and `InvalidRequest` for invalid Unicode."""
         if max_length is not None and len(text) > _MAX_CHARACTERS_PER_TOKEN * max_length:
             raise SequenceTooLong(
                 f"the prompt has {len(text)} characters; the model's length is {max_length} tokens"
@@ -93,8 +90,7 @@ class ModelTokenizer:
 
     def offsets(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Return the character position of each token of `encode`. A part of a character begins
-        where the character does. A blank before a token belongs to it.
-        """
+        where the character does. A blank before a token belongs to it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         offsets, end = [], 0
         for (first, last), added in zip(
@@ -109,14 +105,12 @@ class ModelTokenizer:
 
     def decode_within_text(self, tokens: Sequence[int]) -> str:
         """Return the tokens' text after other text. At the beginning of a text, some tokenizers
-        drop a blank.
-        """
+        drop a blank."""
         return self.decode([*self._anchor, *tokens]).removeprefix(self._anchor_text)
 
     def decode_next(self, stream: DecodeStream, tokens: Sequence[int]) -> str | None:
         """Return the text that the tokens add to a stream, None within a character, or U+FFFD if it
-        cannot continue.
-        """
+        cannot continue."""
         try:
             return stream.step(self._tokenizer, list(tokens))
         except Exception:  # noqa: BLE001 - "invalid prefix"; `tokenizers` raises nothing narrower
@@ -154,8 +148,7 @@ class Detokenizer:
     character. `context` are the prompt's last tokens.
 
     `silent` tokens have no text. `places` has the character position of each token that is not held
-    back.
-    """
+    back."""
 
     def __init__(
         self,
@@ -211,8 +204,7 @@ class Detokenizer:
     def _placed(self, whole: str) -> str:
         """Place the tokens of this text and return its part after the prompt. A token begins after
         the text shared with the held text. One without new characters belongs to the last
-        character.
-        """
+        character."""
         text = self._without_prompt(whole)
         of_prompt = len(whole) - len(text)
         following = [*(before for before, _ in self._unplaced), whole][1:]
@@ -239,8 +231,7 @@ def offsets_of(tokens: Sequence[int], tokenizer: ModelTokenizer, text: str) -> l
 
 class StopCutter:
     """Ends a text before its first stop string (with `keep`: after it), and holds back a possible
-    beginning.
-    """
+    beginning."""
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = stops
@@ -285,8 +276,7 @@ def _named_tokens(config: Json) -> dict[str, str]:
 
 def _byte_alphabet() -> dict[str, int]:
     """Map the characters of a byte-level vocabulary (GPT-2's) to bytes: printable bytes to
-    themselves, others from U+0100 on.
-    """
+    themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,7 +1,6 @@
 """Device groups: their workers, waiting workers, and draining.
 
-Another owner's things appear without a name, see `gateway.placement.occupancy`.
-"""
+Another owner's things appear without a name, see `gateway.placement.occupancy`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class GroupWorker(Answer):
     waking, waiting, asleep, or absent (a place without a process). `position` is its turn in the
     queue, from 1, or 0 if it does not wait. `seconds` is how long it has had the devices, or has
     waited. `expected_seconds` estimates the rest of the wait from recent switches. Another owner's
-    worker shows only state and position.
-    """
+    worker shows only state and position."""
 
     state: str
     position: int
@@ -48,8 +46,7 @@ class GroupOccupancy(Answer):
     duration of a switch: one worker falls asleep and another wakes. Of the caller's visible
     workers, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
     `spilled_bytes` in files, as of their last switches. `workers` lists the lease holders, then the
-    waiting ones in turn, then the rest.
-    """
+    waiting ones in turn, then the rest."""
 
     name: str
     host: str
@@ -70,8 +67,7 @@ class GroupOccupancy(Answer):
 
 class HostMemoryUse(Answer):
     """Workers of leased groups use `used_bytes` of host memory, switches in progress included, of
-    `budget_bytes` (0: unlimited).
-    """
+    `budget_bytes` (0: unlimited)."""
 
     budget_bytes: int
     used_bytes: int
@@ -112,8 +108,7 @@ async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
 )
 async def drain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
     """Stop placing workers on a group, even after a restart of the gateway. Its idle workers fall
-    asleep, and those that no run keeps end. Running work continues.
-    """
+    asleep, and those that no run keeps end. Running work continues."""
     group = _group(name, gateway)
     await gateway.drain(group, drained=True)
     return _described(group, gateway, caller)

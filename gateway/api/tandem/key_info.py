@@ -1,6 +1,5 @@
 """The public description of a key, for the routes and for `gateway/admin/offline_keys.py`, without
-FastAPI.
-"""
+FastAPI."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ router = Router("/api/tandem/v1", tag="Tandem")
 class StepInfo(Answer):
     """An optimizer step. `seconds` is the trainer's time, batches included. `tokens` counts the
     batches' tokens. `weight_version` is the newest version before the step. `metrics` come from the
-    optimizer and the batches, combined as their suffixes say.
-    """
+    optimizer and the batches, combined as their suffixes say."""
 
     step: int
     seq_id: int
@@ -36,8 +35,7 @@ class StepInfo(Answer):
 
 class RunSummary(Answer):
     """`replicas` is the number of model copies on the trainer's `ranks`. `tensor_parallel` is the
-    number of ranks that compute one datum together. `last_step` is null before the first step.
-    """
+    number of ranks that compute one datum together. `last_step` is null before the first step."""
 
     id: str
     session_id: str
@@ -63,8 +61,7 @@ class RunSummaries(Answer):
 class RunMemory(Answer):
     """The plan with which a run's trainer started. `micro_batch_tokens` is the largest micro-batch.
     `checkpointing`: blocks keep only their input. `device` and `host` map each use to its bytes per
-    rank on the GPU and the host. For CPU ranks, all bytes are in `device`.
-    """
+    rank on the GPU and the host. For CPU ranks, all bytes are in `device`."""
 
     micro_batch_tokens: int
     checkpointing: bool
@@ -76,8 +73,7 @@ class RunMemory(Answer):
 
 class PublishedVersion(Answer):
     """`bytes` is the size for a reader, `written_bytes` the size on the disk. It is smaller for a
-    delta of the version `delta_of`, which is "" for a whole version.
-    """
+    delta of the version `delta_of`, which is "" for a whole version."""
 
     version: str
     bytes: int
@@ -87,8 +83,7 @@ class PublishedVersion(Answer):
 
 class RunWeights(Answer):
     """`deltas`: versions for the run's own sampler may be deltas. `published` is the last version
-    since the gateway started, or null.
-    """
+    since the gateway started, or null."""
 
     deltas: bool
     published: PublishedVersion | None
@@ -96,8 +91,7 @@ class RunWeights(Answer):
 
 class RunSteps(Answer):
     """`weights` and `memory` are null without a trainer, `memory` also without a plan. `engines` is
-    null without engines. `before` fetches the preceding steps, null if there are none.
-    """
+    null without engines. `before` fetches the preceding steps, null if there are none."""
 
     run: RunSummary
     weights: RunWeights | None
@@ -147,8 +141,7 @@ async def run_steps(
 
 async def _own(run_id: str, access: Access) -> RunRecord:
     """Return a fully visible run. A published checkpoint does not show its run's steps. Raises
-    `UnknownRun`.
-    """
+    `UnknownRun`."""
     run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
     if not access.caller.may_see(run.owner):
         raise UnknownRun(f"there is no training run {run_id!r} on this server")

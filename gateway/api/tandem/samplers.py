@@ -28,8 +28,7 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 class ScaleSampler(BaseModel):
     """`replicas` is the new number of engines. New ones may wait `wait` seconds for their places,
-    which they get together or not at all.
-    """
+    which they get together or not at all."""
 
     replicas: Annotated[int, Field(ge=1, le=64)]
     wait: Annotated[float, Field(ge=0, le=600)] = 0.0
@@ -37,8 +36,7 @@ class ScaleSampler(BaseModel):
 
 class EngineCounts(Answer):
     """`replicas` is the target number of engines, `serving` the number that answer now. `leaving`
-    further ones are finishing their requests.
-    """
+    further ones are finishing their requests."""
 
     replicas: int
     serving: int

@@ -21,8 +21,7 @@ class VersionRunInfo(Answer):
 class SampledVersions(Answer):
     """`samples` has the versions of each sample's tokens, in order. It is empty for a request that
     was not in flight: then all tokens are from `weight_version`. An in-flight request ended with
-    `weight_version`.
-    """
+    `weight_version`."""
 
     request_id: str
     weight_version: str
@@ -33,8 +32,7 @@ class SampledVersions(Answer):
 async def sampled_versions(request_id: PathText, access: AccessDep) -> SampledVersions:
     """Return the weight versions of an ended request. Its id is the prefix of its samples'
     `sequence_id`: `ID:0`, `ID:1` and so on. It is forgotten with the gateway, or after 50,000 other
-    requests or four million pieces of samples.
-    """
+    requests or four million pieces of samples."""
     await access.request(request_id)
     samples = access.gateway.samples
     span, found = samples.find(request_id), samples.versions.find(request_id)

@@ -1,7 +1,6 @@
 """Status, base models, settings and version, under /api/tandem/v1. Also /metrics and /openapi.json.
 
-For the command line and scripts. Times are in seconds since 1970.
-"""
+For the command line and scripts. Times are in seconds since 1970."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class SessionStatus(Answer):
 class OperationUnderWay(Answer):
     """The operation that a run's trainer works on. `says` describes it in words. `seconds` counts
     from its turn, or from its acceptance before the trainer was asked. Tokens are its batch's, 0
-    without a batch.
-    """
+    without a batch."""
 
     seq_id: int
     kind: str
@@ -76,8 +74,7 @@ class OperationUnderWay(Answer):
 class RunStatus(Answer):
     """`restored` counts restorations of its trainer. `snapshot_step` is the newest snapshot's step,
     or 0. `snapshot_problem` explains a missing or useless newer snapshot. `micro_batch_tokens` is
-    the largest micro-batch, which shrinks after running out of memory.
-    """
+    the largest micro-batch, which shrinks after running out of memory."""
 
     id: str
     session_id: str
@@ -102,8 +99,7 @@ class SamplerStatus(Answer):
     """One engine of a sampler, with the number `replica`. `leaving`: the sampler was scaled down,
     and the engine finishes its requests. `session_id` is the sampler's original session, "" if
     hidden from the caller. `waiting` counts the sampler's unfinished samples, `under_way` this
-    engine's requests.
-    """
+    engine's requests."""
 
     session_id: str
     base_model: str
@@ -127,8 +123,7 @@ class SamplingSessionStatus(Answer):
 
 class WorkerStatus(Answer):
     """A shared worker of a hidden session is called by its kind. `version` is its Tandem version,
-    with the image's tag if that differs, "" before its first heartbeat.
-    """
+    with the image's tag if that differs, "" before its first heartbeat."""
 
     id: str
     kind: str
@@ -157,8 +152,7 @@ class Status(Answer):
 
 class ModelEntry(Answer):
     """`path` is for admins, empty for others. `max_length` is in tokens, null if unknown. `note`
-    names a limitation of the model's name, if any.
-    """
+    names a limitation of the model's name, if any."""
 
     name: str
     path: str
@@ -184,8 +178,7 @@ class Version(Answer):
 @router.operation("GET", "/status", role="reader")
 async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
     """Return the status of everything for an admin. Others see their own things, without the
-    addresses of workers and the paths of files.
-    """
+    addresses of workers and the paths of files."""
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
     admin = caller.role == "admin"
@@ -332,8 +325,7 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
 )
 async def remove_model(name: PathText, gateway: GatewayDep) -> None:
     """Remove a base model's name, and its record in the models directory. Its files stay, and its
-    runs continue.
-    """
+    runs continue."""
     await gateway.models.remove(name)
 
 
@@ -375,8 +367,7 @@ async def openapi(request: Request) -> Response:
 
 def document(app: FastAPI) -> dict[str, Any]:
     """Return FastAPI's document, built once and corrected: wrong fields give 400 (see `errors.py`),
-    and HEAD is GET without a body.
-    """
+    and HEAD is GET without a body."""
     if app.openapi_schema is None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Duplicate Operation ID")  # of GET and its HEAD

@@ -1,6 +1,5 @@
 """The workers' metrics addresses, for Prometheus' HTTP service discovery. Workers change with
-sessions, so a static list would soon be wrong.
-"""
+sessions, so a static list would soon be wrong."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ class TargetGroup(Answer):
     """`targets` are addresses, HOST:PORT, that answer GET /metrics. The labels are `worker`,
     `kind`, `__meta_tandem_session_id` and `__meta_tandem_run_id`. Prometheus drops `__meta_` labels
     by default. A worker's name contains its kind and session id, so metrics reveal session ids but
-    not their owners.
-    """
+    not their owners."""
 
     targets: list[str]
     labels: dict[str, str]
@@ -26,8 +24,7 @@ class TargetGroup(Answer):
 @router.operation("GET", "/metrics/targets", role="metrics")
 async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
     """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
-    The gateway's own are at /metrics.
-    """
+    The gateway's own are at /metrics."""
     return [_target(record.worker) for record in gateway.fleet.all() if record.worker is not None]
 
 

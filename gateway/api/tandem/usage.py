@@ -15,8 +15,7 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 class OwnerUsage(Answer):
     """`training_tokens` were trained. Samples used `prompt_tokens`, `cached_tokens` of them from
-    the prefix cache, and returned `sampled_tokens`. `checkpoints` exist now.
-    """
+    the prefix cache, and returned `sampled_tokens`. `checkpoints` exist now."""
 
     owner: str
     training_tokens: int
@@ -49,8 +48,7 @@ async def usage_summary(
 ) -> UsageSummary:
     """Sum the usage of owners and runs since a time, to the hour. An admin sees everything, others
     their own. Return at most `limit` runs, those with the most accelerator seconds first. Samples
-    from base models belong to an owner and to no run.
-    """
+    from base models belong to an owner and to no run."""
     owners, runs = await gateway.usage_reports.summary(caller, since=since, max_runs=limit)
     return UsageSummary(
         owners=[OwnerUsage.of(used) for used in owners], runs=[RunUsage.of(used) for used in runs]

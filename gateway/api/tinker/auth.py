@@ -34,8 +34,7 @@ class OwnKey(Answer):
 
 class AuditEntry(Answer):
     """`event_details` has the actor, target, address, status and further details of the action. The
-    later fields are for older SDKs, about checkpoints.
-    """
+    later fields are for older SDKs, about checkpoints."""
 
     timestamp: Time
     event: str
@@ -57,8 +56,7 @@ async def exchange_token(gateway: GatewayDep, caller: CallerDep) -> Token:
 @router.operation("GET", "/apikey/me", role="reader")
 async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
     """Describe the key. `tinker auth login` calls this before storing a key. The owner's name
-    replaces the email address.
-    """
+    replaces the email address."""
     key = gateway.keys.get(caller.key_id)
     if key is None:  # replaced since the request arrived
         raise Unauthenticated("the API key is no longer valid")
@@ -79,8 +77,7 @@ async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
 )
 async def delete_own_key(gateway: GatewayDep, caller: CallerDep, audit: AuditDep) -> None:
     """Revoke the caller's key, or the key of its token. The local key cannot be deleted, because
-    the commands on this machine use it.
-    """
+    the commands on this machine use it."""
     audit.note(caller.key_id)
     key = gateway.keys.get(caller.key_id)
     if key is not None and key.local:

@@ -1,8 +1,7 @@
 """Custom losses: clients register traced graphs, and trainers receive them with the request.
 
 `router` serves `create_custom_loss`. `provide` adds the definitions of the loss "custom" to a
-gateway. The gateway only stores graphs (`tandem.custom_losses.interpreter`).
-"""
+gateway. The gateway only stores graphs (`tandem.custom_losses.interpreter`)."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class CreateCustomLoss(BaseModel):
 @dataclass(eq=False, repr=False, kw_only=True)
 class CustomLossStore:
     """The definitions in the database, by loss id: `SESSION:loss:NUMBER`, which is also the
-    creating request's id. A loss is usable in its own session only, and ends with it.
-    """
+    creating request's id. A loss is usable in its own session only, and ends with it."""
 
     database: Database
     limits: Quotas
@@ -51,8 +49,7 @@ class CustomLossStore:
         """Check and store a definition, and return its loss id.
 
         Idempotent: a repeated number with an equal definition returns the first id. Raises
-        `MalformedPayload`, `CustomLossInvalid` or `LimitExceeded`.
-        """
+        `MalformedPayload`, `CustomLossInvalid` or `LimitExceeded`."""
         graph = read_custom_loss(definition)
         loss_id = request_id_of(owner=f"{session_id}:loss", seq_id=number)
         stored = await self._find(loss_id)
@@ -79,8 +76,7 @@ class CustomLossStore:
 
     async def definition(self, loss_id: str, *, session_id: str) -> bytes:
         """Return the body of create_custom_loss. Raises `UnknownLoss`, also for another session's
-        loss.
-        """
+        loss."""
         found = await self._find(loss_id) if loss_id.startswith(f"{session_id}:loss:") else None
         if found is None:
             raise UnknownLoss(
@@ -141,8 +137,7 @@ async def create_custom_loss(
     body: CreateCustomLoss, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CustomLossAccepted:
     """Register a traced loss. An invalid one is refused at once, so that the SDK raises its typed
-    error.
-    """
+    error."""
     session = await access.session(body.session_id)
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(

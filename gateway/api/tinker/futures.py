@@ -24,8 +24,7 @@ LONG_POLL = 30.0
 
 INLINE_BYTES = 2**20
 """The largest result sent at once to a client that prefers the size first. Its limit of 50 MiB has
-room for these, and each question costs a round trip.
-"""
+room for these, and each question costs a round trip."""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -174,8 +173,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
 
     200 with the result, or with `{"error", "category", "type"}` if the operation failed. 408 while
     it is not finished, 410 for a sample to request again, 404 otherwise. A large result is answered
-    with its size if the client allows that.
-    """
+    with its size if the client allows that."""
     access = access_of(request)
     gateway = access.gateway
     body = await request.read(partial(parse, Retrieve))
@@ -212,8 +210,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
 )
 async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSamples | Response:
     """Return a client's samples that finished since its last poll. 410 for a cursor of an earlier
-    gateway, which lost the client's samples.
-    """
+    gateway, which lost the client's samples."""
     target = body.target
     await access.past_sampling_session(target.sampling_session_id)
     longest = LONG_POLL
@@ -247,8 +244,7 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
 )
 async def cancel_future(body: Cancel, gateway: GatewayDep, access: AccessDep) -> None:
     """Cancel a sample, here and in its engine. Idempotent: 204 also for a finished or forgotten
-    one. Operations of a run cannot be cancelled, because later ones build on them.
-    """
+    one. Operations of a run cannot be cancelled, because later ones build on them."""
     request_id = body.request_id
     await access.request(request_id)
     owner = split_request_id(request_id)

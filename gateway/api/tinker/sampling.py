@@ -1,8 +1,7 @@
 """Sampling sessions and samples.
 
 The gateway refuses an impossible request at once, as far as it knows the model
-(`tandem/protocol/sample_limits.py`). The sampler checks the rest.
-"""
+(`tandem/protocol/sample_limits.py`). The sampler checks the rest."""
 
 from __future__ import annotations
 
@@ -181,8 +180,7 @@ class SamplerInfo(Answer):
 )
 async def asample(request: BoundedRequest) -> Response:
     """Ask for samples. Idempotent: a repeated seq_id with the same request returns the original
-    request_id. 429 when too many samples wait.
-    """
+    request_id. 429 when too many samples wait."""
     access = access_of(request)
     gateway = access.gateway
 
@@ -247,8 +245,7 @@ async def create_sampling_session(
     body: CreateSamplingSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSamplingSession:
     """Begin to sample from a base model or a checkpoint. The engine starts with the first
-    sample.
-    """
+    sample."""
     await access.session(body.session_id)
     session = await gateway.sampling.create(
         session_id=body.session_id,
@@ -305,8 +302,7 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
 
 def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, created if needed. A running one continues without its model's
-    name.
-    """
+    name."""
     all_weights = bool(session.version.run_id) and not session.version.adapter
     run = gateway.runs.get(session.version.run_id)
     kept = run.sampler if run is not None else ""

@@ -91,8 +91,7 @@ async def healthz() -> Health:
 @router.operation("GET", "/readyz", role="none", errors=[StorageFailed, StorageFull])
 async def readyz(gateway: GatewayDep) -> Readiness:
     """Answer while the gateway can accept work: the database is writable, and the disk has
-    `TANDEM_MIN_FREE_BYTES` free.
-    """
+    `TANDEM_MIN_FREE_BYTES` free."""
     await gateway.check_ready()
     return Readiness(status="ready")
 
@@ -100,8 +99,7 @@ async def readyz(gateway: GatewayDep) -> Readiness:
 @router.operation("POST", "/client/config", role="reader", audit=None, rules=SDK_VERSION)
 async def client_config(gateway: GatewayDep, body: ClientVersion = _NO_VERSION) -> ClientConfig:
     """Return the client's configuration. Clients call it first, so an SDK that is too old is
-    refused before anything else.
-    """
+    refused before anything else."""
     check_sdk_version(body.sdk_version)
     return ClientConfig(
         # The SDK exchanges its key for a token, which `whoami` needs.
@@ -133,8 +131,7 @@ async def dynamic_config() -> DynamicConfig:
 @router.operation("GET", "/get_server_capabilities", role="reader")
 async def capabilities(gateway: GatewayDep) -> Capabilities:
     """Return the registered base models. `max_context_length` is the model's limit, or its last
-    engine's KV cache if that is smaller.
-    """
+    engine's KV cache if that is smaller."""
     found = [
         SupportedModel(
             model_name=m.name,
@@ -169,8 +166,7 @@ async def telemetry(batch: TelemetryBatch, gateway: GatewayDep) -> Accepted:
 def check_sdk_version(version: str) -> str | None:
     """Return a warning for the client's log, if any. Raises `SdkTooOld`.
 
-    Other version texts, such as custom builds, pass.
-    """
+    Other version texts, such as custom builds, pass."""
     found = _RELEASE.match(version)
     if found is None:
         return None

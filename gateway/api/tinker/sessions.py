@@ -163,8 +163,7 @@ async def create_session(
     body: CreateSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSession:
     """Begin a session. An SDK that is too old is refused. An untested one gets a warning for its
-    log.
-    """
+    log."""
     warning = check_sdk_version(body.sdk_version)
     asks_of(
         None,
@@ -192,8 +191,7 @@ async def finish_session(
     session_id: PathText, body: Finish, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> None:
     """End a session. Answers when its workers have stopped, or should have. Only the first reason
-    counts.
-    """
+    counts."""
     audit.note(session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # an ended session keeps its reason; this waits for the end
         await access.session(session_id)

@@ -1,8 +1,7 @@
 """The operations of a run's journal.
 
 A wrong body with a valid run and sequence number is accepted and fails at its turn. Otherwise later
-operations would wait for it.
-"""
+operations would wait for it."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ async def _submit(
     raw: bytes | None = None,
 ) -> OperationAccepted:
     """Put an operation into the run's journal, or its failure if `read` refuses its fields. `raw`
-    is the body for the journal, if not all of it.
-    """
+    is the body for the journal, if not all of it."""
     access, audit = access_of(request), audit_note_of(request)
     raw = await request.body() if raw is None else raw
     run_id, seq_id = addressed.model_id, addressed.seq_id
@@ -157,8 +155,7 @@ async def _submit(
 
 def _unchanging(raw: bytes, body: Body | None) -> bytes:
     """Return the part of the body that is equal in repetitions. The SDK repeats an ephemeral save
-    with a new sampling session number.
-    """
+    with a new sampling session number."""
     if not isinstance(body, SaveWeightsForSampler) or body.sampling_session_seq_id is None:
         return raw
     return json.dumps(json.loads(raw) | {"sampling_session_seq_id": 0}).encode()
@@ -267,8 +264,7 @@ async def load_weights(
     body: Annotated[AddressedOrNew, _JOURNAL], request: Request
 ) -> OperationAccepted:
     """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
-    (`model_id`).
-    """
+    (`model_id`)."""
     access, raw = access_of(request), await request.body()
     gateway = access.gateway
     readers = access.readers(token=body.weights_access_token)
@@ -342,8 +338,7 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
 
 def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting:
     """Read the run id and the seq_id from the first bytes of a broken message, if it begins with
-    them. Protobuf writers order fields by number, and these are the first two.
-    """
+    them. Protobuf writers order fields by number, and these are the first two."""
     for end in range(4, min(len(prefix), _ROUTING_BYTES) + 1):
         with suppress(DecodeError):  # cut within a field
             routing = tinker_pb2.ForwardBackwardRouting.FromString(prefix[:end])

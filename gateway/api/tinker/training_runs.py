@@ -40,8 +40,7 @@ from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 TRAINING_KEY = "tandem_training"
 """The key of `user_metadata` that requests full training with the value `full`, for unmodified
-clients.
-"""
+clients."""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -132,8 +131,7 @@ async def create_model(
     body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> OperationAccepted:
     """Begin a training run. A user's mistake is answered at once, so that the SDK raises its typed
-    error.
-    """
+    error."""
     await access.session(body.session_id)
     optimizer = known_optimizer(body.optimizer_config)
     model, full = model_of(gateway, body.base_model, body.user_metadata)
@@ -228,8 +226,7 @@ def model_of(
     gateway: Gateway, base_model: str, user_metadata: Metadata | None
 ) -> tuple[BaseModelEntry, bool]:
     """Return the model, and whether its suffix or the metadata request full training. Raises
-    `UnknownModel` or `InvalidRequest`.
-    """
+    `UnknownModel` or `InvalidRequest`."""
     name, full = split_model_name(base_model)
     model = gateway.models.get(name)
     choice = (user_metadata or {}).get(TRAINING_KEY)

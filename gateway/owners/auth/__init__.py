@@ -2,5 +2,4 @@
 
 `keys` stores API keys. `identity` turns a key or token into a `Caller` with owner and role. `audit`
 records every changing request. `signing` signs addresses and cursors. `bootstrap` reads the first
-admin key from a file.
-"""
+admin key from a file."""

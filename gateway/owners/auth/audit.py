@@ -77,8 +77,7 @@ class AuditLog:
 
     async def of_day(self, *, day: dt.date, event_type: str) -> list[Entry]:
         """Return the day's entries (UTC), oldest first. `event_type` is "all" or a key of
-        `RESOURCES`.
-        """
+        `RESOURCES`."""
         await self._database.flush()
         start = dt.datetime.combine(day, dt.time(), tzinfo=dt.UTC).timestamp()
         wanted: list[ColumnElement[bool]] = [audit.c.at >= start, audit.c.at < start + 86_400]

@@ -2,8 +2,7 @@
 
 A gateway in a container cannot run `tandem keys create` before it listens. It reads
 `TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and stores the key's hash. A new key revokes
-the old one. With PostgreSQL, only the lease holder does this.
-"""
+the old one. With PostgreSQL, only the lease holder does this."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _HOW = 'make one with: echo "tml-$(openssl rand -hex 32)"'
 
 def read_bootstrap_key(settings: GatewaySettings) -> str:
     """Return the key, "" if none is set. Raise `InvalidRequest`, with a message that omits
-    the key.
-    """
+    the key."""
     if (path := settings.bootstrap_key_file) is None:
         return ""
     source = f"TANDEM_BOOTSTRAP_KEY_FILE ({path})"
@@ -42,8 +40,7 @@ def read_bootstrap_key(settings: GatewaySettings) -> str:
 
 async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit: AuditLog) -> None:
     """Make the key valid, unless it was revoked before, and revoke its predecessor. Idempotent.
-    Raises `InvalidRequest`.
-    """
+    Raises `InvalidRequest`."""
     secret = read_bootstrap_key(settings)
     if not secret:
         return

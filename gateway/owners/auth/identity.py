@@ -1,8 +1,7 @@
 """Identifies callers by a key or by a token exchanged for a key.
 
 A token is a JWT (RFC 7519, HS256) signed with the data directory's key. It becomes invalid with its
-key, which also decides owner and role.
-"""
+key, which also decides owner and role."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ Scope = Literal["owned", "accessible"]
 @dataclass(frozen=True)
 class Caller:
     """A request's sender. `key_id` (`k-…`) does not reveal the key. `expires_at` (seconds since
-    1970) is the token's expiry, None for a key.
-    """
+    1970) is the token's expiry, None for a key."""
 
     owner: str
     key_id: str
@@ -57,8 +55,7 @@ class Caller:
 @dataclass(frozen=True)
 class Readers:
     """The callers with a right to read a checkpoint: the sender, and the owner of a second key or
-    token.
-    """
+    token."""
 
     callers: tuple[Caller, ...]
 
@@ -85,8 +82,7 @@ class Identity:
 
     def identify(self, credential: bytes) -> Caller:
         """Return the caller. Raises `TokenRefused` for an invalid token, else `Unauthenticated`.
-        Only the holder of a key learns of its revocation.
-        """
+        Only the holder of a key learns of its revocation."""
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
         key = self._keys.find(credential)
@@ -105,8 +101,7 @@ class Identity:
 
     def issue(self, caller: Caller) -> str:
         """Return a token for the caller. It expires with the key and with the caller's own token,
-        so that a token cannot renew itself.
-        """
+        so that a token cannot renew itself."""
         now = self._clock()
         key = self._keys.get(caller.key_id)
         ends = [caller.expires_at, key.expires_at if key is not None else None]

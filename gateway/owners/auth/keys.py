@@ -2,8 +2,7 @@
 
 A key is `tml-` and 256 random bits. It is shown once, and the database stores its SHA-256. All keys
 are also in memory, so a revocation works at once. The local key, from the data directory or
-`TANDEM_API_KEY`, has no row. The bootstrap key (`bootstrap.py`) has one with a reserved name.
-"""
+`TANDEM_API_KEY`, has no row. The bootstrap key (`bootstrap.py`) has one with a reserved name."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class KeyStore:
 
     async def revoke(self, key_id: str) -> Key:
         """Revoke the key and its tokens at once. Idempotent. Raises `UnknownKey`, or
-        `InvalidRequest` for the local key.
-        """
+        `InvalidRequest` for the local key."""
         key = self._keys.get(key_id)
         if key is None:
             raise UnknownKey(f"there is no key {key_id[:100]!r}; `tandem keys list` shows them")

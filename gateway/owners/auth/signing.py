@@ -15,8 +15,7 @@ def sign(key: bytes, *parts: object) -> str:
     """Return an HMAC-SHA256 of the parts, 43 characters that are safe in an address.
 
     The parts are signed as a JSON list, so no two lists give equal bytes. The first part is the
-    purpose (`"trace"`, `"download"`), for which alone the signature is valid.
-    """
+    purpose (`"trace"`, `"download"`), for which alone the signature is valid."""
     digest = hmac.digest(key, orjson.dumps(parts, option=orjson.OPT_SORT_KEYS), "sha256")
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode("ascii")
 
@@ -35,8 +34,7 @@ def check_address(
     key: bytes, *parts: str, expires: str, signature: str, what: str, renew: str
 ) -> None:
     """Raise `AddressForged` for a wrong signature or `AddressExpired`. The messages contain `what`
-    (a name for the address) and `renew` (advice).
-    """
+    (a name for the address) and `renew` (advice)."""
     if not is_signed(key, signature, *parts, expires):
         raise AddressForged(f"{what} was not signed here, or was altered; {renew}")
     if time.time() >= int(expires):

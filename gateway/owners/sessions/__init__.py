@@ -1,4 +1,3 @@
 """Sessions: client connections, which own their runs and samplers.
 
-`registry` holds active sessions, which live by heartbeats. `queries` searches all sessions.
-"""
+`registry` holds active sessions, which live by heartbeats. `queries` searches all sessions."""

@@ -3,8 +3,7 @@
 The scope `owned` means the caller's sessions, `accessible` all that the caller may see. Others
 appear not to exist. Names, metadata and states are compared here, in chunks, because databases
 treat case and JSON differently. A cursor marks the next page and is signed together with its owner
-and search.
-"""
+and search."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class StatusFilter(_Strict):
 
 class SessionFilters(_Strict):
     """A search. An absent filter matches everything. A session matches an id or a name if both are
-    given.
-    """
+    given."""
 
     session_id: str | None = None
     project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
@@ -128,8 +126,7 @@ class SessionQueries:
         self, filters: SessionFilters, caller: Caller, *, limit: int, cursor: Cursor | None
     ) -> tuple[list[SessionRecord], Cursor | None]:
         """Return a page of sessions, newest first, and the next cursor. Raise `InvalidRequest` for
-        a cursor of another search.
-        """
+        a cursor of another search."""
         query = select(sessions).where(*_wanted(filters, caller)).order_by(*_NEWEST_FIRST)
         after = await self._position(filters, caller, cursor) if cursor is not None else None
         found: list[SessionRecord] = []
@@ -208,8 +205,7 @@ def _matches(session: SessionRecord, filters: SessionFilters) -> bool:
 
 def _has(session: SessionRecord, status: StatusFilter) -> bool:
     """Match a session's state. No session is "failed" or "cancelled", because runs and requests
-    fail alone.
-    """
+    fail alone."""
     if status.type == "client_finished":
         return session.state == "finished" and (
             status.reasons is None or session.reason in status.reasons

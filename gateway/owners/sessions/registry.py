@@ -1,7 +1,6 @@
 """Active sessions: client connections that live by heartbeats.
 
-Metadata from clients is bounded, because lists show it in hundreds of rows.
-"""
+Metadata from clients is bounded, because lists show it in hundreds of rows."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class NewSession:
 class Session:
     """A session with a `ttl` has no heartbeats and ends this many seconds after its last request.
     `heard` is set by the client's first request to this gateway. `sdk_version` is empty for the
-    gateway's own sessions.
-    """
+    gateway's own sessions."""
 
     id: str
     created_at: float
@@ -81,8 +79,7 @@ class Session:
 
 class SessionRegistry:
     """`ttl` is in seconds. A closed connection does not end a session, because a proxy may restart.
-    A restart of the gateway keeps sessions and restarts their clocks.
-    """
+    A restart of the gateway keeps sessions and restarts their clocks."""
 
     def __init__(self, *, database: Database, limits: Quotas, ttl: float) -> None:
         self._database = database
@@ -120,8 +117,7 @@ class SessionRegistry:
 
     def require(self, session_id: str) -> Session:
         """Return the session. Raises `SessionFinished`. Call it after a wait, before starting
-        anything that only the session's end stops.
-        """
+        anything that only the session's end stops."""
         if (session := self._active.get(session_id)) is None:
             raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
         return session
@@ -147,8 +143,7 @@ class SessionRegistry:
 
     def note_running(self) -> None:
         """Note that the gateway runs; call it several times a second. Time without a call does not
-        count as clients' silence.
-        """
+        count as clients' silence."""
         now = time.monotonic()
         gap, self._ran_at = now - self._ran_at, now
         if gap > _STANDSTILL:
@@ -168,8 +163,7 @@ class SessionRegistry:
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
         """End the session; only the first call counts. While the storage fails, the end is recorded
-        later.
-        """
+        later."""
         if self._active.pop(session_id, None) is None:
             return
         self._database.write_soon(

@@ -2,5 +2,4 @@
 
 `meter` sums usage by hour. `reports` reads the sums in the SDK's terms. `trace_exports` writes a
 session as a Chrome trace. `sampled_versions` remembers the weights behind in-flight samples. A new
-kind of usage needs a value of `UsageKind` and a line in `reports`.
-"""
+kind of usage needs a value of `UsageKind` and a line in `reports`."""

@@ -2,8 +2,7 @@
 
 Sums are written every few seconds, so a killed gateway loses only the last interval. A trainer's
 accelerator seconds are its seconds times its ranks. A sampler's busy time is divided between
-concurrent samples (`TimeShares`).
-"""
+concurrent samples (`TimeShares`)."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "acceler
 @dataclass(frozen=True)
 class Subject:
     """A training run or a sampling session. `run_id` is the run or the source of the sampled
-    weights, "" for a base model.
-    """
+    weights, "" for a base model."""
 
     id: str
     session_id: str
@@ -115,8 +113,7 @@ class UsageMeter:
 class SampleSpan:
     """One request at its engine. `started_at` is in seconds since 1970. `error` is the error's
     type, "" on success. `weight_version` is the sampled version, the last one for an `in_flight`
-    request.
-    """
+    request."""
 
     request_id: str
     session_id: str
@@ -156,8 +153,7 @@ class SampleMeter:
         base_model: str,
     ) -> sampler_pb2.SampleReply:
         """Await the engine's answer, remember the request, and count it on success. `shares` and
-        `ranks` are the engine's.
-        """
+        `ranks` are the engine's."""
         reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
         mark = shares.start()
@@ -208,8 +204,7 @@ class TimeShares:
     """Divides a worker's busy time between its concurrent tasks.
 
     While n tasks run, each gets 1/n of the time. The cost does not depend on n. Example:
-    two samples that start together and take 4 s get 2 s each.
-    """
+    two samples that start together and take 4 s get 2 s each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,6 +1,5 @@
 """Usage for the SDK's billing calls, by hour, session, base model and kind, and sums by owner and
-run. There are no prices.
-"""
+run. There are no prices."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ _COUNTED: Mapping[EventType, tuple[ColumnElement[bool], ColumnElement[int], bool
     "sampling_sample": (_SAMPLE, usage.c.output_tokens, True),
 }
 """For each type: its rows, its quantity, and whether it carries the accelerator seconds. A sample
-reports them once.
-"""
+reports them once."""
 
 
 _USED = (
@@ -60,8 +58,7 @@ _USED = (
 @dataclass(frozen=True)
 class UsageEvent:
     """One hour (`hour` in seconds since 1970) of one session with one base model. `quantity` is in
-    tokens, or saves for a checkpoint.
-    """
+    tokens, or saves for a checkpoint."""
 
     hour: int
     type: EventType
@@ -84,8 +81,7 @@ class UsageReport:
 @dataclass(frozen=True)
 class Used:
     """Usage of an owner or a run (`run_id`). `prompt_tokens` include `cached_tokens`. `checkpoints`
-    and `checkpoint_bytes` are current checkpoints.
-    """
+    and `checkpoint_bytes` are current checkpoints."""
 
     owner: str
     training_tokens: int
@@ -115,8 +111,7 @@ class BillingReports:
     ) -> UsageReport:
         """Return the caller's visible usage by hour, largest quantity first.
 
-        Times are in seconds since 1970, on the hour. A session counts for its current project.
-        """
+        Times are in seconds since 1970, on the hour. A session counts for its current project."""
         self._usage.write()
         await self._database.flush()
         wanted = [
@@ -160,8 +155,7 @@ class BillingReports:
     ) -> tuple[list[Used], list[Used]]:
         """Sum the caller's visible usage in the hours after `since` (seconds since 1970), by owner,
         and by run and owner for the runs with the most accelerator seconds. A sample counts for its
-        weights' run and its sender.
-        """
+        weights' run and its sender."""
         self._usage.write()
         await self._database.flush()
         sampled = usage.c.event == "sample"

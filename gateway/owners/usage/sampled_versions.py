@@ -1,6 +1,5 @@
 """The weight versions behind the tokens of in-flight samples. A run of tokens takes 12 bytes,
-because one request may have thousands of samples.
-"""
+because one request may have thousands of samples."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ signing.
 
 Format: the JSON object of the "Trace Event Format" with complete events (`ph: "X"`) and metadata
 events (`ph: "M"`), in microseconds since 1970. A process is a run, a sampling session or all
-workers. Overlapping operations get different threads.
-"""
+workers. Overlapping operations get different threads."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ _OPERATION_COLUMNS = [c for c in operations.c if c.name not in ("request", "resu
 @dataclass(frozen=True)
 class Slice:
     """An interval from `start` to `end`, in seconds since 1970. `track` is its process in the
-    trace.
-    """
+    trace."""
 
     track: str
     category: str
@@ -116,8 +114,7 @@ class EventEncoder:
 
     def encode(self, slices: Iterable[Slice]) -> bytes:
         """Return the slices as further elements of the JSON list. Each track gets a process, and
-        each slice a thread that is free at its start.
-        """
+        each slice a thread that is free at its start."""
         content = []
         for event in (event for one in slices for event in self._events(one)):
             content += [self._separator, orjson.dumps(event)]

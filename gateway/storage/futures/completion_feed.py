@@ -2,8 +2,7 @@
 
 A target is one client of a sampling session: clients number their requests in blocks of 10⁹. It
 uses memory from its first poll until `idle_ttl` seconds after its last. Cursors grow across
-restarts, so a client with an earlier gateway's cursor is told that its samples are lost.
-"""
+restarts, so a client with an earlier gateway's cursor is told that its samples are lost."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from tandem.errors import TandemError
 CLIENT_BLOCK = 1_000_000_000
 _MOST_TARGETS = 16_384
 """Most targets with a queue, since clients choose their numbers. The least recently polled goes
-first.
-"""
+first."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class CompletionFeed:
     ) -> tuple[Sequence[EndedSample], int] | None:
         """Return the samples that ended after the cursor `after` (0: all), and the new cursor,
         within `timeout` seconds. Return None for an earlier gateway's cursor. Results of
-        `retrieved` are dropped.
-        """
+        `retrieved` are dropped."""
         if 0 < after < self._started:
             return None
         queue = self._queues.get(target) or self._open(target)
@@ -125,15 +122,13 @@ class CompletionFeed:
 
 def _now() -> int:
     """Return microseconds since 1970. No queue reports a million samples a second, so a later
-    queue's cursors are higher.
-    """
+    queue's cursors are higher."""
     return int(time.time() * 1e6)
 
 
 def target_of(request_id: str) -> Target | None:
     """Return a sample's target, or None. Example: `s-ab12:sample:0:2000000007` belongs to
-    the second client of `s-ab12:sample:0`.
-    """
+    the second client of `s-ab12:sample:0`."""
     parts = split_request_id(request_id)
     if parts is None or ":sample:" not in parts[0]:
         return None

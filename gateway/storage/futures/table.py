@@ -3,8 +3,7 @@
 A future leaves memory `FETCHED_GRACE` seconds after the fetch, because an answer may be lost on its
 way. Afterwards only the journal has an operation's result, and the SDK repeats a sample. Above each
 owner's bound, the oldest sample results move to files, and the oldest operation results are
-dropped. Each owner also has a bounded number of unfetched samples.
-"""
+dropped. Each owner also has a bounded number of unfetched samples."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ RESULTS = 65_536
 @dataclass(frozen=True)
 class Result:
     """The body of a successful answer, in memory or in a `file` of `file_bytes` bytes.
-    `weight_version` is set for samples.
-    """
+    `weight_version` is set for samples."""
 
     media: Media
     body: bytes = b""
@@ -65,8 +63,7 @@ Outcome = Result | TandemError
 @dataclass(frozen=True)
 class Waiting:
     """Why a future has not ended. `paused` means that nothing moves until something else has
-    started.
-    """
+    started."""
 
     reason: str
     paused: bool = False
@@ -75,8 +72,7 @@ class Waiting:
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
     """The outcome of one request, now or later. `describe` returns the reason for waiting.
-    `digest` tells two samples with one request_id apart.
-    """
+    `digest` tells two samples with one request_id apart."""
 
     request_id: str
     source: Source
@@ -127,8 +123,7 @@ class _Expiring:
 @dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
     """This gateway's futures by request_id. `folder` holds results outside memory.
-    `bytes_in_memory` and `max_samples` apply per owner. `result_ttl` is in seconds.
-    """
+    `bytes_in_memory` and `max_samples` apply per owner. `result_ttl` is in seconds."""
 
     folder: Path
     result_ttl: float
@@ -204,8 +199,7 @@ class FutureTable:
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
         """Return the outcome, or None after `timeout` seconds or at shutdown. Call `note_fetched`
-        after the whole outcome was sent.
-        """
+        after the whole outcome was sent."""
         if not future.ended:
             await self.wait_until(future.done, timeout=timeout)
         return future.outcome
@@ -306,8 +300,7 @@ def digest_of(kind: str, request: bytes) -> bytes:
 
 def write_file(file: Path, content: bytes, *, synced: bool = False) -> None:
     """Write a file atomically, with its folder if needed. With `synced`, the file survives a power
-    failure. Raises `OSError`.
-    """
+    failure. Raises `OSError`."""
     if not file.parent.is_dir():
         with suppress(FileExistsError):
             make_folder(file.parent)

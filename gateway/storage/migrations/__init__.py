@@ -1,8 +1,7 @@
 """Migrations of the database (alembic), applied when the gateway starts.
 
 Each change of `gateway/storage/tables.py` is one file `versions/vNNNN_SUBJECT.py` with the revision
-`NNNN_SUBJECT`.
-"""
+`NNNN_SUBJECT`."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _FOLDER = Path(__file__).parent
 
 def upgrade(connection: Connection) -> None:
     """Apply the missing migrations in one transaction. Raises `UnknownSchema` for an unknown
-    revision.
-    """
+    revision."""
     revision = _revision(connection)
     if revision == newest_revision():
         return

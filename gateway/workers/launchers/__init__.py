@@ -2,8 +2,7 @@
 
 `base` defines the interface. `agent` uses an agent (`tandem.agent`), `by_kind` two agents, and
 `kubernetes` a cluster's API server. To add a launcher, implement `base.Launcher` in its own module
-and name it in `make_launcher` for `TANDEM_LAUNCHER`.
-"""
+and name it in `make_launcher` for `TANDEM_LAUNCHER`."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _CALL_SECONDS = 60.0
 
 def load_launcher(settings: GatewaySettings) -> None:
     """Import the launcher's packages before taking the lease, because slow imports would delay its
-    beats. Raises `InvalidRequest` for a missing package or bad templates.
-    """
+    beats. Raises `InvalidRequest` for a missing package or bad templates."""
     if settings.launcher == "kubernetes":
         _kubernetes()
         from gateway.workers.launchers.kubernetes.templates import read_templates

@@ -58,8 +58,7 @@ class AgentLauncher:
     agent than the one that started it, that it does not know it, since an agent answers only when
     nothing is left of the workers of the one before. A connection that breaks says nothing. A call
     may take `timeout` seconds, and longer for a worker that may take longer to start;
-    `stop_timeout` is how long workers may take to end.
-    """
+    `stop_timeout` is how long workers may take to end."""
 
     data_dir: Path
     timeout: float

@@ -13,8 +13,7 @@ class Launcher(Protocol):
     """Starts and stops workers, in one event loop.
 
     A worker counts as gone only when none of its processes is left. An unknown state raises
-    `WorkerMayRun`.
-    """
+    `WorkerMayRun`."""
 
     @property
     def reports(self) -> bool:
@@ -25,32 +24,28 @@ class Launcher(Protocol):
         """Start a worker and return when it has reported its address.
 
         Raises `WorkerStartFailed` with the worker's reason or last log lines, when it is gone.
-        Raises `WorkerMayRun`.
-        """
+        Raises `WorkerMayRun`."""
         ...
 
     async def wait_ready(self, worker_id: str) -> None:
         """Return when the worker's gRPC health service reports SERVING.
 
         Raises `WorkerStartFailed` when the worker ended or its start timeout (from `start`) is
-        over, and it is gone. Raises `WorkerMayRun`.
-        """
+        over, and it is gone. Raises `WorkerMayRun`."""
         ...
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         """Ask the worker to end, and kill it after the stop timeout, or at once (`at_once`).
 
         Returns when it is gone, also for an unknown worker. Raises `WorkerMayRun` after a while;
-        the request stays in effect and may be repeated.
-        """
+        the request stays in effect and may be repeated."""
         ...
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         """Move the device memory of a worker that cannot sleep to the host. `lease` is the token of
         its Sleep. An older token raises `IllegalTransition`.
 
-        Raises `SuspendFailed`; then the worker must be stopped.
-        """
+        Raises `SuspendFailed`; then the worker must be stopped."""
         ...
 
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
@@ -59,14 +54,12 @@ class Launcher(Protocol):
 
     async def list(self) -> list[WorkerHandle]:
         """Return the running workers with an address, including another gateway's. All others are
-        ended first. Raises `WorkerStartFailed` or `WorkerMayRun`.
-        """
+        ended first. Raises `WorkerStartFailed` or `WorkerMayRun`."""
         ...
 
     async def describe_host(self) -> Host:
         """Describe the workers' host. Raises `WorkerStartFailed` or `WorkerMayRun` if it is
-        unreachable.
-        """
+        unreachable."""
         ...
 
     def describe(self, worker_id: str) -> WorkerDetails:
@@ -81,12 +74,10 @@ class Launcher(Protocol):
         """Yield exits that were not requested or raised by `start` or `wait_ready`.
 
         Each exit goes to all iterators, when the worker is gone. Recent exits may come first.
-        Iterators end when the launcher closes.
-        """
+        Iterators end when the launcher closes."""
         ...
 
     async def close(self, *, leaving: bool = False) -> None:
         """Stop all workers, unless they are left to the next gateway (`leaving`). Late ones are
-        left too. Idempotent.
-        """
+        left too. Idempotent."""
         ...

@@ -1,8 +1,7 @@
 """Replaces NVIDIA's library: each UUID in NVIDIA_FAKE_GPUS, a JSON list, is an H200.
 
 A UUID that ends in "/MIG" is a divided device. Put this folder first on a process's path, or call
-`install`.
-"""
+`install`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A gateway with two owners, and a request for each of its routes.
 
 `CALLS` has an entry per route, about an object of `ann`. Ids begin with her session's id. With
-another session's id, the request is about a missing object.
-"""
+another session's id, the request is about a missing object."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Call:
 class World:
     """`ann` has a session with a run, checkpoints, a sampler, a loss and samples.
 
-    `ben` is another owner. The admin is the local one.
-    """
+    `ben` is another owner. The admin is the local one."""
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self.gate = gate

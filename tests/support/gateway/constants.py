@@ -1,7 +1,6 @@
 """Changes the gateway's constants, for tests that would have to wait or send much.
 
-A test names a constant like a setting, in lower case. `changed` separates both.
-"""
+A test names a constant like a setting, in lower case. `changed` separates both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The client of a run with a gateway that is killed repeatedly.
 
-Like the SDK, it repeats unanswered requests and asks for every result.
-"""
+Like the SDK, it repeats unanswered requests and asks for every result."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Planned:
     """An operation to submit. Its number is its place in the script.
 
     An `alone` one waits for earlier ones, and later ones wait for it, but not for a `late` one. A
-    `missing` one never comes.
-    """
+    `missing` one never comes."""
 
     kind: Kind
     payload: bytes | None = None
@@ -171,8 +169,7 @@ def random_script(rng: random.Random) -> Script:
 class Client:
     """The memory of a run's client, which survives crashes of gateways.
 
-    Its sampler is scaled to each of `scales` in turn.
-    """
+    Its sampler is scaled to each of `scales` in turn."""
 
     def __init__(
         self,

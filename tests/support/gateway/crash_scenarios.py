@@ -75,8 +75,7 @@ class Left:
 class Life:
     """The life of one gateway: its number of steps.
 
-    A `planned` end is requested. Workers survive it if they are `outlived`.
-    """
+    A `planned` end is requested. Workers survive it if they are `outlived`."""
 
     steps: int
     planned: bool = False
@@ -88,8 +87,7 @@ class Scenario:
     """A script, and the lives of the gateways before the last one.
 
     All else follows from the seed. `trouble`: workers fail too. `beside`: scripts of further
-    sessions with runs on the same trainer.
-    """
+    sessions with runs on the same trainer."""
 
     script: Script
     folder: Path

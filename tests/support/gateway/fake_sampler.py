@@ -20,8 +20,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
 
     Until their events are set, `gate` holds samples back (streams after their first token), and
     `slow_loads` the loads with these numbers. Token i has the logprob -i. Alternatives are the
-    tokens 0, 1, … with logprobs 0, -1, ….
-    """
+    tokens 0, 1, … with logprobs 0, -1, …."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__()

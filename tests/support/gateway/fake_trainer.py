@@ -32,8 +32,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
     """Applies operations in log order. `gate` holds them back while it is not set.
 
     `memory` maps a `seq_id` to the tokens that fit at once, by default 2048. Plans below 500 tokens
-    always fail.
-    """
+    always fail."""
 
     memory: Mapping[int, int] = {}
 

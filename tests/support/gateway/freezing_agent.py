@@ -56,8 +56,7 @@ def with_freezing_agent(scenario):
 class FreezingAgent(ModelLauncher):
     """Does nothing while `answers` is not set. Abandoned calls are never carried out.
 
-    `asked` lists the times of stop requests.
-    """
+    `asked` lists the times of stop requests."""
 
     def __init__(self, host: ModelHost) -> None:
         super().__init__(host)

@@ -1,8 +1,7 @@
 """A model of workers on a group's devices, and of successive gateways.
 
 Processes sleep, wake, freeze, die and get calls late. The model asserts the limits of awake workers
-and memory.
-"""
+and memory."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class Process:
 
     Directions in `fails` end in an error. A `frozen` process does nothing until it is killed. An
     `unreachable` one is dead, but unreported. It has `host` bytes of host memory and a file of
-    `disk` bytes. Asleep, it leaves `left` bytes on the device, of which `stuck` never leave.
-    """
+    `disk` bytes. Asleep, it leaves `left` bytes on the device, of which `stuck` never leave."""
 
     devices: Devices
     newest: int

@@ -1,8 +1,7 @@
 """Model workers in the gateway's process, without gRPC, for tests in virtual time.
 
 A trainer's weights are a hash of all changes in order, so two trainers have equal weights only
-after equal changes. Results show the weights.
-"""
+after equal changes. Results show the weights."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def after(*what: object) -> str:
 class Misfortune:
     """The faults of workers, with limits, each with a `chance`.
 
-    More would fail an operation: a trainer may die three times at one, an engine twice.
-    """
+    More would fail an operation: a trainer may die three times at one, an engine twice."""
 
     rng: random.Random
     deaths: int = 0
@@ -85,8 +83,7 @@ class Misfortune:
 class ModelWorker:
     """A started worker. Its tasks end when `died` is done.
 
-    It serves once `serving` is set, and hangs while `frozen`.
-    """
+    It serves once `serving` is set, and hangs while `frozen`."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         self.spec = spec
@@ -124,8 +121,7 @@ class ModelSampler(ModelWorker):
 
     For another full version, it changes when it is idle. Samples show their version and seed, and
     take `seconds`. `answered` lists the versions of ended samples. With a `failed` engine, answers
-    report that and it dies.
-    """
+    report that and it dies."""
 
     failed = False
 

@@ -1,8 +1,7 @@
 """A gateway with workers that do arithmetic instead of learning.
 
 The gateway is real, on a real port, in a thread. The workers are gRPC servers in this process. A
-fake launcher "starts" them.
-"""
+fake launcher "starts" them."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class Gate:
     def worker(self, kind: str, index: int = -1):
         """Return the newest worker of a kind or id prefix.
 
-        A sampling session's engine is started if needed.
-        """
+        A sampling session's engine is started if needed."""
         if kind.startswith("sampler"):
             self.start_engines(kind.partition("-")[2], newest=1)
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
@@ -154,8 +152,7 @@ def running_gateway(
     """Run a gateway on a free port with the model `tiny`.
 
     A `standby` replaces one that has it. `end` is called when another gateway has replaced this
-    one. `changes` are settings and constants (`constants.py`).
-    """
+    one. `changes` are settings and constants (`constants.py`)."""
     with changed(_CONSTANTS | changes) as chosen:
         settings = settings_for(tmp_path, **chosen)
         with _serving(settings, launcher or FakeLauncher(), end) as gate:

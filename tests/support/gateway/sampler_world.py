@@ -65,8 +65,7 @@ class World:
     """A host with engines of an earlier gateway, and the next gateway's router.
 
     It knows the model `tiny` and the sessions s-1 and s-2, which want `replicas` engines.
-    `implicit` has no client.
-    """
+    `implicit` has no client."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Lets vLLM's second model runner compute on a CPU.
 
-With this folder first on Python's path, Triton's interpreter replaces a compiler for CPUs.
-"""
+With this folder first on Python's path, Triton's interpreter replaces a compiler for CPUs."""
 
 import os
 from types import SimpleNamespace

@@ -38,8 +38,7 @@ class Image:
 class FakeCluster(FakeServer):
     """`images` lists images that must be pulled.
 
-    `at_once` pods can be bound to one claim in one moment. More conflict.
-    """
+    `at_once` pods can be bound to one claim in one moment. More conflict."""
 
     def __init__(self, *, nodes: int = 2, strict: bool = True, at_once: int = 1) -> None:
         super().__init__(strict=strict)

@@ -107,8 +107,7 @@ def worker_policies(settings: dict[str, str]) -> list[dict]:
 def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
     """Return workers as a gateway makes them, by worker id.
 
-    Two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler.
-    """
+    Two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler."""
     prefix = "TANDEM_KUBERNETES_"
     chosen = {
         key.removeprefix(prefix).lower(): value
@@ -159,8 +158,7 @@ def reaches(
 ) -> bool:
     """Return whether a pod with labels `source` may connect to one with labels `target`.
 
-    The rules of both pods count.
-    """
+    The rules of both pods count."""
     into = _allows(policies, "ingress", target, port, other=source, namespace=from_namespace)
     if from_namespace != "tandem":
         return into

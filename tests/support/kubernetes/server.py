@@ -2,8 +2,7 @@
 
 There is no port: `Session` stands for connections. Every change has a version, from which a watch
 can continue. `compact` forgets old versions, and a watch from there answers 410. `calls` lists all
-requests. `meddle` causes faults.
-"""
+requests. `meddle` causes faults."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class Refusal(Exception):
 class FakeServer:
     """`meddle` is called before each request. It may return another answer, or raise `Lost`.
 
-    `strict` checks fields against the schemas.
-    """
+    `strict` checks fields against the schemas."""
 
     namespace = "rl"
 
@@ -369,8 +367,7 @@ class Session:
     """The connections of one client.
 
     A `severed` one reaches nobody, like a killed gateway. From request `sever_at` on it is severed,
-    and that request may still be carried out. While not `awake`, all its messages wait.
-    """
+    and that request may still be carried out. While not `awake`, all its messages wait."""
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server

@@ -20,8 +20,7 @@ __all__ = ["FakeStage", "Gateway", "on_cluster", "running_cluster", "spec", "unt
 class Gateway(gateway.Gateway):
     """Workers in `not_serving` never serve.
 
-    The last request of a dead gateway may still reach the server (`session`).
-    """
+    The last request of a dead gateway may still reach the server (`session`)."""
 
     def __init__(self, cluster: FakeCluster, **about: float) -> None:
         self.cluster = cluster

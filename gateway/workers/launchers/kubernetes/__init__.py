@@ -8,5 +8,4 @@ compares wanted workers (`worker`) with a `view` of each kind of object, and tak
 `api`. It creates missing objects, with the group's `claims` and in `turns`, and `removal` deletes
 unwanted ones. `pods` interprets a pod's state, `observed` lists the fields read, `names` the naming
 rules, and `serving` labels the gateway's own pod. To add a kind of object, render it in `objects`
-and give `reconcile` a view of it.
-"""
+and give `reconcile` a view of it."""

@@ -56,8 +56,7 @@ class ApiFault(Exception):
 
     ApiFault
     ├── Unanswered: no answer, or a server fault, for the whole time of the call
-    └── Refused: an answer with a status below 500
-    """
+    └── Refused: an answer with a status below 500"""
 
 
 class Unanswered(ApiFault):
@@ -93,8 +92,7 @@ class WatchEvent:
 
 class Api:
     """`connect` returns the client at the first call. `timeout` bounds one request, `patience` a
-    call with repetitions, both in seconds.
-    """
+    call with repetitions, both in seconds."""
 
     def __init__(
         self,
@@ -143,8 +141,7 @@ class Api:
     ) -> None:
         """Delete an object with this uid and `version` ("": any), so that a changed pod or claim
         stays. Raises `Refused` with status 404 if it is gone, and 409 if it changed. `grace` is a
-        pod's time to end in seconds; 0 forgets it without its node's answer.
-        """
+        pod's time to end in seconds; 0 forgets it without its node's answer."""
         seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
         if grace is not None:

@@ -1,6 +1,5 @@
 """The claims of device groups. A claim exists from before its first pod until a time without
-use.
-"""
+use."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Claims:
 
     def make(self, worker: PodWorker, body: Object) -> bool:
         """Return whether a claim exists, and start to create it otherwise. An unused claim with an
-        old pool setting is replaced.
-        """
+        old pool setting is replaced."""
         claim = self._view.objects.get(name_of(body))
         if claim is None or claim.deleted:
             return self._steps.make(worker, self._view, body)

@@ -1,6 +1,5 @@
 """`KubernetesLauncher` starts workers as pods. `kubernetes_launcher` builds it from the
-settings.
-"""
+settings."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ _REMEMBERED = 256
 
 class ServingCheck(Protocol):
     """Returns "" when a worker's health is SERVING, else its last answer after `timeout`
-    seconds.
-    """
+    seconds."""
 
     def __call__(self, handle: WorkerHandle, *, timeout: float) -> Coroutine[Any, Any, str]: ...
 
@@ -65,8 +63,7 @@ class KubernetesLauncher:
 
     `serving` checks a worker's health. The other arguments are in seconds: workers end within
     `stop_timeout` and get their image within `pull_timeout`. A pending pod's events are read every
-    `poll` seconds, and all objects every `resync` seconds, in case a watch missed a change.
-    """
+    `poll` seconds, and all objects every `resync` seconds, in case a watch missed a change."""
 
     def __init__(
         self,
@@ -155,8 +152,7 @@ class KubernetesLauncher:
 
     async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
         """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, else
-        `WorkerMayRun`.
-        """
+        `WorkerMayRun`."""
         worker.awaited = True
         try:
             await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,8 +171,7 @@ class KubernetesLauncher:
 
     async def _await_end(self, worker_id: str, *, beyond: float = 0.0) -> None:
         """Wait until an ending worker is gone. Raises `WorkerMayRun`, `beyond` seconds later than
-        usual.
-        """
+        usual."""
         gone = self._reconciler.gone(worker_id)
         if gone is None:
             return
@@ -195,8 +190,7 @@ class KubernetesLauncher:
 
     async def list(self) -> list[WorkerHandle]:
         """Return workers whose pods all run. Their specifications, with secrets, are in the
-        cluster.
-        """
+        cluster."""
         self._open()
         reconciler = self._reconciler
         try:
@@ -229,8 +223,7 @@ class KubernetesLauncher:
 
     async def _supersede(self) -> None:
         """Write this epoch on each adopted pod before deleting others. An earlier gateway then
-        knows that it was superseded, and its pending deletes fail. Raises `WorkerMayRun`.
-        """
+        knows that it was superseded, and its pending deletes fail. Raises `WorkerMayRun`."""
         adopted = [pod for each in self._reconciler.workers.values() for pod in each.pods]
         try:
             await asyncio.gather(*(self._take_over(pod) for pod in adopted))

@@ -32,8 +32,7 @@ from tandem.weights.store import make_folder
 @dataclass(eq=False)
 class WorkerMaker:
     """`authority` signs the workers' certificates. `home` is the objects' place and owner. Raises
-    `InvalidRequest` for unusable templates or an unusable data directory.
-    """
+    `InvalidRequest` for unusable templates or an unusable data directory."""
 
     settings: GatewaySettings
     authority: Authority
@@ -58,8 +57,7 @@ class WorkerMaker:
 
     async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
         """Return a worker's specification and objects. Raises `InvalidRequest` for a model of
-        unknown size.
-        """
+        unknown size."""
         pool = self._pool_of(spec.group)
         size = None
         if not spec.host_memory:

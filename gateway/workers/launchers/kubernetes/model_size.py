@@ -30,8 +30,7 @@ def known_size(path: Path) -> ModelSize:
 
 async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
     """Read a model's size if unknown, or `anew`, for workers in pods. It runs in a thread, as the
-    volume may hang. An error appears when the size is needed.
-    """
+    volume may hang. An error appears when the size is needed."""
     if settings.launcher != "kubernetes":
         return
     path = settings.data_dir / model_path

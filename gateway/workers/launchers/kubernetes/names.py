@@ -1,6 +1,5 @@
 """Names and labels of workers' objects and claims, derived from the id of the worker or group. A
-long id is shortened in a label, and an annotation holds the whole.
-"""
+long id is shortened in a label, and an annotation holds the whole."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def object_name(worker_id: str) -> str:
     """Return the name of a worker's objects: its id, if valid.
 
     Examples: `trainer-s-ab12-0` stays; `sampler-Ann_1-0` becomes
-    `sampler-ann-1-0-3f2a9c51d0`.
-    """
+    `sampler-ann-1-0-3f2a9c51d0`."""
     if _NAME.fullmatch(worker_id) and len(worker_id) <= _LONGEST_NAME:
         return worker_id
     words = re.sub(r"[^a-z0-9]+", "-", worker_id.lower()).strip("-")

@@ -2,8 +2,7 @@
 
 A worker has a Secret with its specification and a pod per node, and its group ResourceClaims. A
 worker of several nodes also has a headless Service, through which nodes find node 0, and a
-NetworkPolicy between its pods. A pod is its template (`templates`) with the worker's own fields.
-"""
+NetworkPolicy between its pods. A pod is its template (`templates`) with the worker's own fields."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ _MODULES: Mapping[WorkerKind, str] = {"trainer": "trainer_service", "sampler": "
 class Home:
     """The place and owner of objects from a gateway of this `epoch`. The owner is the Deployment
     `settings.instance` with the uid `owner`, or nobody for "". `volume` is the shared volume's
-    path.
-    """
+    path."""
 
     settings: KubernetesSettings
     namespace: str
@@ -151,8 +149,7 @@ def render_worker(
     home: Home,
 ) -> WorkerObjects:
     """Return a worker's objects, from the specification of `spec_of_pod`. `resources` are per pod.
-    Raises `InvalidRequest` for a template with one of the worker's own fields.
-    """
+    Raises `InvalidRequest` for a template with one of the worker's own fields."""
     worker = object_name(spec.worker_id)
     labels: Object = {
         COMPONENT: spec.kind,
@@ -209,8 +206,7 @@ def render_worker(
 
 def _policy(own_pods: Object, metadata: Object) -> Object:
     """Allow all ports between one worker's pods, because torch's store, gloo and NCCL use random
-    ones. `k8s/base` keeps other pods out.
-    """
+    ones. `k8s/base` keeps other pods out."""
     peers: Object = {"podSelector": {"matchLabels": own_pods}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -229,8 +225,7 @@ def check_templates(
     templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
 ) -> None:
     """Raise `InvalidRequest` for a template with a worker's field, for one claim's workers on
-    different nodes, and for a missing image.
-    """
+    different nodes, and for a missing image."""
     resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
     for pool in pools:
         for kind in pool.roles:
@@ -318,8 +313,7 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
 
 def _user() -> int:
     """Return the workers' user: the gateway's own, which alone can read the data directory. A
-    gateway that runs as root uses the images' user.
-    """
+    gateway that runs as root uses the images' user."""
     return os.getuid() or _USER_OF_IMAGES
 
 

@@ -1,8 +1,7 @@
 """Interprets a pod's state for its worker, in a sentence.
 
 The stages are `unscheduled` → `preparing` (`pulling` while that fails) → `running` → `ended`.
-`worker` has their deadlines.
-"""
+`worker` has their deadlines."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class PodState:
     """A fault in native code ended it."""
     from_outside: bool = False
     """The node, the control plane or a signal ended it. Among pods that ended together, such a pod
-    has the cause.
-    """
+    has the cause."""
     explained: bool = True
     """Whether `says` has the cause. Otherwise the log may have it."""
 
@@ -85,8 +83,7 @@ def state_of(pod: Pod, *, kind: WorkerKind, container: str) -> PodState:
 
 def node_is_lost(pod: Pod) -> bool:
     """Return whether the pod's node is lost: the pod is not ready, but the node's last report says
-    that its containers are.
-    """
+    that its containers are."""
     if pod.status.reason == "NodeLost":
         return True
     ready, containers = pod.condition("Ready"), pod.condition("ContainersReady")
@@ -119,8 +116,7 @@ def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
 
 def told_by_events(events: Sequence[Event]) -> str:
     """Return the newest warning about a starting pod, "" if the start went on after it. The cluster
-    keeps events for an hour.
-    """
+    keeps events for an hour."""
     told = [each for each in events if each.reason in (*_TOLD, *_WENT_ON)]
     newest = max(told, key=lambda each: (each.at, each.reason in _WENT_ON), default=None)
     if newest is None or newest.reason in _WENT_ON:

@@ -2,8 +2,7 @@
 
 Workers are wanted from `want` to `end`. Each changed worker is compared, and each second all that
 start or end. Missing objects are created and unwanted ones deleted (`removal`). A step may fail;
-then the next comparison finds the rest. So a gateway may die between any two steps.
-"""
+then the next comparison finds the rest. So a gateway may die between any two steps."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ _LONGEST_TAIL = 4096
 class Reconciler:
     """`handle_of` makes a worker's handle from an address. `idle_seconds` is the lifetime of a
     group's unused claim. `ended` gets a failed worker when it is gone. `superseded` is called when
-    objects of a newer gateway appear; then nothing more is touched.
-    """
+    objects of a newer gateway appear; then nothing more is touched."""
 
     def __init__(
         self,

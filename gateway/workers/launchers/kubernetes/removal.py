@@ -1,6 +1,5 @@
 """Removes ended or unwanted workers. Pods are deleted first, so that none starts without its
-specification.
-"""
+specification."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Ending:
 class Removal:
     """`ended` gets a failed worker when it is gone. Pods of a node that is lost for `node_lost`
     seconds are forgotten. `lost_since` has, by pod uid, the start of the loss, reset by gaps in the
-    view.
-    """
+    view."""
 
     def __init__(
         self,
@@ -125,8 +123,7 @@ class Removal:
 
     def _is_forgettable(self, pod: Pod, given: int) -> bool:
         """Return whether the pod can be forgotten: its node is lost, or it has no running container
-        and its time to end is over. Otherwise it may still hold the devices.
-        """
+        and its time to end is over. Otherwise it may still hold the devices."""
         now, most = asyncio.get_running_loop().time(), self._node_lost
         if node_is_lost(pod):
             return now - self.lost_since.get(pod.metadata.uid, now) >= most

@@ -14,8 +14,7 @@ The processes are added, one per rank, and the tenth that a trainer's plan leave
 
 The process sizes were measured on a CPU only: 367 MiB for a trainer's rank with its libraries,
 160 MiB for its custom losses, 637 MiB for an engine without weights and cache. A custom loss's
-own tensors are not included.
-"""
+own tensors are not included."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def resources_of(
 
 def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
     """Return the largest memory request of a worker's pod on its possible pools, or 0. Requires
-    `read_ahead`. Raises `InvalidRequest`.
-    """
+    `read_ahead`. Raises `InvalidRequest`."""
     if spec.host_memory:
         return spec.host_memory
     model = known_size(settings.data_dir / spec.model_path)
@@ -222,8 +220,7 @@ def _rounded(size: float) -> int:
 
 def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
     """Return the requests of a model's default workers in each pool. Without pools, assume one
-    without devices. Raises `InvalidRequest`.
-    """
+    without devices. Raises `InvalidRequest`."""
     model = read_size(path)
     rows: list[dict[str, object]] = []
     default = ClaimPoolSettings(name="cpu", roles=["trainer", "sampler"])

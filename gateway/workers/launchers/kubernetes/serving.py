@@ -1,8 +1,7 @@
 """The label of the serving gateway's pod.
 
 All replicas are ready when their process answers, or no rolling upgrade would end. Only the lease
-holder serves, so it moves this label to its own pod, and the Service selects by it.
-"""
+holder serves, so it moves this label to its own pod, and the Service selects by it."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ SERVING = "tandem.dev/serving"
 
 class ServingLabel:
     """Puts the label `instance` on `pod` ("": no pod) and checks it every `period` seconds, because
-    a slow gateway may have moved it.
-    """
+    a slow gateway may have moved it."""
 
     def __init__(self, api: Api, *, instance: str, pod: str, period: float) -> None:
         self._api = api

@@ -1,8 +1,7 @@
 """Single steps on the cluster's objects: create, adopt, delete.
 
 A step in progress or just failed is not started again. A creation without an answer stays uncertain
-until its outcome is known.
-"""
+until its outcome is known."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _LONG_AGAIN = 10.0
 
 class Steps:
     """`done` gets the worker id of each finished step. `fail` gets a worker that cannot be created,
-    with the reason.
-    """
+    with the reason."""
 
     def __init__(
         self,
@@ -165,8 +163,7 @@ class Steps:
 
     def deletes(self, view: AnyView, name: str) -> bool:
         """Return whether an object is being deleted, or just was and the view does not show
-        it yet.
-        """
+        it yet."""
         key = (view.resource.plural, name)
         return key in self._under_way or key in self._not_before
 
@@ -174,8 +171,7 @@ class Steps:
         self, view: AnyView, one: Observed, *, worker: PodWorker | str, grace: int | None = None
     ) -> None:
         """Start to delete an object, once until the view can show it. A changed pod or claim stays,
-        because a newer gateway may own the pod, or the claim may be in use.
-        """
+        because a newer gateway may own the pod, or the claim may be in use."""
         key = (view.resource.plural, one.name)
 
         async def delete() -> None:
@@ -199,8 +195,7 @@ class Steps:
 
     def is_certain(self, worker_id: str) -> bool:
         """Return whether all creations for a worker have a known outcome, and find out about the
-        others.
-        """
+        others."""
         for key, view in tuple(self._uncertain.get(worker_id, {}).items()):
             self.begin(key, partial(self._find_out, worker_id, key, view), worker=worker_id)
         if self._uncertain.get(worker_id):

@@ -1,8 +1,7 @@
 """An administrator's pod templates for trainers and samplers.
 
 `trainer-pod.yaml` and `sampler-pod.yaml` are Pods without the worker's own fields, which the
-gateway adds. Unknown fields are refused. The worker's container has the template of its name.
-"""
+gateway adds. Unknown fields are refused. The worker's container has the template of its name."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Template:
 
 def read_templates(settings: KubernetesSettings) -> dict[WorkerKind, Template]:
     """Return the administrator's templates, or the package's. Raises `InvalidRequest` for an
-    invalid template.
-    """
+    invalid template."""
     return {kind: _read(f"{kind}-pod.yaml", settings) for kind in KINDS}
 
 

@@ -3,8 +3,7 @@
 The scheduler's writes conflict for pods that reach one claim together. So the next pod waits until
 the last was scheduled, for at most `_PATIENCE` seconds. Two workers with several pods could each
 hold some of the last nodes and wait for the rest. So only one such worker of a pool has unscheduled
-pods.
-"""
+pods."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Turns:
 
     def take(self, pod: str, claims: Sequence[str], *, worker_id: str) -> str:
         """Take a pod's turn on its claims and return "", or return the name of the pod
-        before it.
-        """
+        before it."""
         earliest = asyncio.get_running_loop().time() - _PATIENCE
         for claim in claims:
             for other, since in self._pods.get(claim, {}).items():
@@ -53,8 +51,7 @@ class Turns:
 
     def take_of_pool(self, worker_id: str, pool: str) -> str:
         """Take the turn of a worker with several pods in its pool and return "", or the id of the
-        worker before.
-        """
+        worker before."""
         workers = self._workers[pool]
         workers.setdefault(worker_id)
         first = next(iter(workers))

@@ -1,8 +1,7 @@
 """The gateway's objects of one kind, from list and watch.
 
 A broken watch is resumed. All objects are listed again regularly, or if the version is too old.
-While the server refuses or is silent, it is asked less and less often.
-"""
+While the server refuses or is silent, it is asked less and less often."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ _LATE = 5.0
 class View(Generic[Kind]):
     """`objects` are by name. `changed` gets the old and the new object or None. `current` is true
     while the server reports changes. `listed` is set after the first list. Lists are repeated every
-    `resync` seconds.
-    """
+    `resync` seconds."""
 
     def __init__(
         self,

@@ -25,8 +25,7 @@ Stage = Literal["making", "scheduling", "preparing", "running"]
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
     """Seconds: until a pod is scheduled, until it then runs, for a lost node, and between reads of
-    a starting pod's events.
-    """
+    a starting pod's events."""
 
     pending: float
     pull: float
@@ -47,8 +46,7 @@ class PodFailure:
 class PodWorker:
     """`objects` exist while it starts, None if adopted. `running` has its handle when all
     containers run. `lost` is done when it will never serve (again), because of `failure`. `seen`
-    are its pods as last seen. `says` is its reason for waiting. Times are event loop times.
-    """
+    are its pods as last seen. `says` is its reason for waiting. Times are event loop times."""
 
     spec: WorkerSpec
     objects: WorkerObjects | None
@@ -80,8 +78,7 @@ class PodWorker:
         deadlines: Deadlines,
     ) -> PodFailure | None:
         """Note its progress and return its failure, if any. `lost_since` has, by pod uid, the time
-        when its node was lost.
-        """
+        when its node was lost."""
         now = asyncio.get_running_loop().time()
         for name in self.pods:
             if (pod := pods.get(name)) is not None:
