@@ -28,6 +28,7 @@ from gateway.api.request_body import (
     validate,
 )
 from gateway.api.routing import Refuses, Router, binary, model_response
+from gateway.api.tinker.batch_routing import ROUTING_BYTES, routing_of
 from gateway.api.tinker.service import ASKS, json_refused
 from gateway.api.tinker.training_runs import (
     OperationAccepted,
@@ -72,8 +73,8 @@ _LATER = (
     "that number in the run's journal, and fails there: `retrieve_future` says why."
 )
 
-_ROUTING_BYTES = 256
-"""Enough bytes for the run and the sequence number of a forward_backward."""
+_LONGEST_LOSS_NAME = 256
+"""Characters of a loss name or id. The journal keeps both for a month."""
 
 Saved = TypeVar("Saved", SaveWeights, SaveWeightsForSampler, SaveWeightsExternal)
 
@@ -187,9 +188,9 @@ async def forward_backward(request: BoundedRequest) -> Response:
     refused: UserError | None = None
     try:
         payload = await request.body()
-        routing = await request.read(tinker_pb2.ForwardBackwardRouting.FromString)
+        routing = await request.read(routing_of)
     except BodyTooLarge as error:
-        refused, routing = error, _routing_in(error.prefix)
+        refused, payload, routing = error, None, _routing_in(error.prefix)
     except DecodeError:
         refused = MalformedPayload("the body is not a protobuf ForwardBackwardRequest")
         payload, routing = None, _routing_in(payload or b"")
@@ -201,6 +202,11 @@ async def forward_backward(request: BoundedRequest) -> Response:
     await access.run(routing.model_id)
     # The registered loss, if any. The trainer refuses a missing id.
     loss = routing.loss_fn_config_v2.get("loss_id")
+    if loss is not None and max(len(routing.loss_fn), len(loss.text)) > _LONGEST_LOSS_NAME:
+        refused = MalformedPayload(
+            f"loss_fn and loss_id have at most {_LONGEST_LOSS_NAME} characters each"
+        )
+        payload = loss = None
     await access.gateway.admission.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
@@ -339,7 +345,7 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
 def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting:
     """Read the run id and the seq_id from the first bytes of a broken message, if it begins with
     them. Protobuf writers order fields by number, and these are the first two."""
-    for end in range(4, min(len(prefix), _ROUTING_BYTES) + 1):
+    for end in range(4, min(len(prefix), ROUTING_BYTES) + 1):
         with suppress(DecodeError):  # cut within a field
             routing = tinker_pb2.ForwardBackwardRouting.FromString(prefix[:end])
             if _is_complete(routing):

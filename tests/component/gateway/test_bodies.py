@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zstandard
+from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from gateway.api import request_body
-from gateway.api.request_body import SMALL_BODY
-from gateway.api.tinker import sampling
+from gateway.api.request_body import SMALL_BODY, BodyTooLarge
+from gateway.api.tinker import sampling, training
+from gateway.api.tinker.batch_routing import routing_of
 from gateway.api.tinker.service import TelemetryBatch
 from gateway.app import path_operations
+from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.running import forward_backward_bytes
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -68,6 +71,7 @@ def test_large_bodies_are_decompressed_and_parsed_away_from_the_event_loop(gate,
         (request_body, "parse_json"),
         (sampling, "parse"),
         (sampling, "_sample_request"),
+        (training, "routing_of"),
     ):
         noted = noting_threads(getattr(module, name), seen.setdefault(name, set()))
         monkeypatch.setattr(module, name, noted)
@@ -146,6 +150,41 @@ def test_a_wrong_field_is_reported_without_the_request_around_it():
         TelemetryBatch.model_validate_json(b'{"events":3}')
     assert "input" not in request_body._errors(refused.value)[0]
     assert request_body.first_fault(refused.value) == "events: Input should be a valid array"
+
+
+# --- The routing fields of a large batch ---------------------------------------------------------
+
+
+def batch(datums: int, *, size: int = 0) -> tinker_pb2.ForwardBackwardRequest:
+    message = tinker_pb2.ForwardBackwardRequest(
+        model_id="s:train:0", seq_id=2**31 - 1, loss_fn="ppo", forward_only=True
+    )
+    message.loss_fn_config["clip"] = 0.2
+    message.loss_fn_config_v2["loss_id"].text = "s:loss:1"
+    for _ in range(datums):
+        message.data.add().model_input.add().encoded_text.tokens = bytes(size)
+    return message
+
+
+@pytest.mark.parametrize(("datums", "size"), [(0, 0), (500, 10), (500, 4096)])
+def test_the_routing_of_a_batch_is_what_protobuf_would_read(datums, size):
+    body = batch(datums, size=size).SerializeToString()
+    read, found = tinker_pb2.ForwardBackwardRouting.FromString(body), routing_of(body)
+    read.DiscardUnknownFields()
+    found.DiscardUnknownFields()  # settings of the loss
+    assert found == read
+
+
+@pytest.mark.parametrize("cut", [1, 2, 100, 600])
+def test_a_large_batch_that_is_cut_is_refused(cut):
+    with pytest.raises(DecodeError):
+        routing_of(batch(400, size=4096).SerializeToString()[:-cut])
+
+
+@pytest.mark.parametrize("field", [b"\x10\x01", b"\x7a\x00", b"\x1a\x00", b"\x3a\x00"])
+def test_a_batch_of_very_many_fields_is_refused_before_all_are_read(field):
+    with pytest.raises(BodyTooLarge, match="32768 datums"):
+        routing_of(batch(1).SerializeToString() + field * SMALL_BODY)
 
 
 # --- An operator's view -------------------------------------------------------------------------

@@ -259,6 +259,22 @@ def test_an_operation_of_an_ended_run_leaves_no_payload_however_often_it_is_sent
     assert not (folder / run.id.replace(":", "_")).exists()
 
 
+@pytest.mark.parametrize("name", ["loss_fn", "loss_id"])
+def test_a_loss_name_of_many_characters_is_refused_at_its_turn(run, name):
+    message = tinker_pb2.ForwardBackwardRequest(model_id=run.id, seq_id=1, loss_fn="custom")
+    message.loss_fn_config_v2["loss_id"].text = "l"
+    if name == "loss_fn":
+        message.loss_fn = "l" * 257
+    else:
+        message.loss_fn_config_v2["loss_id"].text = "l" * 257
+    with run.gate.http() as client:
+        body = message.SerializeToString()
+        refused = client.post("/api/v1/forward_backward", content=body, headers=PROTO)
+    assert refused.status_code == 400
+    assert "at most 256 characters" in refused.json()["error"]
+    assert run.outcome(1).json()["type"] == "malformed_payload"
+
+
 def test_payloads_of_an_ended_run_go_at_the_next_start_and_an_unknown_folder_stays(tmp_path):
     folder = tmp_path / "data" / "operations"
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
