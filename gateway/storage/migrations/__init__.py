@@ -27,6 +27,8 @@ def upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(_FOLDER))
     config.attributes["connection"] = connection
+    if connection.dialect.name == "sqlite":  # whose driver would commit each statement
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
     command.upgrade(config, "head")
     connection.commit()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from sqlalchemy import insert, inspect, select, text
 
@@ -84,6 +85,25 @@ async def test_a_migrated_database_has_the_schema_of_the_tables(tmp_path):
 async def test_a_database_that_was_migrated_opens_again(tmp_path):
     for _ in range(2):
         await (await opened(tmp_path)).close()
+
+
+async def test_a_first_start_that_ends_in_the_middle_leaves_an_empty_database(
+    tmp_path, monkeypatch
+):
+    create_table = Operations.create_table
+    made = []
+
+    def fails_at_the_sixth(operations, name, *columns, **options):
+        made.append(name)
+        if len(made) == 6:
+            raise OSError("killed")
+        return create_table(operations, name, *columns, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Operations, "create_table", fails_at_the_sixth)
+        with pytest.raises(OSError, match="killed"):
+            await opened(tmp_path)
+    await (await opened(tmp_path)).close()
 
 
 @pytest.mark.parametrize("revision", ["0001", "0015", "9999_later"])
