@@ -170,6 +170,7 @@ class Gateway:
         self.collector = GarbageCollector(
             database=database,
             data_dir=data_dir,
+            private_dir=private,
             checkpoints=self.checkpoints,
         )
         self.copies = CheckpointCopier(

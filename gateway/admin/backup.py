@@ -260,6 +260,7 @@ def _collector(database: Database, settings: GatewaySettings) -> GarbageCollecto
     return GarbageCollector(
         database=database,
         data_dir=settings.data_dir,
+        private_dir=settings.private,
         checkpoints=CheckpointCatalog(
             database=database,
             pins=Pins(),

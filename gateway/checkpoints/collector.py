@@ -40,7 +40,6 @@ from tandem.errors import describe
 from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
-_OF_RUNS = ("snapshots", "operations")
 _PARTIAL_PREFIX = ".partial-"
 _TRASH = ".trash"
 _MOST_NAMED = 5
@@ -57,12 +56,14 @@ class GarbageCollector:
         *,
         database: Database,
         data_dir: Path,
+        private_dir: Path,
         checkpoints: CheckpointCatalog,
     ) -> None:
         self.unknown: set[str] = set()
-        """Paths in the data directory that the database does not know."""
+        """Paths in the data directory that the database does not know; absolute elsewhere."""
         self._database = database
         self._data_dir = data_dir
+        self._private_dir = private_dir
         self.checkpoints = checkpoints
         self._pins = checkpoints.pins
         self._emptying = asyncio.Lock()
@@ -154,12 +155,13 @@ class GarbageCollector:
         return {folder for folder in self.unknown if (self._data_dir / folder).is_dir()}
 
     def _list_folders_of_runs(self) -> list[str]:
-        return [
-            str(path.relative_to(self._data_dir))
-            for root in _OF_RUNS
-            for path in sorted(self._data_dir.glob(f"{root}/*"))
-            if _is_own_folder(path)
-        ]
+        found = [*(self._data_dir / "snapshots").glob("*")]
+        found += (self._private_dir / "operations").glob("*")
+        return [self._shown(path) for path in sorted(found) if _is_own_folder(path)]
+
+    def _shown(self, path: Path) -> str:
+        inside = path.is_relative_to(self._data_dir)
+        return str(path.relative_to(self._data_dir) if inside else path)
 
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-MOST_PAYLOAD_BYTES = 2**30
+MOST_PAYLOAD_BYTES = 2**28
 """The largest payload of an operation that a gateway can be set to accept."""
 
 

@@ -33,8 +33,6 @@ from tandem.wire.v1 import tinker_pb2
 
 START_TIMEOUT = 240.0
 """Seconds that a request waits for an engine to start."""
-REQUEST_TIMEOUT = 1800.0
-"""Seconds that a request may take."""
 MAX_CHOICES = 1024
 _MOST_PREPARING = 2
 """Concurrent preparations of prompts. They share threads with all owners' file writes."""
@@ -271,7 +269,8 @@ class Generation:
         if not self._sampler.serves and waited > START_TIMEOUT:
             why = self._futures[-1].describe().reason
             raise EngineStarting(f"{why}; it goes on, so retry a little later")
-        if waited > REQUEST_TIMEOUT:
+        limit = self._gateway.settings.operation_timeout
+        if waited > limit:
             raise OperationTimedOut(
-                f"no response within {REQUEST_TIMEOUT:g} s; ask for fewer tokens, or retry later"
+                f"no response within {limit:g} s; ask for fewer tokens, or retry later"
             )

@@ -25,7 +25,14 @@ DAY = 86_400.0
 class Store:
     """`url` names the database, if it is not the directory's own."""
 
-    def __init__(self, data_dir: Path, *, collector=GarbageCollector, url: str = "") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        collector=GarbageCollector,
+        url: str = "",
+        private_dir: Path | None = None,
+    ) -> None:
         self.data_dir = data_dir
         self.database = Database(url=url or url_for(data_dir), data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
@@ -36,7 +43,10 @@ class Store:
         )
         self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
         self.collector = collector(
-            database=self.database, data_dir=data_dir, checkpoints=self.checkpoints
+            database=self.database,
+            data_dir=data_dir,
+            private_dir=private_dir or data_dir,
+            checkpoints=self.checkpoints,
         )
 
     def reading(self, path: str):

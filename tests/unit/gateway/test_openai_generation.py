@@ -39,7 +39,7 @@ class FakeSessions:
         self.touched += 1
 
 
-def make_generation(*, state="ready", closing=False):
+def make_generation(*, state="ready", closing=False, operation_timeout=1800.0):
     sampler = SimpleNamespace(
         serves=state == "ready",
         describe=lambda _id: Waiting("the sampler is starting"),
@@ -48,6 +48,7 @@ def make_generation(*, state="ready", closing=False):
         sessions=FakeSessions(),
         samplers=FakeSamplers(),
         futures=SimpleNamespace(closing=closing),
+        settings=SimpleNamespace(operation_timeout=operation_timeout),
     )
     generation = Generation(
         gateway,
@@ -127,8 +128,7 @@ async def test_a_disconnect_ends_the_wait():
 )
 async def test_every_wait_has_a_timeout(monkeypatch, changes, error):
     monkeypatch.setattr("gateway.api.openai.service.START_TIMEOUT", 0.02)
-    monkeypatch.setattr("gateway.api.openai.service.REQUEST_TIMEOUT", 0.02)
-    generation, _samplers = make_generation(**changes)
+    generation, _samplers = make_generation(operation_timeout=0.02, **changes)
     with pytest.raises(error):
         await anext(generation.events())
 

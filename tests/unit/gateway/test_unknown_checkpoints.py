@@ -72,6 +72,20 @@ async def test_a_folder_that_the_database_does_not_know_stays_and_is_named_once_
         assert warning["folders"] == sorted({*unknown.values(), "weights/s-9_train_0"})
 
 
+async def test_payloads_of_an_unknown_run_in_the_private_directory_are_reported(tmp_path):
+    (data_dir := tmp_path / "data").mkdir()
+    payloads = tmp_path / "private/operations/s-9_train_0"
+    payloads.mkdir(parents=True)
+    store = Store(data_dir, private_dir=tmp_path / "private")
+    await store.database.open()
+    await store.collector.find_unknown()
+    assert store.collector.unknown == {str(payloads)}
+    assert await store.collector.warnings()
+    payloads.rmdir()
+    assert not await store.collector.warnings()
+    await store.database.close()
+
+
 async def test_partial_folders_go_also_those_of_an_unknown_run(store):
     for run in ("s-1_train_0", "s-9_train_0"):
         whole(store, f"checkpoints/{run}/.partial-a-11111111")

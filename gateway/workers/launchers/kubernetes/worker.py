@@ -165,17 +165,20 @@ class PodWorker:
             self.stage, self.since, self._warning, self.says = stage, now, "", ""
 
     def _too_slow(self, deadlines: Deadlines, now: float) -> PodFailure | None:
-        since, limit, setting = self.since, deadlines.pending, "PENDING"
+        since, limit, setting = (
+            self.since,
+            deadlines.pending,
+            " (TANDEM_KUBERNETES_PENDING_TIMEOUT)",
+        )
         what = "could not be made" if self.stage == "making" else "was not scheduled"
         if self.stage == "preparing":
             what = "did not run"
             if self._warning:
                 since = self._warned_at
             else:
-                limit, setting = deadlines.pull, "PULL"
+                limit, setting = deadlines.pull, ""
         if now - since <= limit:
             return None
         return PodFailure(
-            f"the {self.spec.kind}'s pod {what} within {limit:g} s "
-            f"(TANDEM_KUBERNETES_{setting}_TIMEOUT): {self.says}"
+            f"the {self.spec.kind}'s pod {what} within {limit:g} s{setting}: {self.says}"
         )
