@@ -148,7 +148,7 @@ async def an_image_that_is_not_there_is_said_and_has_time_of_its_own(stage: Stag
     gateway.maker.image = "127.0.0.1:1/nothing:1"
     await gateway.open()
     said = "the image 127.0.0.1:1/nothing:1: ErrImagePull"
-    await fails(gateway, says=said, told="did not run within 8 s .*nothing:1: ErrImagePull")
+    await fails(gateway, says=said, told="did not run within 8 s: .*nothing:1: ErrImagePull")
     await nothing_left(stage)
     await gateway.close()
 

@@ -119,7 +119,7 @@ async def test_an_image_that_cannot_be_pulled_is_told_and_has_time_of_its_own(cl
         await until(
             lambda: "the image worker:1: ErrImagePull: manifest unknown" in waits_for(gateway)
         )
-        with pytest.raises(WorkerStartFailed, match=r"did not run within 300 s .*worker:1"):
+        with pytest.raises(WorkerStartFailed, match=r"did not run within 300 s: .*worker:1"):
             await start
         assert cluster.now > 300
 

@@ -165,11 +165,8 @@ class PodWorker:
             self.stage, self.since, self._warning, self.says = stage, now, "", ""
 
     def _too_slow(self, deadlines: Deadlines, now: float) -> PodFailure | None:
-        since, limit, setting = (
-            self.since,
-            deadlines.pending,
-            " (TANDEM_KUBERNETES_PENDING_TIMEOUT)",
-        )
+        since, limit = self.since, deadlines.pending
+        setting = " (TANDEM_KUBERNETES_PENDING_TIMEOUT)"
         what = "could not be made" if self.stage == "making" else "was not scheduled"
         if self.stage == "preparing":
             what = "did not run"
