@@ -97,9 +97,7 @@ class CallDelivery:
         self._trainer.restoration.tell_incomplete(request.header)
         while not gone.done():
             if isinstance(request, trainer_pb2.ForwardBackwardRequest):
-                request.out_of_memory_at = self._trainer.restoration.too_large(
-                    call.operation.seq_id
-                )
+                self._trainer.restoration.limit(call.operation.seq_id, request)
             try:
                 with self.following(call, client):
                     reply = await client.call(method, request, begun=call.begun)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -66,14 +66,17 @@ class Restoration:
         self.at: SentCall | None = None
         self._untold = ""
         self._deaths: Counter[int] = Counter()
-        self._too_large: dict[int, int] = {}
+        self._too_large: dict[int, tuple[int, bool]] = {}
         self._unusable: set[str] = set()
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
-    def too_large(self, seq_id: int) -> int:
-        """Return the micro-batch size, in tokens, that ran out of memory at an operation, 0 for
-        none."""
-        return self._too_large.get(seq_id, 0)
+    def limit(self, seq_id: int, request: trainer_pb2.ForwardBackwardRequest) -> None:
+        """Tell the trainer the micro-batch size that ran out of memory at an operation, if any.
+
+        If it did so twice, the trainer refuses the operation unless micro-batches can be smaller.
+        """
+        if seq_id in self._too_large:
+            request.out_of_memory_at, request.checkpoint = self._too_large[seq_id]
 
     def note_plan(self, seq_id: int, reply: TrainerReply) -> None:
         """Note the micro-batch sizes of a batch, because a replay with equal sizes gives equal
@@ -88,6 +91,7 @@ class Restoration:
             call.request += trainer_pb2.ForwardBackwardRequest(
                 micro_batch_tokens=reply.micro_batch_tokens,
                 out_of_memory_at=reply.out_of_memory_at,
+                checkpoint=not reply.HasField("failure"),
             ).SerializeToString()
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
@@ -96,9 +100,10 @@ class Restoration:
         if isinstance(error, WorkerDied) and error.defect:
             raise GiveUp(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
-            before = self._too_large.get(call.seq_id, math.inf)
-            self._too_large[call.seq_id] = error.tokens
-            if error.tokens < before:  # retry with smaller micro-batches until the trainer refuses
+            before, first = self._too_large.get(call.seq_id, (sys.maxsize, True))
+            smaller = error.tokens < before
+            self._too_large[call.seq_id] = min(error.tokens, before), smaller
+            if smaller or first:  # retry in other ways until the trainer refuses
                 return
         self._deaths[call.seq_id] += 1
         if self._deaths[call.seq_id] >= _MOST_DEATHS:
@@ -164,6 +169,8 @@ class Restoration:
             header.gradients_incomplete = header.gradients_incomplete or incomplete
             if isinstance(request, trainer_pb2.LoadCheckpointRequest):
                 request.path = str(self._data_dir / request.path)
+            if isinstance(request, trainer_pb2.ForwardBackwardRequest):
+                self.limit(call.seq_id, request)
             header.previous_seq_id = previous + 1
             async with self._host.turn(run.id, call.kind):
                 self._check(client)
@@ -182,9 +189,7 @@ class Restoration:
         definition = await self._definition_of(call.body)
         return await send(
             client.forward_backward(payload),
-            trainer_pb2.ForwardBackwardRequest(
-                loss_definition=definition, out_of_memory_at=self.too_large(call.seq_id)
-            ),
+            trainer_pb2.ForwardBackwardRequest(loss_definition=definition),
         )
 
     def _check(self, client: TrainerClient) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -297,13 +298,15 @@ class Available:
 class MemoryPlan:
     """The chosen micro-batch, and a rank's bytes by part on its `device` and `host`.
 
-    On a CPU all bytes are in `device`. All ranks have the same plan."""
+    On a CPU all bytes are in `device`. All ranks have the same plan. A micro-batch of
+    `checkpointed_from` tokens ran out of memory without checkpointed blocks."""
 
     micro_batch_tokens: int
     checkpointing: bool
     device: Mapping[str, int]
     available: Available
     host: Mapping[str, int] = field(default_factory=dict)
+    checkpointed_from: int = sys.maxsize
 
     @property
     def copied(self) -> bool:
@@ -313,6 +316,8 @@ class MemoryPlan:
     def checkpoints(self, tokens: int) -> bool:
         """Return whether to checkpoint. One sequence may exceed a planned micro-batch, and its
         activations grow with it."""
+        if tokens >= self.checkpointed_from:
+            return True
         if self.checkpointing or tokens <= self.micro_batch_tokens:
             return self.checkpointing
         activations = self.device.get("activations", 0)

@@ -302,6 +302,7 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
     LOSS_DEFINITION_FIELD_NUMBER: builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     OUT_OF_MEMORY_AT_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardRequest as the client sent it. Opaque to the gateway."""
     loss_definition: builtins.bytes
@@ -312,6 +313,8 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
     """A micro-batch of so many tokens ran out of memory when the call was sent before: smaller ones
     are computed. If there are none, the call is refused and nothing is computed. 0: it did not.
     """
+    checkpoint: builtins.bool
+    """If there are no smaller ones, the call is not refused: blocks are checkpointed."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     def __init__(
@@ -322,9 +325,10 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
         loss_definition: builtins.bytes = ...,
         micro_batch_tokens: builtins.int = ...,
         out_of_memory_at: builtins.int = ...,
+        checkpoint: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "loss_definition", b"loss_definition", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "header", b"header", "loss_definition", b"loss_definition", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "payload", b"payload"]) -> None: ...
 
 Global___ForwardBackwardRequest: typing_extensions.TypeAlias = ForwardBackwardRequest
 
@@ -346,7 +350,7 @@ class ForwardBackwardReply(google.protobuf.message.Message):
     """The plan that was used. 0 if the batch was refused."""
     out_of_memory_at: builtins.int
     """With the failure "out_of_memory": the tokens of the micro-batch that is too large and cannot be
-    divided.
+    divided. Without a failure: the request's.
     """
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...

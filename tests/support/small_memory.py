@@ -19,7 +19,8 @@ Where = Literal["forward", "head", "backward", "block"]
 
 
 class SmallMemory(Fsdp2Backend):
-    """Runs out of memory with more than `most` tokens at once.
+    """Runs out of memory with more than `most` tokens at once, or `checkpointed` tokens with
+    checkpointed blocks.
 
     It fails in the middle of the forward pass, or of the backward pass when the head, a block or
     half a block has its gradients."""
@@ -32,10 +33,12 @@ class SmallMemory(Fsdp2Backend):
         world: World,
         training: TrainingSpec | None = None,
         most: int,
+        checkpointed: int = 0,
         where: Where = "forward",
     ) -> None:
         super().__init__(model_path=model_path, settings=settings, world=world, training=training)
         self.most = most
+        self.checkpointed = checkpointed
         self.failed = 0
         block: Any = self._model.model.layers[1]
         place: nn.Module = {
@@ -48,7 +51,10 @@ class SmallMemory(Fsdp2Backend):
 
     def _check(self, module: nn.Module, given: object, output: Any, *, in_forward: bool) -> None:
         found = output[0] if isinstance(output, tuple) else output
-        if found.shape[:-1].numel() <= self.most:
+        most = self.most
+        if self._checkpointing.on:
+            most = max(most, self.checkpointed)
+        if found.shape[:-1].numel() <= most:
             return
         if in_forward:
             self._fail()
@@ -61,7 +67,7 @@ class SmallMemory(Fsdp2Backend):
 
 
 class SmallMemoryOnRank(SmallMemory):
-    """Has memory for 20 tokens on one rank, and enough on the others."""
+    """Has memory for 20 tokens on one rank, or 40 if checkpointed, and enough on the others."""
 
     rank: int
 
@@ -79,6 +85,7 @@ class SmallMemoryOnRank(SmallMemory):
             world=world,
             training=training,
             most=20 if world.rank == self.rank else 10**9,
+            checkpointed=40,
             where="block",
         )
 

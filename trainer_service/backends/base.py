@@ -196,6 +196,12 @@ class TrainerBackend(ABC):
         """Add results of `gradients` to the held gradients. Only if `threads`."""
         raise NotImplementedError
 
+    def checkpoint(self, tokens: int) -> bool:
+        """Checkpoint the blocks of micro-batches of at least `tokens` tokens from now on.
+
+        Returns False if they already are, or cannot be. It must not change the bits."""
+        return False
+
     def mark(self) -> Mark | None:
         """Record the held gradients for `undo`. None: this backend cannot undo. Only for a single
         rank."""

@@ -374,6 +374,12 @@ class Fsdp2Backend(TrainerBackend):
         """Checkpointing does not change the bits."""
         self._checkpointing.on = self.plan.checkpoints(micro_batch.tokens.size)
 
+    def checkpoint(self, tokens: int) -> bool:
+        if self._checkpointing.impossible or self.plan.checkpoints(tokens):
+            return False
+        self.plan = replace(self.plan, checkpointed_from=tokens)
+        return True
+
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable.values())
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))

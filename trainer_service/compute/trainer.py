@@ -135,12 +135,15 @@ class RankTrainer:
             else:
                 backend.warm_up()
 
-    def forward_backward(self, batch: Batch, *, plan: int = 0) -> BatchResult | None:
+    def forward_backward(
+        self, batch: Batch, *, plan: int = 0, out_of_memory_at: int = 0
+    ) -> BatchResult | None:
         """Compute this rank's share and add its gradients. Only rank 0 gets the result of the
         batch.
 
         A single rank that runs out of memory tries again: with the same plan if more memory is free
-        by then, else with smaller micro-batches, which it keeps.
+        by then, else with smaller micro-batches, which it keeps, or with checkpointed blocks.
+        `out_of_memory_at` is the size of an earlier trainer's failed micro-batch, in tokens.
 
         Raises `OutOfMemory` (with the earlier gradients restored), `MicroBatchTooLarge`, or
         `CustomLossFailed` on rank 0."""
@@ -148,6 +151,8 @@ class RankTrainer:
         backend, plan = self.backend, plan or self.micro_batch_tokens
         # Several ranks cannot undo: the others already wait for this rank in collectives.
         alone = self.control.size == 1
+        if out_of_memory_at:
+            backend.checkpoint(out_of_memory_at)
         repeated = 0
         while True:
             mark = backend.mark() if alone else None
@@ -166,19 +171,26 @@ class RankTrainer:
                 repeated = plan
                 get_log().warning("out_of_memory_repeated", tokens=tokens, reason=reason)
                 continue
-            plan = self.plan_after(batch, tokens=tokens, reason=reason)
+            checkpoint = backend.checkpoint(tokens)
+            after = self.plan_after(batch, tokens=tokens, reason=reason, checkpoint=checkpoint)
+            plan = min(plan, after)
             get_log().warning(
                 "out_of_memory", tokens=tokens, micro_batch_tokens=plan, reason=reason
             )
 
-    def plan_after(self, batch: Batch, *, tokens: int, reason: str = "") -> int:
+    def plan_after(
+        self, batch: Batch, *, tokens: int, reason: str = "", checkpoint: bool = False
+    ) -> int:
         """The plan after a micro-batch of `tokens` ran out of memory: half of it.
 
-        Raises `OutOfMemory` if that would not make one smaller."""
+        If that would not make one smaller, return `tokens` for a try with checkpointed blocks, or
+        raise `OutOfMemory` if there is none to make."""
         plan = max(1, tokens // 2)
         parts = self._plan(batch, plan)
         if largest(parts, batch.lengths.tolist(), packed=self.backend.packs) < tokens:
             return plan
+        if checkpoint:
+            return tokens
         raise OutOfMemory(
             f"a micro-batch of {tokens} tokens ran out of memory and cannot be divided"
             f"{reason and ': '}{reason}. Send shorter sequences, or give the trainer more memory "

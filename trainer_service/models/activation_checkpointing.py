@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ class Checkpointing:
 
     Create it before sharding, so that a block's parameters are gathered for its recomputation."""
 
-    def __init__(self, blocks: Iterable[nn.Module], *, on: bool) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], *, on: bool) -> None:
         self.on = on
+        self.impossible = not blocks
         for block in blocks:
             block.forward = partial(self._compute, block.forward)
 

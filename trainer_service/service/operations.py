@@ -146,7 +146,11 @@ class Operations:
             if not batch.forward_only:
                 self._held = self._held or HeldBatches()
             # A loss may fail on its datums.
-            computed = trainer.forward_backward(batch, plan=request.micro_batch_tokens)
+            computed = trainer.forward_backward(
+                batch,
+                plan=request.micro_batch_tokens,
+                out_of_memory_at=request.out_of_memory_at,
+            )
         except (UserError, OutOfMemory) as error:
             if not is_forward(request.payload):
                 self._refused = error.message
@@ -163,6 +167,7 @@ class Operations:
             seconds=seconds,
             tokens=tokens,
             micro_batch_tokens=computed.plan,
+            out_of_memory_at=request.out_of_memory_at,
         )
 
     def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
@@ -170,7 +175,10 @@ class Operations:
         plan = request.micro_batch_tokens or self.trainer.micro_batch_tokens
         if not request.out_of_memory_at:
             return plan
-        return min(plan, self.trainer.plan_after(batch, tokens=request.out_of_memory_at))
+        after = self.trainer.plan_after(
+            batch, tokens=request.out_of_memory_at, checkpoint=request.checkpoint
+        )
+        return min(plan, after)
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
         trainer, began = self.trainer, time.perf_counter()
@@ -361,7 +369,11 @@ class Follower:
         if op == Op.FORWARD_BACKWARD:
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
             batch = _read_batch(request, trainer)
-            trainer.forward_backward(batch, plan=request.micro_batch_tokens)
+            trainer.forward_backward(
+                batch,
+                plan=request.micro_batch_tokens,
+                out_of_memory_at=request.out_of_memory_at,
+            )
         elif op == Op.OPTIM_STEP:
             self._optim_step(trainer_pb2.OptimStepRequest.FromString(payload))
         elif op == Op.SNAPSHOT:

@@ -41,6 +41,8 @@ def test_an_operation_that_runs_out_of_memory_is_computed_in_smaller_parts_and_s
             if isinstance(request, trainer_pb2.ForwardBackwardRequest)
         ]
         assert [request.micro_batch_tokens for request in batches] == [2048, 512, 0]
+        told = [(request.out_of_memory_at, request.checkpoint) for request in batches]
+        assert told == [(0, True), (1024, True), (0, False)]
 
 
 def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_replayed(start):
@@ -62,7 +64,8 @@ def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_rep
         run.backward(3)
         assert run.outcome(3).status_code == 200
         assert [seq for _, seq in run.newest.applied] == [1, 2, 3]
-        assert len(launcher.servicers) == 5, "at 2048, 1024 and 512 tokens; refused; killed"
+        why = "at 2048, 1024 and 512 tokens; checkpointed; refused; killed"
+        assert len(launcher.servicers) == 6, why
 
 
 def test_a_replay_that_runs_out_of_memory_goes_on_in_smaller_parts(start):

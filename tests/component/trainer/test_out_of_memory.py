@@ -87,6 +87,11 @@ def test_the_trainer_ends_and_the_next_one_computes_smaller_micro_batches(
         found = trained(client, tmp_path)
         alone = client.forward_backward(request([datum(range(5, 35))]), out_of_memory_at=30)
         assert alone.failure.type == "out_of_memory"
+        long = request([datum(range(5, 35))], forward_only=True)
+        refused = client.forward_backward(long, out_of_memory_at=30)
+        assert refused.failure.type == "out_of_memory"
+        tried = client.forward_backward(long, out_of_memory_at=30, checkpoint=True)
+        assert not tried.HasField("failure")
         assert not client.forward_backward(late).HasField("failure")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

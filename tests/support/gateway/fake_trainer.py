@@ -108,6 +108,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         plan = request.micro_batch_tokens or 2048
         if request.out_of_memory_at:
             plan = min(plan, request.out_of_memory_at // 2)
+        if request.checkpoint:
+            plan = max(plan, 512)
         if plan < 500:
             error = OutOfMemory("one sequence is too long")
         elif plan > self.memory.get(request.header.seq_id - 1, 2048):
@@ -134,6 +136,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             tokens=sum(lengths) // 4,
             seconds=0.5,
             micro_batch_tokens=plan,
+            out_of_memory_at=request.out_of_memory_at,
         )
 
     async def OptimStep(self, request, context):

@@ -26,18 +26,25 @@ from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
 from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory
-from trainer_service.compute.control_group import ControlGroup
+from trainer_service.compute.control_group import ControlGroup, Op
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.files import BaseModelFiles
-from trainer_service.service.operations import Operations
+from trainer_service.service.operations import Follower, Operations
 
 WAYS = ("plain", "parallel", "copied", "sharded", "on the host")
 PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
 
 
 def make(
-    path: Path, way: str = "plain", *, most: int = 10**9, where: Where = "forward", plan: int = 0
+    path: Path,
+    way: str = "plain",
+    *,
+    most: int = 10**9,
+    checkpointed: int = 0,
+    where: Where = "forward",
+    plan: int = 0,
+    **settings: object,
 ) -> RankTrainer:
     """The only rank of a trainer with memory for micro-batches of `most` tokens."""
     backend = SmallMemory(
@@ -46,6 +53,7 @@ def make(
             device="cpu",
             dtype="bfloat16" if way == "copied" else "float32",
             shard_group_parameters=1,
+            **settings,
         ),
         world=World(rank=0, size=1, device="cpu"),
         training=TrainingSpec(
@@ -53,6 +61,7 @@ def make(
             offload="weights" if way == "on the host" else "none",
         ),
         most=most,
+        checkpointed=checkpointed,
         where=where,
     )
     return RankTrainer(
@@ -212,6 +221,28 @@ def test_a_sequence_that_is_too_long_is_refused_in_numbers_and_the_run_lives(mod
     assert trainer.step == 1
 
 
+@pytest.mark.parametrize("where", ["forward", "block"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_undividable_sequence_is_computed_with_checkpointed_blocks(model, group, way, where):
+    small, expected = make(model, way, most=10, checkpointed=20, where=where), make(model, way)
+    message = request(sequences(12))
+    found, wanted = compute(small, message), compute(expected, message)
+    assert small.backend.failed == 1
+    assert np.array_equal(found.logprobs, wanted.logprobs)
+    assert_same_gradients(small, expected)
+    compute(small, request(sequences(13)))
+    assert small.backend.failed == 1
+    compute(small, request(sequences(10)))
+    assert not small.backend._checkpointing.on
+
+
+def test_blocks_are_not_checkpointed_where_the_settings_forbid_it(model):
+    small = make(model, most=10, checkpointed=20, checkpointing="off")
+    with pytest.raises(OutOfMemory):
+        compute(small, request(sequences(12)))
+    assert small.backend.failed == 1
+
+
 def test_pairs_are_not_divided(model):
     trainer = make(model, most=10)
     pairs = [
@@ -244,6 +275,24 @@ def test_a_call_that_ended_a_trainer_is_computed_in_smaller_micro_batches_or_ref
     reply = send(operations, sequences(8, 8), out_of_memory_at=8)
     assert (reply.failure.type, reply.out_of_memory_at) == ("out_of_memory", 8)
     assert before.read() == trainer.progress.read()
+
+
+def test_all_ranks_checkpoint_the_blocks_of_a_call_that_ended_a_trainer(model):
+    trainer, follower = make(model), make(model)
+    operations = Operations(trainer)
+    reply = send(operations, sequences(8, 8), out_of_memory_at=8, checkpoint=True)
+    assert (reply.failure.type, reply.out_of_memory_at, reply.micro_batch_tokens) == ("", 8, 8)
+    announced = trainer_pb2.ForwardBackwardRequest(
+        payload=request(sequences(8, 8)).SerializeToString(),
+        micro_batch_tokens=8,
+        out_of_memory_at=8,
+        checkpoint=True,
+    )
+    other = Follower(follower, thread=operations.snapshots._thread)
+    other.apply(Op.FORWARD_BACKWARD, announced.SerializeToString())
+    for rank in (trainer, follower):
+        assert [rank.backend.plan.checkpoints(tokens) for tokens in (7, 8)] == [False, True]
+    assert_same_gradients(trainer, follower)
 
 
 @pytest.mark.parametrize(("own", "plan"), [(2048, 512), (256, 256)])
