@@ -22,6 +22,7 @@ from rich.console import Console
 from benchmarks import record
 from benchmarks.timeslice import MODEL, Experiment, at_once
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.settings.sharing import MOST_RUNS
 from tandem.stack import Stack
 
 _SHAPE = TinyShape(hidden=768, layers=12, ffn=2304, heads=12, max_length=256, tied=True)
@@ -29,7 +30,6 @@ _WAYS = {"shared": "always", "own": "never"}
 _SETTINGS = {
     "port": "0",
     "sampler_kv_cache_bytes": str(64 * 2**20),
-    "sharing_most_runs": "64",
     "pool_processes": "0",  # idle processes would be measured too
 }
 
@@ -83,7 +83,7 @@ def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_lora", description=__doc__)
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, MOST_RUNS])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")
     parser.add_argument("--no-save", action="store_true")
