@@ -18,7 +18,13 @@ from dataclasses import dataclass, field, replace
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from tandem.weights.model_config import Json, experts_of
+from tandem.weights.model_config import (
+    HEAD_KEYS,
+    LENGTH_KEYS,
+    Json,
+    experts_of,
+    has_eager_attention,
+)
 
 SPARE = 0.1
 """The part of the free memory for needs outside of the formula."""
@@ -32,6 +38,8 @@ SAFETY = 1.4
 _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """On a CPU the activations of a larger one exceed the cache."""
 _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+_SCORES = 2
+"""Eager attention keeps its scores for the softmax and for the product with the values."""
 _LOGITS_AT_ONCE = 3
 """A chunk's logits, their log-softmax, and one of their gradients."""
 _FLOAT32 = 4
@@ -48,22 +56,27 @@ _EXPERTS = ".experts."
 class ModelSize:
     """A model's size, in numbers.
 
-    They are all `parameters`, those of each of the `blocks`, and those of a rank-1 adapter on all
-    matrices (`adapter_width`). `width` adds the inputs and outputs of the matrices that a token
-    passes, so only of its experts. `rounded` adds the parameters of each tensor, rounded up to a
-    power of two. `vocabulary` and `hidden` are 0 if the configuration lacks them."""
+    They are all `parameters`, those of each of the `blocks` and `tensors`, and those of a rank-1
+    adapter on all matrices (`adapter_width`). `width` adds the inputs and outputs of the matrices
+    that all tokens pass, `expert_width` those of a token's experts. `eager_heads` counts the heads
+    of eager attention, which keeps its scores. `length` is the longest sequence. The last four are
+    0 if the configuration lacks them."""
 
     parameters: int
     adapter_width: int
     blocks: tuple[int, ...] = ()
     width: int = 0
-    rounded: int = 0
+    expert_width: int = 0
+    tensors: tuple[int, ...] = ()
+    eager_heads: int = 0
+    length: int = 0
     vocabulary: int = 0
     hidden: int = 0
 
     def divided(self, ranks: int) -> ModelSize:
-        """Return one rank's part if ranks divide the matrices. Small undivided parts are
-        ignored."""
+        """Return one rank's part if ranks divide the matrices. Small undivided parts are ignored.
+
+        A rank computes rows for all of a token's experts, also for those of other ranks."""
         if ranks == 1:
             return self
         return replace(
@@ -71,28 +84,41 @@ class ModelSize:
             parameters=self.parameters // ranks,
             blocks=tuple(block // ranks for block in self.blocks),
             width=self.width // ranks,
-            rounded=self.rounded // ranks,
+            tensors=tuple(tensor // ranks for tensor in self.tensors),
         )
+
+    def pinned(self, shards: int) -> int:
+        """Return the parameters of a shard in torch's pinned memory, which has powers of two."""
+        parts = (_part(tensor, shards) for tensor in self.tensors)
+        return sum(1 << max(0, part - 1).bit_length() for part in parts)
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
         """Return a model's size from its tensors' shapes and its `config.json`."""
         blocks: Counter[str] = Counter()
-        adapter_width, width = 0, 0.0
+        adapter_width, width, expert_width = 0, 0, 0.0
         experts, chosen = experts_of(config)
         for name, shape in shapes.items():
             ends = math.prod(shape[:-2]) * sum(shape[-2:]) if len(shape) >= 2 else 0
             adapter_width += ends
             if block := _BLOCK.match(name):
                 blocks[block[0]] += math.prod(shape)
-                width += ends * chosen / experts if _EXPERTS in name and experts else ends
-        sizes = [math.prod(shape) for shape in shapes.values()]
+                if _EXPERTS not in name or not experts:
+                    width += ends
+                elif len(shape) == 3:  # a rank may have some of the experts
+                    expert_width += chosen * sum(shape[-2:])
+                else:
+                    expert_width += ends * chosen / experts
+        tensors = tuple(math.prod(shape) for shape in shapes.values())
         return cls(
-            parameters=sum(sizes),
+            parameters=sum(tensors),
             adapter_width=adapter_width,
             blocks=tuple(blocks.values()),
-            width=round(width),
-            rounded=sum(1 << max(0, size - 1).bit_length() for size in sizes),
+            width=width,
+            expert_width=round(expert_width),
+            tensors=tensors,
+            eager_heads=_number(config, *HEAD_KEYS) if has_eager_attention(config) else 0,
+            length=_number(config, *LENGTH_KEYS),
             vocabulary=_number(config, "vocab_size"),
             hidden=_number(config, "hidden_size", "n_embd", "d_model"),
         )
@@ -168,13 +194,12 @@ class TrainerMemory:
         training, states = self.training, self.training.state_bytes
         shards = self._shards(copied=copied)
         frozen, unreduced = 0, self.unreduced
-        gradients = self.trained
         if training.lora is not None:  # adapters are float32 and whole on every rank
             frozen, shards = self.width * _part(self.model.parameters, shards), 1
             states = TrainingSpec().state_bytes
-        elif training.weights_on_host and self.device == "cuda":
-            gradients = self.model.rounded  # torch pins powers of two
-        trained = _part(self.trained, shards)
+        gradients = trained = _part(self.trained, shards)
+        if training.lora is None and training.weights_on_host and self.device == "cuda":
+            gradients = self.model.pinned(shards)
         moments = _part(self.moments * states.moments // 2, shards)
         if training.layout.replicas > 1 and training.lora is None and not unreduced:
             unreduced = _FLOAT32 * trained  # a replica's, until the last micro-batch of a call
@@ -182,7 +207,7 @@ class TrainerMemory:
         parts = {
             "frozen weights": frozen,
             "weights": states.weight * trained,
-            "gradients": states.gradient * _part(gradients, shards) * several,
+            "gradients": states.gradient * gradients * several,
             "copies": self.width * self.model.parameters if copied else 0,
             "unreduced gradients": unreduced,
             "moments": moments,
@@ -226,7 +251,9 @@ class TrainerMemory:
 
         Checkpointed blocks keep only their inputs, and one block at a time is computed again."""
         model, layers = self.model, len(self.model.blocks)
-        kept = SAFETY * tokens * model.width
+        heads = layers * model.eager_heads // self.training.layout.tensor_parallel
+        scores = _SCORES * heads * min(tokens, model.length or tokens)
+        kept = tokens * (SAFETY * (model.width + model.expert_width) + scores)
         if checkpointed and layers:
             kept = tokens * layers * model.hidden + kept / layers
         return round(self.width * kept)

@@ -13,8 +13,10 @@ from typing import cast
 
 Json = dict[str, object]
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 INDEX_NAME = "model.safetensors.index.json"
 """Maps tensors to files, in a model of several files."""
@@ -25,6 +27,9 @@ _HEADS = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "heads of keys and values",
 }
+_EAGER = {"bloom", "codegen", "deepseek_v4", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj"}
+_EAGER |= {"granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "mpt", "openai-gpt", "xglm"}
+"""Model types for which transformers has no SDPA."""
 _WITHOUT_PLAN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt"}
 _WITHOUT_PLAN |= {"stablelm"}
 _HEAD_ALONE = {"bloom", "falcon", "gpt2", "gptj"}
@@ -74,7 +79,7 @@ def _text(config: Mapping[str, object]) -> Json:
 def model_length(directory: Path) -> int | None:
     """Return the longest sequence of the model, in tokens."""
     config = text_config(directory)
-    values = [config.get(key) for key in _LENGTH_KEYS]
+    values = [config.get(key) for key in LENGTH_KEYS]
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
@@ -87,8 +92,15 @@ def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
     """Return the number of experts per layer and of chosen experts per token, or zeros."""
     sizes = (config.get(key) for key in _EXPERT_KEYS)
     experts = next((size for size in sizes if isinstance(size, int)), 0)
-    chosen = config.get("num_experts_per_tok")
-    return experts, chosen if isinstance(chosen, int) else experts
+    chosen: list[int] = []
+    for value in map(config.get, _CHOSEN_KEYS):
+        chosen += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+    return experts, max(chosen, default=experts)  # there may be a number for each layer
+
+
+def has_eager_attention(config: Mapping[str, object]) -> bool:
+    """Return whether trainers keep all scores of attention, for lack of a kernel."""
+    return bool(config.get("attn_logit_softcapping")) or config.get("model_type") in _EAGER
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ LARGE = ModelSize(
     adapter_width=3 * 10**6,
     blocks=(190 * 10**6,) * 36,
     width=36 * 76_000,
-    rounded=11 * 10**9,
+    tensors=(2 * 10**8,) * 40,
     vocabulary=150_000,
     hidden=4096,
 )
@@ -33,7 +33,7 @@ SMALL = ModelSize(
     adapter_width=10**5,
     blocks=(9 * 10**6,) * 8,
     width=8 * 10_000,
-    rounded=13 * 10**7,
+    tensors=(10**6,) * 100,
     vocabulary=50_000,
     hidden=512,
 )
@@ -78,7 +78,7 @@ def test_states_in_bfloat16_need_half_and_moments_on_the_host_are_there_awake_to
     small = requested(training=TrainingSpec(states="bfloat16", offload="moments"), **awake).memory
     assert on_host - small >= LARGE.parameters * 4
     weights = requested(training=TrainingSpec(offload="weights"), **awake).memory
-    assert weights >= on_host + (LARGE.parameters + LARGE.rounded) * 4, "with pinned gradients"
+    assert weights >= on_host + (LARGE.parameters + LARGE.pinned(1)) * 4, "with pinned gradients"
     frozen = requested(training=LORA.model_copy(update={"offload": "weights"}), **awake).memory
     assert frozen >= requested(training=LORA, **awake).memory + LARGE.parameters
 
@@ -198,7 +198,7 @@ def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
         adapter_width=13 + 8 + 2 * 8,
         blocks=(45, 7),
         width=8 + 2 * 8,
-        rounded=64 + 16 + 32 + 8,
+        tensors=(30, 15, 7, 36),
         vocabulary=9,
         hidden=4,
     )

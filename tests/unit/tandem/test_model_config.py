@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.weights.model_config import head_size, why_unserved_by_cpu, why_unsharded, why_untrained
+from tandem.weights.model_config import (
+    experts_of,
+    head_size,
+    why_unserved_by_cpu,
+    why_unsharded,
+    why_untrained,
+)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 
@@ -29,6 +35,22 @@ def test_a_model_that_cannot_be_trained_says_why(config, reason):
     found = why_untrained(config)
     assert found.startswith("cannot be trained: ")
     assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"num_experts": 8, "num_experts_per_tok": 2}, (8, 2)),
+        ({"moe_num_experts": 64, "moe_k": 6}, (64, 6)),  # Ernie 4.5
+        ({"num_experts": 16, "moe_topk": [1, 2]}, (16, 2)),  # HunYuan
+        ({"n_routed_experts": 512, "moe_topk": 12}, (512, 12)),  # LongCat
+        ({"num_experts": 128, "top_k_experts": 8}, (128, 8)),  # Gemma 4
+        ({"num_experts": 4}, (4, 4)),
+        ({"num_experts": None, "top_k_experts": None}, (0, 0)),
+    ],
+)
+def test_the_experts_of_a_layer_and_of_a_token_are_found_by_their_names(config, experts):
+    assert experts_of(config) == experts
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def lasting(**given: object) -> dict[str, int]:
 def test_the_size_of_a_model_is_that_of_its_shapes():
     assert (SIZE.parameters, SIZE.blocks) == (800, (100, 100, 100))
     assert (SIZE.width, SIZE.adapter_width) == (3 * 20, 3 * 20 + 60)
-    assert SIZE.rounded == 512 + 3 * 128
+    assert (SIZE.tensors, SIZE.pinned(1)) == ((500, 100, 100, 100), 512 + 3 * 128)
 
 
 def test_a_token_goes_through_few_experts_in_whatever_tensors_they_are():
@@ -52,8 +52,44 @@ def test_a_token_goes_through_few_experts_in_whatever_tensors_they_are():
     apart["h.0.shared_experts.up"] = (6, 4)
     config = {"num_experts": 8, "num_experts_per_tok": 2}
     sizes = [ModelSize.of(shapes, config) for shapes in (stacked, apart)]
-    assert [each.width for each in sizes] == [30, 30]
+    assert [(each.width, each.expert_width) for each in sizes] == [(10, 20), (10, 20)]
     assert [each.adapter_width for each in sizes] == [90, 90]
+
+
+def test_a_rank_with_some_experts_computes_rows_for_all_of_a_token_s_experts():
+    config = {"num_experts": 8, "num_experts_per_tok": 2}
+    whole, half = (
+        ModelSize.of({"h.0.experts.up": (count, 6, 4), "h.0.q": (count, 4)}, config)
+        for count in (8, 4)
+    )
+    assert (whole.expert_width, half.expert_width) == (20, 20)
+    divided = whole.divided(2)
+    assert (divided.width, divided.expert_width) == (6, 20)
+
+
+def test_each_tensor_is_rounded_after_its_division_among_shards():
+    size = ModelSize.of({"a": (4, 64), "b": (3,)}, {})
+    assert [size.pinned(shards) for shards in (1, 2, 3)] == [256 + 4, 128 + 2, 128 + 1]
+
+
+def test_eager_attention_keeps_the_scores_of_all_pairs_of_a_sequence():
+    def activations(tokens: int, *, checkpointed: bool = False, ranks: int = 1, **config) -> int:
+        sizes = {"num_attention_heads": 4, "max_position_embeddings": 100, "hidden_size": 10}
+        model = ModelSize.of(SHAPES, {**sizes, **config})
+        memory = memory_of(ranks=ranks, layout=Layout(tensor_parallel=ranks))
+        memory = replace(memory, model=model)
+        return memory.parts(tokens, checkpointed=checkpointed, copied=False)["activations"]
+
+    def more(tokens: int, **given) -> int:
+        eager = activations(tokens, model_type="gpt_oss", **given)
+        return eager - activations(tokens, **given)
+
+    layer = 2 * 4 * 4  # two numbers of four bytes, for each of four heads
+    assert more(50) == 3 * layer * 50 * 50
+    assert more(200) == 3 * layer * 200 * 100, "of several sequences"
+    assert more(50, checkpointed=True) == layer * 50 * 50, "one block is computed again"
+    assert more(50, ranks=2) == 3 * layer * 50 * 50 // 2
+    assert activations(50, attn_logit_softcapping=2.0) == activations(50, model_type="gpt_oss")
 
 
 def test_a_rank_alone_holds_all_states_and_a_snapshot_copies_them():
@@ -105,7 +141,7 @@ def test_a_gpu_has_snapshots_and_offloaded_states_on_its_host():
         "none": {"snapshot": 4800},
         "moments": {"snapshot": 4800, "moments": 3200},
         # Torch pins powers of two.
-        "weights": {"snapshot": 4800, "moments": 3200, "weights": 1600, "gradients": 2 * 896},
+        "weights": {"snapshot": 4800, "moments": 3200, "weights": 1600, "gradients": 4 * 448},
     }.items():
         plan = choose(memory_of(ranks=2, device="cuda", offload=offload), ample)
         assert plan.host == on_host

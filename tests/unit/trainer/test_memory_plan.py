@@ -15,6 +15,7 @@ from gateway.workers.launchers.kubernetes.resources import TrainerPod
 from tandem.backends.memory import Available
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
+from tandem.weights.model_config import has_eager_attention
 from tests.support.allocations import allocations
 from tests.support.architectures import CONFIGURATIONS, HEAD_ALONE, lora_of, write_model
 from tests.support.local_trainer import SPEC, compute, data_of, gradients, make_rank
@@ -22,6 +23,7 @@ from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
 from trainer_service.backends.planning import _available
 from trainer_service.compute.device_memory import map_large_tensors
+from trainer_service.models.huggingface import empty_model
 
 GIB = 2**30
 STATES = {
@@ -52,6 +54,14 @@ def test_activations_and_logits_are_near_to_what_torch_allocates(
     taken = max(accumulate(allocations(lambda: compute(trainer, message))))
     parts = trainer.backend.plan.device
     assert 0.6 < (parts["activations"] + parts["logits"]) / taken < 1.75
+
+
+@pytest.mark.parametrize("architecture", CONFIGURATIONS)
+def test_eager_attention_is_known_without_torch(tmp_path, architecture):
+    path = write_model(tmp_path, architecture)
+    config = empty_model(path).config
+    eager = config._attn_implementation == "eager" or architecture == "gemma2"
+    assert has_eager_attention(config.to_dict()) == eager
 
 
 @pytest.mark.parametrize("kind", STATES)
