@@ -1,7 +1,6 @@
 """Every relative link of README.md, its neighbours and docs/ leads to a file and to its heading.
 
-So does every heading of a page that code, manifests or messages name with its anchor.
-"""
+So does every heading of a page that code, manifests or messages name with its anchor."""
 
 from __future__ import annotations
 
