@@ -108,7 +108,7 @@ class Quotas:
             limit=limit,
             what=what,
             per_owner=self._limits[limit],
-            in_all=max(self._limits.get(f"{limit}_in_all", 2**62), self._limits[limit]),
+            in_all=self._limits.get(f"{limit}_in_all", 2**62),
             refused=self.note_refusal,
         )
 

@@ -12,7 +12,8 @@ MOST_PAYLOAD_BYTES = 2**28
 class LimitSettings(BaseSettings):
     """Limits of an owner. Environment: `TANDEM_LIMIT_*`. See `docs/operations.md`.
 
-    The number in a description is the HTTP status of a request beyond the limit."""
+    The number in a description is the HTTP status of a request beyond the limit. The largest
+    values of `queued_operations` and `waiting_samples` are the bounds of all owners together."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
 
@@ -30,8 +31,8 @@ class LimitSettings(BaseSettings):
         description="Bytes of an owner's weights without a name (older ones are removed beyond).",
     )
     queued_operations: int = Field(
-        16_384, ge=1, description="Unfinished operations of an owner (429 beyond)."
+        16_384, ge=1, le=65_536, description="Unfinished operations of an owner (429 beyond)."
     )
     waiting_samples: int = Field(
-        16_384, ge=1, description="Unfinished samples of an owner (429 beyond)."
+        16_384, ge=1, le=32_768, description="Unfinished samples of an owner (429 beyond)."
     )

@@ -320,7 +320,7 @@ def test_a_save_that_the_sdk_repeats_with_another_session_number_is_the_first_on
         assert gate.retrieve(first).json()["sampling_session_id"] == session
         for other in ({"kind": "inflight"}, {"sampling_session_seq_id": None, "path": "named"}):
             refused = ask(**other)
-            assert refused.status_code == 400 and "is another" in refused.text
+            assert refused.status_code == 400 and "is already another request" in refused.text
 
 
 # --- Waiting for results ------------------------------------------------------------------

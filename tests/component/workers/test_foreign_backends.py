@@ -68,7 +68,7 @@ async def test_it_is_refused_with_the_reason_where_its_host_cannot_suspend_it(sp
     launcher = ProcessLauncher(data_dir=tmp_path, suspender=Suspender("it has no such program"))
     try:
         await launcher.start(spec)
-        sentence = r"backend 'foreign' cannot sleep.* cannot suspend it: it has no such program"
+        sentence = r"backend 'foreign' cannot sleep.* cannot suspend it \(it has no such program\)"
         with pytest.raises(WorkerStartFailed, match=sentence):
             await launcher.wait_ready(spec.worker_id)
         assert launcher.ids() == ()

@@ -157,7 +157,7 @@ def test_where_it_cannot_be_used_it_says_why():
     assert of("580.95.05", "/usr/bin/cuda-checkpoint") == ""
     assert of("580.95.05", None) == "cuda-checkpoint is not installed"
     assert "570 or a newer one" in of("550.54.14", "/usr/bin/cuda-checkpoint")
-    assert "there are none" in of("", "/usr/bin/cuda-checkpoint")
+    assert "this host has none" in of("", "/usr/bin/cuda-checkpoint")
 
 
 # --- Through the agent -----------------------------------------------------------------------

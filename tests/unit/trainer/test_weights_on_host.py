@@ -109,5 +109,7 @@ def test_runs_that_share_a_model_have_it_in_one_place(model):
     there = on_host(model, SPEC).trainer.backend
     other = there.share(TrainingSpec(lora=SPEC, offload="weights"))
     assert other._model is there._model
-    with pytest.raises(InvalidRequest, match="by the offload 'weights', and the run is for 'none'"):
+    with pytest.raises(
+        InvalidRequest, match="offload 'none', and this trainer's model has 'weights'"
+    ):
         there.share(TrainingSpec(lora=SPEC))
