@@ -4,6 +4,8 @@ import pytest
 
 from tests.chaos.chaos import run_chaos
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state is deprecated, but part of the SDK
 @pytest.mark.timeout(1200)

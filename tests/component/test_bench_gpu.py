@@ -14,6 +14,8 @@ from benchmarks.gpu.workers import LEARNING_RATE, SIZES, parameters_of
 from tandem.v1 import trainer_pb2
 from tests.gpu.__main__ import main as run_gpu_tests
 
+pytestmark = pytest.mark.slow
+
 
 def found(*parts: str, output: Path | None = None) -> dict:
     arguments = ["--device", "cpu", "--sizes", "tiny", "--rounds", "1", "--steps", "1"]

@@ -14,6 +14,8 @@ from tests.support.other_packages import PLAIN_BACKEND, install
 from tests.support.sdk import SOON, adam, supervised
 from tests.support.stacks import TIED, TestStack, running
 
+pytestmark = pytest.mark.slow
+
 DATA = [supervised([5 + place for place in range(length)]) for length in (3, 9, 6)]
 
 

@@ -33,6 +33,8 @@ from tests.support.sdk import (
 from tests.support.stacks import MAX_LENGTH, TIED, TestStack, running, session_of
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 
 

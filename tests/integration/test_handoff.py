@@ -15,6 +15,8 @@ from tests.support.sdk import SOON, train
 from tests.support.stacks import TIED, TestStack, running, session_of, write_qwen
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def saved(run: TrainingClient) -> SamplingClient:
     return run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import pytest
 
 from tests.support.plain_http import PlainClient, message
 from tests.support.stacks import TIED, TestStack, running
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 
 @dataclass

@@ -17,6 +17,8 @@ from tests.support.sdk import SOON, TIMEOUT, train
 from tests.support.stacks import TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5 + number, 6, 7, 8] for number in range(24)]
 TOKENS = 240
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop
 from tandem.demo.tiny_model import write_tiny_model
 from tests.support.sdk import outputs, sequences, supervised
 from tests.support.stacks import running
+
+pytestmark = pytest.mark.slow
 
 NAME = "tiny"
 SHORT = Reinforcement(steps=2, samples=4, minibatches=2, epochs=2)

@@ -14,6 +14,8 @@ from tests.chaos.experiments import PROMPTS, TIMEOUT, Experiment
 from tests.support.stacks import GROUPS, TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

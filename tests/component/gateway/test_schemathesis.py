@@ -14,6 +14,8 @@ from gateway.api.routing import RULES
 from tests.support.gateway.access_world import OPERATIONS
 from tests.support.gateway.running import KEY, running_gateway
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 HOOKS = ROOT / "tests/support/gateway/schemathesis_hooks.py"
 ACCEPTED = ("2xx", "401", "403", "404", "410", "429")

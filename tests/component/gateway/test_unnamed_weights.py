@@ -9,6 +9,8 @@ from tests.support.gateway.requests import asample, optim_step
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 STEPS, KEPT = 500, 4
 
 

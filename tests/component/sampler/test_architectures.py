@@ -18,6 +18,8 @@ from tests.support.local_trainer import forward_backward, logprobs, make, publis
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum
 
+pytestmark = pytest.mark.slow
+
 NOT_ON_A_CPU = frozenset(["deepseek_v3", "gpt_oss"])
 """vLLM's CPU build lacks attention sinks. It computes latent attention differently, with matrices
 that a load in place does not renew."""

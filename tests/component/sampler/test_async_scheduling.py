@@ -11,8 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
 from tests.support.sampler_worker import SamplerClient, text, tokens_of
+
+pytestmark = pytest.mark.slow
 
 _RUN = """
 import json, sys

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 
 from tandem.agent.worker_process import group_members
 from tandem.v1 import sampler_pb2
 from tests.support.sampler_worker import PROMPT, SamplerClient, same, sampler_process
 from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
+
+pytestmark = pytest.mark.slow
 
 
 def engine_of(client: SamplerClient) -> psutil.Process:

@@ -27,6 +27,8 @@ from tests.support.sampler_worker import (
 )
 from tests.support.worker_process import CALL_SECONDS
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = count(501)
 
 

@@ -28,6 +28,8 @@ from tests.support.sampler_worker import (
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CACHE = 256 * 2**20
 LEASE = 5
 LEVELS = (1, 2)

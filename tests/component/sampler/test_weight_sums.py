@@ -20,6 +20,8 @@ from tests.support.architectures import write_model
 from tests.support.sampler_worker import LENGTH, publish
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 _TRY = """
 import json, sys
 from functools import partial

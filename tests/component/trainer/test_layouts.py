@@ -19,6 +19,8 @@ from tests.support.losses.batches import mixed_data
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, logprobs_of, request, trainer_process
 
+pytestmark = pytest.mark.slow
+
 COMPILE_SECONDS = 900.0
 COMPILED = [pytest.mark.nightly, pytest.mark.timeout(3 * COMPILE_SECONDS)]
 SETTINGS = {"shard_group_parameters": 1, "micro_batch_tokens": 40}

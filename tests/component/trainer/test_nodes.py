@@ -33,6 +33,8 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS, RUN, SECRET, SESSION, worker_process
 from trainer_service.service.node_connection import Hello, Message, Peer, connect
 
+pytestmark = pytest.mark.slow
+
 PORT = 29500
 COPY_ON_EACH = TrainingSpec(layout=Layout(replicas=2))
 """The gateways' usual layout: only gradients travel between nodes."""

@@ -27,6 +27,8 @@ from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, requ
 from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def one(models, tmp_path_factory):

@@ -17,6 +17,8 @@ from tests.support.local_trainer import data_of
 from tests.support.trainer_worker import TrainerClient, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS, RUN, SESSION
 
+pytestmark = pytest.mark.slow
+
 A = TrainingSpec(lora=LoraSpec(rank=4, seed=5))
 B = TrainingSpec(lora=LoraSpec(rank=2, seed=6, alpha=8, mlp=False))
 OTHER = f"{SESSION}:train:1"

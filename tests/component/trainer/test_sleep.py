@@ -23,6 +23,8 @@ from tests.support.trainer_worker import TrainerClient, request, trainer_process
 from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
 
+pytestmark = pytest.mark.slow
+
 LORA = TrainingSpec(lora=LoraSpec(rank=4, seed=3), optimizer="dimuon")
 
 
