@@ -155,14 +155,18 @@ def reaches(
     port: int,
     *,
     from_namespace: str = "tandem",
+    to_namespace: str = "tandem",
 ) -> bool:
     """Return whether a pod with labels `source` may connect to one with labels `target`.
 
-    The rules of both pods count."""
-    into = _allows(policies, "ingress", target, port, other=source, namespace=from_namespace)
-    if from_namespace != "tandem":
-        return into
-    return into and _allows(policies, "egress", source, port, other=target, namespace="tandem")
+    The rules of both pods count, except those of another namespace than `tandem`."""
+    into = to_namespace != "tandem" or _allows(
+        policies, "ingress", target, port, other=source, namespace=from_namespace
+    )
+    return into and (
+        from_namespace != "tandem"
+        or _allows(policies, "egress", source, port, other=target, namespace=to_namespace)
+    )
 
 
 def _allows(

@@ -328,6 +328,36 @@ def test_pods_reach_one_another_only_as_far_as_they_need(overlays):
     assert reached == ALLOWED
 
 
+def test_a_trainer_on_several_nodes_works_where_the_policies_of_the_base_are_absent(overlays):
+    stack = overlays["cpu-dev"]
+    labels = labels_of(stack)
+    policies = worker_policies(stack.settings)
+    sources = {
+        (source, port)
+        for source in HOLDERS
+        for port in PORTS
+        if reaches(policies, labels[source], labels["trainer"], port)
+    }
+    own = {(source, port) for source in ("trainer", "trainer-node-1") for port in PORTS}
+    assert sources == own | {("gateway", PORT)}
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_a_trainer_on_several_nodes_resolves_names_and_reaches_nothing_else_outside(overlays, base):
+    stack = overlays["cpu-dev"]
+    trainer = labels_of(stack)["trainer"]
+    policies = worker_policies(stack.settings)
+    if base:
+        policies += stack.all("NetworkPolicy")
+    reached = {
+        (namespace, port)
+        for namespace in ("kube-system", "monitoring")
+        for port in (53, 443, *PORTS)
+        if reaches(policies, trainer, {}, port, to_namespace=namespace)
+    }
+    assert reached == {("kube-system", 53)}
+
+
 def test_prometheus_reaches_the_metrics_of_workers_with_its_overlay_alone(overlays):
     plain, with_it = (
         [each for name in names for each in overlays[name].all("NetworkPolicy")]

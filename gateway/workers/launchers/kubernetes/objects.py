@@ -206,8 +206,17 @@ def render_worker(
 
 def _policy(own_pods: Object, metadata: Object) -> Object:
     """Allow all ports between one worker's pods, because torch's store, gloo and NCCL use random
-    ones. `k8s/base` keeps other pods out."""
+    ones. All other traffic is denied, so the gateway's calls and DNS are allowed as in
+    `k8s/base/network-policies.yaml`, which may be absent."""
     peers: Object = {"podSelector": {"matchLabels": own_pods}}
+    gateways: Object = {
+        "podSelector": {"matchLabels": {PART_OF: "tandem", COMPONENT: "gateway"}},
+    }
+    name_servers: list[Object] = [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
+        {"ipBlock": {"cidr": "169.254.20.10/32"}},  # NodeLocal DNSCache
+    ]
+    dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -215,8 +224,8 @@ def _policy(own_pods: Object, metadata: Object) -> Object:
         "spec": {
             "podSelector": {"matchLabels": own_pods},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [peers]}],
-            "egress": [{"to": [peers]}],
+            "ingress": [{"from": [peers]}, {"from": [gateways], "ports": [{"port": PORT}]}],
+            "egress": [{"to": [peers]}, {"to": name_servers, "ports": dns}],
         },
     }
 
