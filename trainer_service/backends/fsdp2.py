@@ -222,8 +222,7 @@ class Fsdp2Backend(TrainerBackend):
         if self._mesh is not None and self._mesh.tensor is not None:
             divide_matrices(model, self._mesh.tensor)
         self._checkpointing = Checkpointing(
-            [] if settings.checkpointing == "off" else find_blocks(model),
-            on=self.plan.checkpointing,
+            [] if settings.checkpointing == "off" else find_blocks(model)
         )
         if self._mesh is not None:
             compute = torch_dtype(self.dtype) if self._casts else None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trainer_service.backends.base import add_gradients
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import BatchResult, RankTrainer
+from trainer_service.models.activation_checkpointing import Checkpointing
 
 
 def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
@@ -103,6 +105,24 @@ def test_an_error_in_one_thread_is_raised_when_all_have_ended(model: Path, monke
     with pytest.raises(ValueError, match="five are too few"):
         threads.compute(trainer.backend, batch, [((0,),), ((1,),)], done=ended.append)
     assert ended == [9]
+
+
+def test_a_thread_with_a_short_sequence_leaves_the_blocks_of_a_long_one_checkpointed() -> None:
+    class Block(torch.nn.Linear):
+        computed = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.computed += 1
+            return super().forward(rows)
+
+    block = Block(2, 2)
+    checkpointing = Checkpointing([block])
+    checkpointing.on = True
+    other = Thread(target=setattr, args=(checkpointing, "on", False))
+    other.start()
+    other.join()
+    block(torch.ones(1, 2)).sum().backward()
+    assert block.computed == 2
 
 
 def test_a_parameter_that_only_one_thread_used_keeps_its_gradient() -> None:
