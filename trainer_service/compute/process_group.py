@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Protocol
@@ -40,6 +42,8 @@ START_TIMEOUT = timedelta(minutes=10)
 """For ranks to meet and load the model. A launcher gives up sooner."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
 """For another rank to reach the store."""
+_ANSWER_SECONDS = 5.0
+"""For the store to answer a connected rank."""
 _COMPILED_SHARE_TOKENS = 512
 """Minimum tokens of a compiled run's share. One core computes them in about 30 ms."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
@@ -156,10 +160,22 @@ def serve_store(*, ranks: int, nodes: int) -> tuple[dist.Store, int]:
 def reach_store(
     host: str, port: int, *, rank: int, timeout: timedelta = _CONNECT_TIMEOUT
 ) -> dist.Store:
-    """Raises `WorkerStartFailed`."""
+    """Raises `WorkerStartFailed`.
+
+    torch waits without a deadline for a store that accepts and does not answer, as a proxy between
+    nodes may do."""
+    reached: Future[dist.Store] = Future()
+
+    def reach() -> None:
+        try:
+            reached.set_result(dist.TCPStore(host, port, is_master=False, timeout=timeout))
+        except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+            reached.set_exception(error)
+
+    threading.Thread(target=reach, name="store", daemon=True).start()
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    except dist.DistError as error:
+        store = reached.result(timeout.total_seconds() + _ANSWER_SECONDS)
+    except (dist.DistError, TimeoutError) as error:
         raise WorkerStartFailed(
             f"rank {rank} did not reach rank 0's store at {host}:{port} within "
             f"{timeout.total_seconds():g} s: the nodes of a trainer must reach each other at all "

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import LOOPBACK
+from trainer_service.compute import process_group
 from trainer_service.compute.process_group import reach_store, serve_store
 
 SHORT = timedelta(seconds=2)
@@ -43,6 +44,14 @@ def test_a_store_that_refuses_connections_ends_the_start_with_its_address():
     assert caught.value.message.startswith(
         f"rank 3 did not reach rank 0's store at {LOOPBACK}:{port} within 2 s: the nodes of a "
     )
+
+
+def test_a_store_that_accepts_and_does_not_answer_ends_the_start(monkeypatch):
+    monkeypatch.setattr(process_group, "_ANSWER_SECONDS", 0.5)
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(WorkerStartFailed, match=f"rank 1 did not reach .*:{port} within 2 s"):
+            reach_store(LOOPBACK, port, rank=1, timeout=SHORT)
 
 
 def test_a_store_whose_host_has_no_address_ends_the_start_with_its_name():
