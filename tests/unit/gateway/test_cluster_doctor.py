@@ -229,6 +229,13 @@ def test_rights_that_are_missing_are_named():
     assert "get pods/log, create resourceclaims" in found["rights of tandem-gateway"].about
 
 
+def test_the_policy_of_a_trainer_on_several_nodes_does_not_stand_for_those_of_the_namespace():
+    own = named("trainer-s-1-0", **{"tandem.dev/worker": "trainer-s-1-0"})
+    for policies, count, level in (([own], "0", "absent"), ([own, named("deny")], "1", "ok")):
+        check = examine(**{POLICIES: {"items": policies}})["network policies"]
+        assert (check.value, check.level) == (count, level)
+
+
 def test_before_there_is_a_gateway_its_settings_are_those_of_the_environment(monkeypatch):
     monkeypatch.setenv("TANDEM_CLAIM_POOLS", json.dumps(POOLS))
     found = examine(without=DEPLOYMENT)
