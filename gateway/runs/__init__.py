@@ -17,5 +17,5 @@ To add a kind of operation:
 2. Add a method to `runner.OperationRunner`, called by `carry_out`.
 3. Add the RPC to `protos/tandem/v1/trainer.proto`.
 4. Add the route to `api/tinker/training.py`.
-5. Add its name to `usage.meter.UsageKind`, if it is metered under its own name.
+5. Add its name to `owners.usage.meter.UsageKind`, if it is metered under its own name.
 6. Write the trainer's handler in `trainer_service/`."""

@@ -67,6 +67,8 @@ class Restoration:
         self._untold = ""
         self._deaths: Counter[int] = Counter()
         self._too_large: dict[int, tuple[int, bool]] = {}
+        """By `seq_id`: the smallest failed micro-batch in tokens, and whether the trainer may try
+        that size again with checkpointed blocks."""
         self._unusable: set[str] = set()
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
@@ -100,10 +102,10 @@ class Restoration:
         if isinstance(error, WorkerDied) and error.defect:
             raise GiveUp(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
-            before, first = self._too_large.get(call.seq_id, (sys.maxsize, True))
+            before, checkpointed = self._too_large.get(call.seq_id, (sys.maxsize, True))
             smaller = error.tokens < before
             self._too_large[call.seq_id] = min(error.tokens, before), smaller
-            if smaller or first:  # retry in other ways until the trainer refuses
+            if smaller or checkpointed:  # retry in other ways until the trainer refuses
                 return
         self._deaths[call.seq_id] += 1
         if self._deaths[call.seq_id] >= _MOST_DEATHS:
