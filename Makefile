@@ -6,7 +6,7 @@ JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 setup:           ## Makes .venv and installs Tandem into it; quick when nothing changed.
 	@scripts/setup.sh
@@ -18,13 +18,13 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 demo-compose: setup ## Does the demo against the containers of docker-compose.yaml, which must run.
 	@scripts/demo_compose.sh $(ARGS)
 
-first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
+first-hour:      ## Follows the README in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
 
 test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
 	@.venv/bin/python -m pytest -n $(JOBS) -m "not nightly and not slow" $(ARGS)
 
-test-all: setup  ## Runs all the tests but the nightly ones, as CI does; the slow ones take half of the time.
+test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take half of the time.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
@@ -35,13 +35,13 @@ test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must
 test-compose: setup ## Builds docker-compose.yaml, starts it and kills each container. Needs Docker, debootstrap and root.
 	@.venv/bin/python -m tests.compose $(ARGS)
 
-test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
+test-gpu: setup  ## Runs the tests for an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
 
 test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/design/kubernetes.md
 	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)
 
-conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
+conformance: setup ## Checks every public method of the SDK against its documented meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 
 lint: setup      ## ruff, mypy (strict), import-linter.
@@ -62,22 +62,22 @@ bench-cluster: setup ## Measures the launcher of pods with 1,000 sessions. ARGS=
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
 
-bench-gpu: setup ## Measures what Tandem makes of a GPU, beside plain loops. ARGS="--sizes 0.5B --only training"
+bench-gpu: setup ## Measures Tandem on a GPU, beside plain loops. ARGS="--sizes 0.5B --only training"
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
-bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
+bench-history: setup ## Measures a gateway with 10 million past operations, before and after retention.
 	@.venv/bin/python -m benchmarks.history $(ARGS)
 
 bench-memory: setup ## Measures a trainer's memory by vocabulary, length, checkpointing and ranks. ARGS=--quick
 	@.venv/bin/python -m benchmarks.memory $(ARGS)
 
-bench-recovery: setup ## Measures snapshots, and how long a killed trainer's run stands still.
+bench-recovery: setup ## Measures snapshots, and the pause of a run whose trainer is killed.
 	@.venv/bin/python -m benchmarks.recovery $(ARGS)
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.starts $(ARGS)
 
-bench-timeslice: setup ## Measures experiments that share devices, beside the same ones in a row.
+bench-timeslice: setup ## Measures experiments that share devices, beside the same experiments in a row.
 	@.venv/bin/python -m benchmarks.timeslice $(ARGS)
 
 bench-shared: setup ## Measures LoRA runs that share a trainer and an engine, beside own ones.
@@ -89,24 +89,24 @@ bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-
 bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARGS=../other-checkout
 	@.venv/bin/python -m benchmarks.bombs $(ARGS)
 
-fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
+fuzz: setup      ## Sends the gateway malformed requests. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
 
-chaos: setup     ## Kills, freezes, cuts and fills what experiments train on. ARGS="--faults 10 --seed 1 --ranks 2"
+chaos: setup     ## Kills and freezes processes, cuts connections and fills disks under experiments. ARGS="--faults 10 --seed 1 --ranks 2"
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
-nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, engines of all architectures and in processes of their own, 100,000 requests of the fuzzer.
+nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines of all architectures and in their own processes, 100,000 fuzzed requests.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@.venv/bin/python -m pytest -m nightly
 	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)
 
-api-docs: setup  ## Writes docs/api.md, out of the application's own routes.
+api-docs: setup  ## Writes docs/api.md from the application's routes.
 	@.venv/bin/python -m scripts.api_docs
 
 protos: setup    ## Regenerates the stubs from protos/.
 	@scripts/protos.sh
 
-clean:           ## Removes what was built and run here.
+clean:           ## Removes builds and data of runs.
 	rm -rf .venv .tandem runs build *.egg-info
