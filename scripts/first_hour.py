@@ -1,10 +1,11 @@
 """The first hour of a new user, timed, in a fresh clone of this checkout's last commit.
 
-It follows README.md, in its order. It then runs the `tandem` commands of docs/training.md, the
-completion of docs/first-experiment.md, the resuming script of docs/training.md with a Ctrl-C, and a
-download. It needs only git, make and Python, and reads commands and scripts from the pages. A
-command that fails, prints a traceback or leaves a process ends it with status 1. `PYTHON` names the
-interpreter of the set-up. `--fresh` downloads everything, as on a new machine."""
+It follows README.md, in its order. It then runs the `tandem` commands of docs/training.md, some of
+docs/operations.md, the completion of docs/first-experiment.md, the resuming script of
+docs/training.md with a Ctrl-C, and a download. It needs only git, make and Python, and reads
+commands and scripts from the pages. A command that fails, prints a traceback or leaves a process
+ends it with status 1. `PYTHON` names the interpreter of the set-up. `--fresh` downloads everything,
+as on a new machine."""
 
 from __future__ import annotations
 
@@ -29,6 +30,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BAD = ("Traceback", "FutureWarning")
 RESUMED_STEPS = 30  # enough for a Ctrl-C before the end
+OPERATIONS = (
+    "tandem keys create --owner ann ",
+    "tandem keys list",
+    "tandem models add my-model ",
+    "tandem models list",
+    "tandem models remove ",
+)
+"""The beginnings of the commands of docs/operations.md that need no download and stop nothing."""
 DEADLINE = 7200.0  # seconds of a command, such as a download or the gateway
 BATCH = """\
 from tinker import types
@@ -55,6 +64,15 @@ def commands() -> list[str]:
     """Return the `.venv/bin/tandem` commands of README and training.md, without their comments."""
     lines = "\n".join([*blocks("README.md"), *blocks("docs/training.md")]).splitlines()
     return [shlex.join(shlex.split(line, comments=True)) for line in lines if "bin/tandem " in line]
+
+
+def operations(model: str) -> list[str]:
+    """Return `tandem config` and the `OPERATIONS`, with the base model in the folder `model`."""
+    lines = "\n".join(blocks("docs/operations.md")).splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith(OPERATIONS)]
+    names = {"/srv/my-model": model, "Qwen/Qwen3-8B": "my-model"}
+    filled = [shlex.join(names.get(word, word) for word in each) for each in words]
+    return [f".venv/bin/{command}" for command in ("tandem config", *filled)]
 
 
 def filled_in(path: str, *, worker: str) -> dict[str, str]:
@@ -181,6 +199,7 @@ def set_up(hour: Hour) -> None:
 def use(hour: Hour) -> None:
     """Start Tandem, and run the commands and scripts of the pages."""
     up, *others = commands()
+    model = up.split("=")[1].split()[0]
     if hour.port != 8000:
         up += f" --port {hour.port}"
     with hour.step(up):
@@ -199,6 +218,8 @@ def use(hour: Hour) -> None:
         given = filled_in(path, worker=worker)
         for command in others:
             hour.run(" ".join(given.get(word, word) for word in command.split()), name=command)
+        for command in operations(model):
+            hour.run(command)
         example = openai_example().replace("tinker://RUN/sampler_weights/NAME", path)
         (hour.clone / "openai_example.py").write_text(f"{example}\n")
         hour.run(".venv/bin/python openai_example.py", name="the example for OpenAI's client")

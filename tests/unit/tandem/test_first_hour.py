@@ -24,6 +24,17 @@ def test_every_placeholder_of_a_command_is_filled_in():
     assert (filled["RUN"], filled["PATH"]) == ("s-1:train:0", path)
 
 
+def test_the_operations_are_about_a_key_and_a_base_model():
+    assert first_hour.operations("models/tiny") == [
+        ".venv/bin/tandem config",
+        ".venv/bin/tandem keys create --owner ann --role member --name laptop --expires 30d",
+        ".venv/bin/tandem keys list",
+        ".venv/bin/tandem models add my-model models/tiny",
+        ".venv/bin/tandem models list",
+        ".venv/bin/tandem models remove my-model",
+    ]
+
+
 def test_the_model_that_readme_names_is_the_one_that_the_demo_writes():
     data_dir = inspect.signature(demo).parameters["data_dir"].default
     written = DemoConfiguration(out=Path("runs"), data_dir=data_dir).model_path
