@@ -64,8 +64,8 @@ _NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar's source: `Grammar("regex", "[ab]+")`, `Grammar("json_schema", '{"type":
-    "object"}')`."""
+    """A grammar's source. Examples: `Grammar("regex", "[ab]+")`,
+    `Grammar("json_schema", '{"type": "object"}')`."""
 
     kind: Literal["regex", "json_schema", "lark"]
     text: str

@@ -46,6 +46,13 @@ def test_every_heading_named_in_code_exists():
     assert not missing, "\n".join(missing)
 
 
+def test_links_and_named_headings_are_found():
+    named = [
+        each for file in named_from() for each in NAMED_PAGE.findall(file.read_text("latin-1"))
+    ]
+    assert len([*links()]) >= 50 and any(anchor for _, _, anchor in links()) and named
+
+
 def test_anchors_are_made_as_github_makes_them():
     text = "# A *run's* `name`, or: none\n## Twice\n```\n# no heading\n```\n## Twice\n"
     assert anchors(text) == {"a-runs-name-or-none", "twice", "twice-1"}

@@ -24,7 +24,7 @@ from tests.support.gateway.speaking_models import (
 ROOT = Path(__file__).parents[3]
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.name}-{number}")
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
 ]
 

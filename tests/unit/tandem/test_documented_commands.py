@@ -32,6 +32,22 @@ def test_a_documented_command_exists(page):
     assert not faults, "\n".join(faults)
 
 
+def test_commands_are_found_in_blocks_and_in_text():
+    block = (
+        "```\n.venv/bin/tandem status  # now\ndocker compose exec gateway tandem top | less\n```\n"
+    )
+    lines = command_lines(f"{block}Or `tandem groups\nlist`.\n```python\ntandem up\n```\n")
+    assert [words for line in lines for words in invocations(line)] == [
+        ["status"],
+        ["top"],
+        ["groups", "list"],
+    ]
+    found = [
+        w for page in PAGES for line in command_lines(page.read_text()) for w in invocations(line)
+    ]
+    assert len(found) >= 100
+
+
 def test_an_unknown_command_or_option_is_noticed():
     assert fault(["checkpoints", "exports"]) == "there is no command exports"
     assert fault(["up", "--modle", "a=b"]) == "there is no option --modle"
