@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -102,6 +102,11 @@ class TrainerClient:
         self, worker: Worker, *, run_id: str, timeout: float, window: int, calls: CallOrder
     ) -> None:
         self.stub = trainer_pb2_grpc.TrainerStub(worker.channel)
+        self._forward_backward: Callable[..., Awaitable[trainer_pb2.ForwardBackwardReply]]
+        self._forward_backward = worker.channel.unary_unary(
+            "/tandem.v1.Trainer/ForwardBackward",
+            response_deserializer=trainer_pb2.ForwardBackwardReply.FromString,
+        )
         self.worker = worker
         self._run_id = run_id
         self._timeout = timeout
@@ -227,7 +232,8 @@ class TrainerClient:
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:
         """Return a method that sends a request with this payload, which the replay log does not
-        store."""
+        store. Joining the bytes blocks the event loop for 18 ms per 32 MiB. A message with the
+        payload would take 58 ms."""
 
         def send(
             request: trainer_pb2.ForwardBackwardRequest,
@@ -235,11 +241,21 @@ class TrainerClient:
             metadata: tuple[tuple[str, str], ...],
             timeout: float | None = None,
         ) -> Awaitable[trainer_pb2.ForwardBackwardReply]:
-            whole = trainer_pb2.ForwardBackwardRequest(payload=payload)
-            whole.MergeFrom(request)
-            return self.stub.ForwardBackward(whole, metadata=metadata, timeout=timeout)
+            tag = request.PAYLOAD_FIELD_NUMBER << 3 | 2  # 2: bytes, after their length
+            parts = (request.SerializeToString(), _varint(tag), _varint(len(payload)), payload)
+            return self._forward_backward(b"".join(parts), metadata=metadata, timeout=timeout)
 
         return send
+
+
+def _varint(value: int) -> bytes:
+    """Encode a number as protobuf does: seven bits per byte, the lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 async def call_worker(
