@@ -112,8 +112,14 @@ def config(
         *((f"TANDEM_{name.upper()}_", group.model_dump(mode="json")) for name, group in groups),
     ):
         for key, value in values.items():
-            shown = json.dumps(value) if isinstance(value, (dict, list)) else value
-            say(f"{prefix}{key.upper()}={shown}")
+            say(f"{prefix}{key.upper()}={_as_variable(value)}")
+
+
+def _as_variable(value: object) -> str:
+    """Write a setting's value as its environment variable takes it."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _show_resources(model: Path, *, as_json: bool) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tandem.settings.paths import OptionalPath
 
 _LABEL = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 _SUBDOMAIN = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
@@ -45,7 +46,7 @@ class KubernetesSettings(BaseSettings):
         max_length=253,
         description="The gateway's own pod, which has the label of the Service while it leads.",
     )
-    kubeconfig: Path | None = Field(
+    kubeconfig: OptionalPath = Field(
         None, description="A kubeconfig for a gateway outside the cluster."
     )
     placement: Literal["strict", "shared"] = Field(
@@ -53,7 +54,7 @@ class KubernetesSettings(BaseSettings):
         description="Trainers and samplers have nodes of their own (`strict`) or share "
         "nodes (`shared`).",
     )
-    templates: Path | None = Field(
+    templates: OptionalPath = Field(
         None,
         description="The folder of trainer-pod.yaml and sampler-pod.yaml (default: the package's).",
     )

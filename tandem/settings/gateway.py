@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.paths import OptionalPath
 from tandem.settings.requests import MOST_PAYLOAD_BYTES, LimitSettings
 from tandem.settings.sharing import GroupSettings, SharingSettings
 from tandem.settings.workers import PoolSettings, SamplerEnvironment, TrainerEnvironment
-
-OptionalFile = Annotated[Path | None, BeforeValidator(lambda given: given or None)]
-"""An optional file. An empty variable means none."""
 
 
 def without_password(url: str) -> str:
@@ -48,7 +46,7 @@ class GatewaySettings(BaseSettings):
         description="The URL of the gateway for clients (default: the request's host).",
     )
     data_dir: Path = Field(Path(".tandem"), description="The data directory.")
-    private_dir: Path | None = Field(
+    private_dir: OptionalPath = Field(
         None,
         description="The directory of the gateway's keys and of clients' requests and "
         "results, which workers must not read (default: the data directory).",
@@ -59,7 +57,7 @@ class GatewaySettings(BaseSettings):
         "(default: SQLite in the data directory).",
         repr=False,
     )
-    database_url_file: OptionalFile = Field(
+    database_url_file: OptionalPath = Field(
         None, description="A file with the URL of the database, such as a mounted Secret."
     )
     lease_ttl: float = Field(
@@ -75,7 +73,7 @@ class GatewaySettings(BaseSettings):
         repr=False,
         exclude=True,
     )
-    bootstrap_key_file: OptionalFile = Field(
+    bootstrap_key_file: OptionalPath = Field(
         None,
         description="A file with the first admin key of a gateway that others reach, such as a "
         "mounted Secret.",
@@ -84,7 +82,7 @@ class GatewaySettings(BaseSettings):
         default_factory=dict,
         description='Base models to register at the start, as {"NAME": "/PATH"}.',
     )
-    models_dir: Path | None = Field(
+    models_dir: OptionalPath = Field(
         None,
         description="The directory of downloaded base models (default: `models` in the data "
         "directory).",
@@ -102,7 +100,7 @@ class GatewaySettings(BaseSettings):
         ge=0,
         description="The host memory that all workers may use together (0: nine tenths).",
     )
-    spill_dir: Path | None = Field(
+    spill_dir: OptionalPath = Field(
         None,
         description="The directory for sleeping trainers' state when host memory is full "
         "(default: `spill` in the data directory).",
@@ -132,7 +130,7 @@ class GatewaySettings(BaseSettings):
         '"HOST:PORT", "sampler": "HOST:PORT"} (default: the agent of the data '
         "directory).",
     )
-    tls_dir: Path | None = Field(
+    tls_dir: OptionalPath = Field(
         None,
         description="The certificate authority of `tandem tls create`, for workers beyond this "
         "machine.",

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.settings.gateway import GatewaySettings, settings_fault, without_password
+from tandem.settings.variables import settings_by_name
 
 
 @pytest.mark.parametrize(
@@ -38,11 +41,27 @@ def test_the_url_of_a_database_may_be_in_a_file(monkeypatch, tmp_path):
         assert "secret" not in CliRunner().invoke(app, arguments).stdout
 
 
-def test_a_variable_that_is_empty_names_no_file(monkeypatch):
-    for name in ("TANDEM_DATABASE_URL", "TANDEM_DATABASE_URL_FILE", "TANDEM_BOOTSTRAP_KEY_FILE"):
+def test_an_empty_variable_names_no_path(monkeypatch):
+    paths = {name for name, field in settings_by_name() if field.annotation == Path | None}
+    assert {"TANDEM_DATABASE_URL_FILE", "TANDEM_PRIVATE_DIR", "TANDEM_TLS_DIR"} <= paths
+    for name in paths:
         monkeypatch.setenv(name, "")
-    settings = GatewaySettings()
-    assert (settings.database_url, settings.bootstrap_key_file) == ("", None)
+    emptied = GatewaySettings()
+    for name in paths:
+        monkeypatch.delenv(name)
+    assert emptied == GatewaySettings()
+
+
+def test_config_prints_values_that_the_environment_takes(monkeypatch):
+    monkeypatch.setenv("TANDEM_RECOVERY_ENABLED", "0")
+    monkeypatch.setenv("TANDEM_MODELS", '{"my/model": "/data/model"}')
+    configured = GatewaySettings()
+    printed = CliRunner().invoke(app, ["config"]).stdout.splitlines()
+    assert "TANDEM_RECOVERY_ENABLED=false" in printed
+    assert "TANDEM_PRIVATE_DIR=" in printed
+    for line in printed:
+        monkeypatch.setenv(*line.split("=", 1))
+    assert GatewaySettings() == configured
 
 
 @pytest.mark.parametrize(
