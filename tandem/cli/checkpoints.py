@@ -18,6 +18,7 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    id_in_url,
     new_commands,
     print_json,
     say,
@@ -167,7 +168,7 @@ def _newest(data_dir: Path | None, limit: int) -> list[Row]:
 
 
 def _of_run(data_dir: Path | None, run: str) -> list[Row]:
-    where = f"training_runs/{quote(run, safe=':')}/checkpoints"
+    where = f"training_runs/{id_in_url(run)}/checkpoints"
     return _checkpoints(call(data_dir, "GET", where, api=TINKER_API))
 
 

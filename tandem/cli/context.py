@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, cast
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -89,6 +90,16 @@ def running_gateway(data_dir: Path | None) -> Endpoint:
             "`tandem up`, or name its --data-dir"
         )
     return endpoint
+
+
+def id_in_url(given: str) -> str:
+    """Return the id of a run or session for a URL. Raises `UserError` for a path."""
+    if "/" in given:
+        raise UserError(
+            f"{given!r} is not an id, such as s-0123456789ab:train:0; `tandem status` and "
+            "`tandem runs list` show ids"
+        )
+    return quote(given, safe=":")
 
 
 def call(

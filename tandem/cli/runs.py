@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, cast
-from urllib.parse import quote
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, new_commands, print_json, say
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    id_in_url,
+    new_commands,
+    print_json,
+    say,
+)
 from tandem.cli.tables import Column, moment, show_table
 
 app = new_commands("Training runs: list them, show their steps.")
@@ -75,7 +82,7 @@ def show(
     """Show a run with charts of its loss and gradient norm, and its newest steps.
 
     Example: tandem runs show s-0123456789ab:train:0 --last 100"""
-    path = f"runs/{quote(run, safe=':')}/steps?limit={last}"
+    path = f"runs/{id_in_url(run)}/steps?limit={last}"
     answer = cast(dict[str, object], call(data_dir, "GET", path))
     if as_json:
         print_json(answer)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, cast
-from urllib.parse import quote
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, id_in_url, print_json, say
 
 _ANSWER = 60.0
 """Seconds added to the wait for places."""
@@ -35,7 +34,7 @@ def scale(
     answer = call(
         data_dir,
         "PUT",
-        f"samplers/{quote(target, safe=':')}/replicas",
+        f"samplers/{id_in_url(target)}/replicas",
         body={"replicas": replicas, "wait": wait},
         timeout=wait + _ANSWER,
     )

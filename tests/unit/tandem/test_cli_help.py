@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tandem.cli import context
 from tandem.cli.main import app
+from tandem.errors import UserError
 
 
 def commands(group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -40,3 +41,14 @@ def test_what_commands_print_is_left_as_it_is(text, monkeypatch):
     context.fail(text)
     assert context.out.file.getvalue() == f"{text}\n"
     assert context.err.file.getvalue() == f"{text}\nerror: {text}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("runs", "show"), ("scale", "--replicas", "2"), ("checkpoints", "list", "--run")],
+    ids=" ".join,
+)
+def test_a_path_in_place_of_an_id_is_refused_with_an_id_as_example(command):
+    refused = CliRunner().invoke(app, [*command, "tinker://s-1:train:0/weights/a"]).exception
+    assert isinstance(refused, UserError)
+    assert "is not an id, such as s-0123456789ab:train:0" in str(refused)
