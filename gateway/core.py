@@ -14,7 +14,6 @@ from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
-from gateway.fair_queue import FairSemaphore
 from gateway.metrics import Metrics
 from gateway.owners.auth.audit import AuditLog, RefusedKeys
 from gateway.owners.auth.bootstrap import take_bootstrap_key
@@ -51,6 +50,7 @@ from gateway.storage.data_directory import (
     private_directory,
 )
 from gateway.storage.database import Database
+from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
 from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.storage.retention import Retention

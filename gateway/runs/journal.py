@@ -18,13 +18,13 @@ from pathlib import Path
 from sqlalchemy import Executable, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from gateway.fair_queue import FairSemaphore
 from gateway.identifiers import operation_blob, result_blob, run_folder_name, split_request_id
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import Recovery, ReplayLog
 from gateway.storage.database import Database
 from gateway.storage.drivers import typed
+from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import FutureTable, Outcome, Result, write_file
 from gateway.storage.tables import operations, runs
 from tandem.errors import (

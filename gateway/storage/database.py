@@ -33,9 +33,9 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
-from gateway.fair_queue import FairQueue
 from gateway.storage.commits import FileWork, Row, Write, errors_of, write_batch
 from gateway.storage.drivers import cause_of, make_engine, typed
+from gateway.storage.fair_queue import FairQueue
 from gateway.storage.log_sync import LogSync
 from gateway.storage.migrations import upgrade
 from tandem.errors import StorageFailed

@@ -19,11 +19,11 @@ from gateway.api.openai.responses import ResponseBuilder
 from gateway.api.openai.schemas import InferenceRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.core import Gateway
-from gateway.fair_queue import FairSemaphore
 from gateway.identifiers import request_id_of
 from gateway.owners.auth.identity import Caller
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
+from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import Future, Outcome
 from gateway.workers.launchers.kubernetes.model_size import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed

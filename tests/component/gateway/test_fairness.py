@@ -8,11 +8,11 @@ import asyncio
 
 from sqlalchemy import insert, select
 
-from gateway.fair_queue import FairQueue, FairSemaphore
 from gateway.owners.auth.keys import NewKey
 from gateway.runs.dispatcher import DISPATCH_WINDOW
 from gateway.runs.operations import AdamParams, OptimStep
 from gateway.storage.database import _MAX_BATCH, Database
+from gateway.storage.fair_queue import FairQueue, FairSemaphore
 from gateway.storage.tables import models
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.waiting import until, wait_until
