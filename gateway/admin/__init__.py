@@ -2,4 +2,4 @@
 
 `backup` saves and restores a data directory's database, `offline_keys` manages its keys, and
 `doctor` checks this machine, a cluster or a volume. The command line starts each as `python -m`,
-because it does not import the gateway."""
+because it does not import the gateway. `request` reads the request and writes the answer."""

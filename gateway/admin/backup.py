@@ -1,7 +1,6 @@
 """Backs up and restores a data directory's database: `python -m gateway.admin.backup`.
 
-`tandem backup` and `tandem restore` start it. It reads a JSON request from standard input and
-writes a JSON answer, or `{"error"}` with exit status 1.
+`tandem backup` and `tandem restore` start it.
 
 A backup is a folder with a consistent copy of the database, made while the gateway serves, and the
 file lists of all checkpoints and weight versions, but no weights. `backup.json` is written last.
@@ -13,7 +12,6 @@ Active runs and sessions end. Replaced data moves to `DATA/replaced`."""
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sqlite3
 import sys
@@ -23,10 +21,10 @@ from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Literal
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import delete, make_url, select, update
 
+from gateway.admin.request import answer_request
 from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
@@ -52,9 +50,8 @@ from gateway.storage.tables import (
     workers,
 )
 from tandem import __version__
-from tandem.errors import CheckpointDamaged, GatewayRestarted, InvalidRequest, TandemError
+from tandem.errors import CheckpointDamaged, GatewayRestarted, InvalidRequest
 from tandem.settings.gateway import GatewaySettings
-from tandem.telemetry import configure_logging
 from tandem.weights.store import fsync_path
 
 _ABOUT = "backup.json"
@@ -280,25 +277,12 @@ async def _missing(database: Database, data_dir: Path) -> list[str]:
     return missing
 
 
-def main() -> int:
-    configure_logging(service="gateway", level="warning")
-    os.umask(0o077)
-    settings = GatewaySettings()
-    settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
-    try:
-        request = BackupRequest.model_validate_json(sys.stdin.buffer.read())
-        if request.action == "restore":
-            said = asyncio.run(restore(request.folder, settings)).model_dump()
-        else:
-            assert request.folder is not None
-            said = back_up(request.folder, settings).model_dump()
-    except TandemError as error:
-        said = {"error": error.message}
-    except OSError as error:
-        said = {"error": f"{error.filename}: {error.strerror}"}
-    sys.stdout.buffer.write(orjson.dumps(said))
-    return 1 if "error" in said else 0
+def _answer(request: BackupRequest, settings: GatewaySettings) -> dict[str, object]:
+    if request.action == "restore":
+        return asyncio.run(restore(request.folder, settings)).model_dump()
+    assert request.folder is not None
+    return back_up(request.folder, settings).model_dump()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(BackupRequest, _answer))

@@ -1,21 +1,18 @@
 """Manages the keys of a data directory without a running gateway.
 
-`tandem keys` starts it as `python -m gateway.admin.offline_keys`. It reads a JSON request from
-standard input, so that no argument shows a secret, and writes the answer of the routes in
-`api/tandem/keys.py`, or `{"error"}` with exit status 1. The audit log records changes as the local
-admin's, without an address."""
+`tandem keys` starts it as `python -m gateway.admin.offline_keys`. It answers as the routes in
+`api/tandem/keys.py` do. The audit log records changes as the local admin's, without an address."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from contextlib import AsyncExitStack
 from typing import Literal
 
-import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
+from gateway.admin.request import answer_request
 from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
 from gateway.owners.auth.audit import AuditLog, Entry
 from gateway.owners.auth.identity import urn_of
@@ -24,9 +21,8 @@ from gateway.storage.data_directory import locked_data_directory
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
-from tandem.telemetry import configure_logging
 
 
 class KeysRequest(BaseModel):
@@ -77,22 +73,9 @@ async def answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, o
             await database.close()
 
 
-def main() -> int:
-    configure_logging(service="gateway", level="warning")
-    os.umask(0o077)  # as in the gateway: this may be the first process to create these files
-    settings = GatewaySettings()
-    settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
-    try:
-        request = KeysRequest.model_validate_json(sys.stdin.buffer.read())
-        said = asyncio.run(answer(request, settings))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        said = {"error": f"{first['loc'][-1] if first['loc'] else 'request'}: {first['msg']}"}
-    except TandemError as error:
-        said = {"error": error.message}
-    sys.stdout.buffer.write(orjson.dumps(said))
-    return 1 if "error" in said else 0
+def _answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, object]:
+    return asyncio.run(answer(request, settings))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(KeysRequest, _answer))

@@ -1,49 +1,53 @@
-"""`python -m gateway.admin.doctor`: a request from standard input, the checks as JSON."""
+"""`python -m gateway.admin.doctor`, which `tandem doctor` starts, answers with checks."""
 
 from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import orjson
+from pydantic import BaseModel
 
 from gateway.admin.doctor.check import Check
 from gateway.admin.doctor.cluster import ClusterChecks, api_server, read_settings
 from gateway.admin.doctor.host import check_host
 from gateway.admin.doctor.volume import check_volume
+from gateway.admin.request import answer_request
 from tandem.agent.host import this_host
-from tandem.errors import TandemError
 from tandem.settings.gateway import GatewaySettings
 
 
-def run_checks(request: Mapping[str, Any]) -> Iterator[Check]:
-    settings = GatewaySettings()
-    if request["cluster"]:
-        file = read_settings(Path(request["settings"])) if request["settings"] else None
-        namespace = request["namespace"] or settings.kubernetes.namespace or "tandem"
+class ChecksRequest(BaseModel):
+    """The options of `tandem doctor`."""
+
+    cluster: bool
+    namespace: str
+    settings: Path | None
+    volume: Path | None
+    peers: int
+    meeting: str
+
+
+def run_checks(request: ChecksRequest, settings: GatewaySettings) -> Iterator[Check]:
+    if request.cluster:
+        file = read_settings(request.settings) if request.settings else None
+        namespace = request.namespace or settings.kubernetes.namespace or "tandem"
         instance = settings.kubernetes.instance
         cluster = ClusterChecks(api_server(), namespace=namespace, instance=instance, file=file)
         yield from cluster.run()
-    if request["volume"]:
-        name, peers = socket.gethostname(), request["peers"]
-        folder = Path(request["volume"])
-        yield from check_volume(folder, name=name, peers=peers, meeting=request["meeting"])
-    if not request["cluster"] and not request["volume"]:
+    if request.volume:
+        name = socket.gethostname()
+        yield from check_volume(
+            request.volume, name=name, peers=request.peers, meeting=request.meeting
+        )
+    if not request.cluster and not request.volume:
         yield from check_host(settings, this_host())
 
 
-def main() -> int:
-    answer: dict[str, object]
-    try:
-        answer = {"checks": list(run_checks(orjson.loads(sys.stdin.buffer.read())))}
-    except TandemError as error:
-        answer = {"error": error.message}
-    sys.stdout.buffer.write(orjson.dumps(answer))
-    return 1 if "error" in answer else 0
+def _answer(request: ChecksRequest, settings: GatewaySettings) -> dict[str, object]:
+    return {"checks": list(run_checks(request, settings))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_request(ChecksRequest, _answer))
