@@ -36,13 +36,12 @@ def _rotate(log: Path, copies: int) -> None:
             older.replace(log.with_name(f"{log.name}.{number}"))
     with log.open("r+b") as full:
         first = full.readline(_BLOCK)
-        if copies:
-            full.seek(0)
-            partial = log.with_name(f".{log.name}.partial")
-            with partial.open("wb") as copy:
-                partial.chmod(0o600)
-                shutil.copyfileobj(full, copy, _BLOCK)
-            partial.replace(log.with_name(f"{log.name}.1"))
+        full.seek(0)
+        partial = log.with_name(f".{log.name}.partial")
+        with partial.open("wb") as copy:
+            partial.chmod(0o600)
+            shutil.copyfileobj(full, copy, _BLOCK)
+        partial.replace(log.with_name(f"{log.name}.1"))
         full.truncate(0)
     if first.endswith(b"\n"):
         with log.open("ab") as fresh:
