@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -102,8 +102,9 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
     for file in _manifests(data_dir):
         target = partial / _MANIFESTS / file.relative_to(data_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
-        found += 1
+        with suppress(FileNotFoundError):  # the gateway has removed the version
+            shutil.copyfile(file, target)
+            found += 1
     about = About(version=__version__, revision=revision, at=time.time(), folders=found)
     write_private(partial / _ABOUT, about.model_dump_json().encode())
     partial.rename(folder)
@@ -188,8 +189,9 @@ def _check(database: sqlite3.Connection, file: Path) -> str:
 
 def _manifests(folder: Path) -> Iterator[Path]:
     for root in ("weights", "checkpoints"):
-        for name in FILE_LISTS:
-            yield from folder.glob(f"{root}/[!.]*/[!.]*/{name}")
+        for run in folder.glob(f"{root}/[!.]*"):  # a deeper pattern fails for a removed folder
+            for name in FILE_LISTS:
+                yield from run.glob(f"[!.]*/{name}")
 
 
 def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
