@@ -146,7 +146,9 @@ def test_a_gpu_has_snapshots_and_offloaded_states_on_its_host():
         plan = choose(memory_of(ranks=2, device="cuda", offload=offload), ample)
         assert plan.host == on_host
     adapters = memory_of(ranks=2, device="cuda", offload="weights", lora=LoraSpec())
-    assert set(choose(adapters, ample).host) == {"frozen weights", "snapshot"}
+    plan = choose(adapters, ample)
+    assert plan.host == {"frozen weights": 800, "snapshot": 12 * 40}
+    assert plan.device["weights"] == plan.device["gradients"] == 4 * 40
     assert choose(memory_of(offload="weights"), ample).host == {}
 
 
@@ -158,6 +160,9 @@ def test_two_groups_and_the_root_are_gathered_and_gradients_reduced_by_group():
     assert "gathered" not in alone
     frozen = memory_of(ranks=4, lora=LoraSpec()).parts(1000, checkpointed=False, copied=False)
     assert frozen["gathered"] == 4 * (500 + 2 * 100)
+    on_host = memory_of(ranks=2, device="cuda", offload="weights")
+    parts = on_host.parts(1000, checkpointed=False, copied=False)
+    assert parts["gathered"] == 2 * (500 + 2 * 100) + (4 + 2) * 500 // 2 + 6 * 100
     few = memory.parts(1, checkpointed=True, copied=False)
     passing = few["activations"] + few["logits"]
     assert few["gathered"] + passing == 4 * (500 + 2 * 100) + max(12 * 500, 12 * 100 + passing)
