@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.batches.micro_batches import stand_in
 
-RANKS = 4
+RANKS, TOKENS = 4, 60
 LAYOUTS = {
     "shards": Layout(),
     "tensor": Layout(tensor_parallel=2),
@@ -40,12 +41,16 @@ def four() -> Iterator[None]:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["reduced once", "reduced at once"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_of_several_has_its_plan_s_states(experts, four, monkeypatch, layout, at_once):
+def test_a_rank_of_several_has_its_plan_s_states_and_needs_no_more_for_a_micro_batch(
+    experts, four, monkeypatch, layout, at_once
+):
     monkeypatch.setattr("trainer_service.backends.fsdp2.compare_divided", lambda *_: None)
+    monkeypatch.setattr("trainer_service.batches.micro_batches.STAND_IN_TOKENS", TOKENS)
     backend = Fsdp2Backend(
         model_path=experts,
         settings=TrainerSettings(
             device="cpu",
+            micro_batch_tokens=TOKENS,
             shard_group_parameters=1,
             unreduced_gradients_bytes=1 if at_once else 0,
         ),
@@ -69,6 +74,10 @@ def test_a_rank_of_several_has_its_plan_s_states(experts, four, monkeypatch, lay
     assert bytes_of(each.grad for each in trained) == planned["gradients"]
     kept = sum(allocations(lambda: backward(last=False)))
     assert kept == planned.get("unreduced gradients", 0)
+    passing = sum(planned[name] for name in ("activations", "logits", "gathered"))
+    for last in (False, True):
+        taken = max(accumulate(allocations(lambda last=last: backward(last=last))))
+        assert 1 < passing / taken < 1.6
     state = backend.optimizer.state(create=True).values()
     assert bytes_of(each for each in state if each.ndim) == planned["moments"]
 
