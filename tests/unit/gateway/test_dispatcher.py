@@ -5,12 +5,13 @@ import random
 
 import pytest
 
-from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.dispatcher import DISPATCH_WINDOW, Dispatcher
 from gateway.runs.operations import LoadWeights, Operation, Progress, RunBroken, SaveWeights
 from gateway.storage.futures.table import Future, Result
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
 from tests.support.virtual_time import run_in_virtual_time
 from tests.support.work import calls_in
+from trainer_service.service.sequence import KEPT_RESULTS
 
 DONE = Result(media="json")
 
@@ -366,3 +367,7 @@ def test_no_gap_is_given_up_while_nothing_can_arrive():
         return world
 
     assert run_in_virtual_time(scenario()).outcomes == {}
+
+
+def test_no_gateway_sends_more_ahead_than_a_trainer_remembers():
+    assert DISPATCH_WINDOW <= KEPT_RESULTS
