@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.weights.files import (
@@ -31,13 +30,14 @@ from sampler_service.weights.files import (
     weights_files,
 )
 from sampler_service.weights.staging import staging_threads
-from tandem.errors import LoadFailed, describe, without_paths
+from tandem.errors import InvalidRequest, LoadFailed, describe, without_paths
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.model_config import model_files, text_config
 from tandem.weights.store import in_threads, read_again
 from tandem.weights.sums import WeightSums, added_up, differing, file_sums, sums_of
+from tandem.weights.tensors import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -353,16 +353,10 @@ def inventory_of(handoff: common_pb2.Handoff) -> Inventory:
 
 def _read_header(file: Path) -> Inventory:
     try:
-        with safe_open(file, framework="numpy") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return {
-                name: TensorEntry(dtype=part.get_dtype(), shape=tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
-    except (OSError, SafetensorError) as error:
-        raise LoadFailed(
-            f"{file.parent.name}/{file.name} is not safetensors: {describe(error)}"
-        ) from error
+        found = read_header(file)
+    except InvalidRequest as error:
+        raise LoadFailed(f"{file.parent.name}: {error.message}") from error
+    return {name: TensorEntry(each.dtype, each.shape) for name, each in found.items()}
 
 
 def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
