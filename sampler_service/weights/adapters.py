@@ -211,10 +211,12 @@ class AdapterCache:
         adapter = next((a for n, a in self._adapters.items() if _canary_id(n) == result.id), None)
         if adapter is None:
             return None
-        assert adapter.canary is not None and result.prompt is not None
-        assert result.prompt.logprobs is not None
+        assert adapter.canary is not None
         name = adapter.version.name
         try:
+            if result.failure is not None:
+                raise LoadFailed(f"{name}: no canary was computed: {result.failure.message}")
+            assert result.prompt is not None and result.prompt.logprobs is not None
             difference = compare_with_canary(
                 result.prompt.logprobs[1:], adapter.canary, tolerance=self._tolerance, name=name
             )

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sampler_service.engine import EngineResult, StepOutput
 from sampler_service.weights.loader import LoadableVersion
-from tandem.errors import LoadFailed
+from tandem.errors import InternalError, LoadFailed
 from tests.support.fake_engine import BASE, NEW, Bench
 from tests.support.published_adapters import LAYER, RANK, adapter, pair, write_base
 from tests.support.unreliable_disk import Fault, UnreliableDisk
@@ -108,6 +109,27 @@ def test_a_canary_that_differs_refuses_the_adapter_alone(base: Path, tmp_path: P
             future.result(0)
     assert answer.result(0).version == good
     assert set(bench.engine.adapters) == {good.name}
+
+
+def test_a_canary_that_the_engine_cannot_compute_refuses_the_adapter_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bench = Bench(base=base, rank=RANK)
+    bad, step = adapter(tmp_path, 1), bench.engine.step
+
+    def fail_canaries() -> StepOutput:
+        output, failure = step(), InternalError("vLLM ended a sample with an error")
+        for index, each in enumerate(output.results):
+            if each.id == f"canary of {bad.name}":
+                output.results[index] = EngineResult(id=each.id, samples=(), failure=failure)
+        return output
+
+    monkeypatch.setattr(bench.engine, "step", fail_canaries)
+    refused, answer = bench.ask(bad, "a"), bench.ask(BASE, "b")
+    bench.settle()
+    with pytest.raises(LoadFailed, match="no canary was computed: vLLM ended a sample"):
+        refused.result(0)
+    assert answer.result(0).version == BASE
 
 
 def test_cancelling_all_requests_of_an_unverified_adapter_leaves_the_scheduler_running(
