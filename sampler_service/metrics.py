@@ -35,23 +35,25 @@ class SamplerMetrics:
         )
         self._running = gauge("tandem_sampler_running", "Requests in the engine.")
         self._waiting = gauge("tandem_sampler_waiting", "Requests and loads in the queue.")
-        self._load_seconds = histogram("tandem_sampler_load_seconds", "Loads that succeeded.")
+        self._load_seconds = histogram(
+            "tandem_sampler_load_seconds", "Successful loads of full weights."
+        )
         self._carried_over = counter(
             "tandem_sampler_carried_over_total",
-            "Requests that went on with newer weights while they were under way.",
+            "In-flight requests that continued with newer weights.",
         )
         self._pause_seconds = histogram(
             "tandem_sampler_pause_seconds",
-            "For how long requests that were carried over to other full weights stood still.",
+            "The pause of in-flight requests before they continued with newer full weights.",
         )
         self._adapter_seconds = histogram(
             "tandem_sampler_adapter_seconds",
-            "Loads of adapters that succeeded, the canary included.",
+            "Successful loads of adapters, with their canaries.",
         )
         self._load_bytes = counter("tandem_sampler_load_bytes_total", "Bytes of weights loaded.")
         self._handoffs = counter(
             "tandem_sampler_handoffs_total",
-            "Loads of what a trainer handed over in memory: loaded, or read from files after all.",
+            "Handoffs from a trainer's memory: loaded, or read from files instead.",
             ["outcome"],
         )
         self._load_failures = counter("tandem_sampler_load_failures_total", "Loads that failed.")
@@ -59,7 +61,7 @@ class SamplerMetrics:
             "tandem_sampler_canary_difference", "Largest logprob difference of the last canary."
         )
         self._step = gauge(
-            "tandem_sampler_version_step", "The optimizer step that the loaded weights are from."
+            "tandem_sampler_version_step", "The optimizer step of the loaded weights."
         )
         self._state = gauge(
             "tandem_sampler_state", "1 for the engine's state, 0 for the others.", ["state"]
@@ -70,7 +72,7 @@ class SamplerMetrics:
         )
         self._switch_bytes = counter(
             "tandem_sampler_switch_bytes_total",
-            "Bytes that left the device and came back to it in sleeps and wakes.",
+            "Bytes moved off and onto the device by sleeps and wakes.",
         )
 
     def state(self, state: EngineState) -> None:

@@ -79,39 +79,39 @@ class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
     parallel_micro_batches: int = Field(
         0,
         ge=0,
-        description="Micro-batches that a single CPU rank computes in parallel, each with its own "
-        "gradients; 0 = 2, or 1 with one thread.",
+        description="The micro-batches that a single CPU rank computes in parallel, each with its "
+        "own gradients (0: 2, or 1 with one thread).",
     )
     packing: Literal["on", "off"] = Field(
         "on",
-        description="Concatenate sequences into rows instead of padding them, where the model and "
-        "the device allow it, which is tried out.",
+        description="Sequences are packed into rows instead of padded, if a test shows that model "
+        "and device allow it.",
     )
     logits_bytes: int = Field(
         0,
         ge=0,
-        description="Of the logits, in float32, that exist at once; 0 = 64 MiB on a CPU, else "
-        "512 MiB. Some four tensors are of that size.",
+        description="The bytes of a chunk of float32 logits (0: 64 MiB on a CPU, 512 MiB on a "
+        "GPU). About four tensors have this size.",
     )
     unreduced_gradients_bytes: int = Field(
         0,
         ge=0,
-        description="Several ranks add up gradients once for a call, and not with each of its "
-        "micro-batches, if those of the whole model, in float32, are no more than this: each rank "
-        "has them meanwhile. 0 = 256 MiB on a CPU, else 4 GiB.",
+        description="Ranks reduce gradients once per call instead of once per micro-batch if the "
+        "whole model's float32 gradients have at most this many bytes, which each rank then holds "
+        "(0: 256 MiB on a CPU, 4 GiB on a GPU).",
     )
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether blocks keep their input alone for the backward pass, and are computed "
-        "again there. auto: where memory is too small otherwise.",
+        description="Blocks keep only their inputs for the backward pass, and are computed again "
+        "there (auto: if memory is too small otherwise).",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "off",
-        description="Whether blocks are compiled when a trainer starts, for runs that do not say "
-        "it. auto: on a GPU.",
+        description="Blocks are compiled at a trainer's start, for runs that do not choose (auto: "
+        "on a GPU).",
     )
     shard_group_parameters: int = Field(
-        16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
+        16_000_000, ge=1, description="The smallest FSDP group of blocks, in parameters."
     )
 
 
@@ -165,18 +165,18 @@ class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
 
     operation_timeout: float = 1800.0
     max_lora_rank: int = Field(
-        0, ge=0, le=512, description="Largest rank of the adapters served; 0: no adapters."
+        0, ge=0, le=512, description="The largest rank of served adapters (0: no adapters)."
     )
     model_runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
-        description="Which of vLLM's two model runners computes. auto: the one that vLLM chooses; "
-        "on a CPU the first, since the second needs Triton.",
+        description="vLLM's model runner (auto: vLLM's choice on a GPU, v1 on a CPU, because v2 "
+        "needs Triton).",
     )
     gpu_memory_bytes: int = Field(
-        0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
+        0, ge=0, description="The GPU memory of an engine (0: by gpu_memory_utilization)."
     )
     max_adapters: int = Field(
-        4, ge=1, description="Adapters in one batch of an engine, which keeps more loaded."
+        4, ge=1, description="The adapters in one batch of an engine. It keeps more loaded."
     )
 
 
