@@ -32,11 +32,6 @@ def with_tables(page: str) -> str:
     return _TABLE.sub(lambda found: found[1] + _rows(*TABLES[found[2]]()) + found[3], page)
 
 
-def tables_of(page: str) -> set[str]:
-    """Return the names of all tables of a page."""
-    return {found[2] for found in _TABLE.finditer(page)}
-
-
 def _losses() -> Table:
     """Return the inputs of each loss beside `target_tokens`, and its groups of shared settings."""
     rows = []

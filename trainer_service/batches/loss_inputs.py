@@ -315,7 +315,7 @@ def type_name(dtype: int) -> str:
 
 def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSettings:
     declared = {setting.name: setting for setting in loss.settings}
-    values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
+    values = loss.defaults.as_dict()
     for name, value in _given_settings(message).items():
         if name not in declared:
             known = ", ".join(sorted(declared)) or "none"
