@@ -141,6 +141,7 @@ def run_offline(
 
     The module runs in another process: the command line must not import the gateway. Raises the
     module's error. `asked` names the subject in the error for a missing answer."""
+    read_settings()  # the module reads them too, and could not explain an invalid one
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],

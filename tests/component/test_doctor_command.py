@@ -4,9 +4,11 @@ import json
 
 import orjson
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.settings.gateway import settings_fault
 
 GROUP = {"name": "g", "devices": ["cpu:9999"], "roles": ["trainer", "sampler"]}
 
@@ -41,3 +43,10 @@ def test_a_volume_is_checked_by_the_same_command(run, tmp_path):
     found = {each["name"]: each["level"] for each in orjson.loads(done.stdout)["checks"]}
     assert (found, done.exit_code) == ({"volume": "ok", "locks": "ok", "rename": "ok"}, 0)
     assert run("--volume", str(tmp_path / "none")).exit_code == 1
+
+
+def test_an_invalid_setting_is_named_although_the_data_directory_is(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_PORT", "abc")
+    done = run("--data-dir", str(tmp_path))
+    assert isinstance(done.exception, ValidationError)
+    assert settings_fault(done.exception).startswith("TANDEM_PORT is 'abc'")
