@@ -28,7 +28,17 @@ PREFIX = "/api/v1/trace_files/"
 _PURPOSE = "trace"
 _BATCH = 500
 _MICRO = 1e6
-_OPERATION_COLUMNS = [c for c in operations.c if c.name not in ("request", "result")]
+_OPERATION_COLUMNS = (
+    operations.c.run_id,
+    operations.c.seq_id,
+    operations.c.kind,
+    operations.c.state,
+    operations.c.accepted_at,
+    operations.c.ended_at,
+    operations.c.error_type,
+    operations.c.error,
+)
+"""Without payloads and calls, of which a batch may have 64 MiB."""
 
 
 @dataclass(frozen=True)
