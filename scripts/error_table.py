@@ -159,8 +159,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.GatewaySuperseded: "another gateway (epoch 4) has taken over from this one (epoch 3); "
     "ask that one",
     errors.StandingBy: "this gateway is a standby, and another one serves; ask again soon",
-    errors.StorageFailed: "the gateway cannot use its storage now (SQLITE_IOERR), and nothing was "
-    "changed; try again. If it lasts, the operator finds the cause in the gateway's log",
+    errors.StorageFailed: "the gateway cannot use its storage now (SQLITE_IOERR); try again. If "
+    "it lasts, the operator finds the cause in the gateway's log",
     errors.StorageFull: "the disk or the database of the gateway is full, and nothing was changed; "
     "try again after the operator has freed space",
     errors.PublishFailed: "the weights could not be encrypted: age ended with status 1",

@@ -124,8 +124,8 @@ def typed(error: Exception) -> Exception:
     else:
         return error
     failure = StorageFailed(
-        f"the gateway cannot use its storage now ({why or type(error).__name__}), and nothing was "
-        "changed; try again. If it lasts, the operator finds the cause in the gateway's log"
+        f"the gateway cannot use its storage now ({why or type(error).__name__}); try again. If it "
+        "lasts, the operator finds the cause in the gateway's log"
     )
     if full:
         failure = StorageFull(
