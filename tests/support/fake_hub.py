@@ -17,7 +17,6 @@ from tests.support.model_files import tensor_file
 
 LARGE = (".safetensors", ".bin")
 CONFIG = json.dumps({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}).encode()
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def shards(count: int = 2, size: int = 40_000) -> dict[str, bytes]:

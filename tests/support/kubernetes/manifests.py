@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from tandem.settings.workers import TrainerSettings
 
 K8S = Path(__file__).parents[3] / "k8s"
 OVERLAYS = ("cpu-dev", "gpu-nfs", "monitoring")
-_KEY = base64.b64encode(b"an example").decode()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from tests.support.gateway.leased_workers import World, not_leased
 from tests.support.virtual_time import in_virtual_time
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
-ANN = Caller(owner="ann", key_id="k-2", role="member")
 BEN = Caller(owner="ben", key_id="k-3", role="reader")
 
 TWO_DEVICES = DeviceGroup(
