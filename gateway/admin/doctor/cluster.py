@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Json, ValidationError
 
 from gateway.admin.doctor.check import Check, Level, judge
 from gateway.workers.launchers.kubernetes.names import WORKER
@@ -23,6 +23,7 @@ from gateway.workers.launchers.kubernetes.objects import service_account
 from tandem.errors import InvalidRequest, describe
 from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.gateway import settings_fault
 from tandem.settings.variables import check_environment
 
 Object: TypeAlias = dict[str, Any]
@@ -294,17 +295,20 @@ def _tag(image: str) -> str:
     return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
 
 
+class _Pools(BaseModel):
+    """Named as in `GatewaySettings`, for its errors."""
+
+    claim_pools: Json[list[ClaimPoolSettings]]
+
+
 def _settings_of(values: Mapping[str, str]) -> tuple[KubernetesSettings, list[ClaimPoolSettings]]:
     names = {f"{_PREFIX}{name.upper()}": name for name in KubernetesSettings.model_fields}
     given: Object = {names[name]: value for name, value in values.items() if name in names}
-    pools = values.get("TANDEM_CLAIM_POOLS", "[]")
+    pools = {"claim_pools": values.get("TANDEM_CLAIM_POOLS", "[]")}
     try:
-        return (
-            KubernetesSettings(**given),
-            TypeAdapter(list[ClaimPoolSettings]).validate_json(pools),
-        )
+        return KubernetesSettings(**given), _Pools.model_validate(pools).claim_pools
     except ValidationError as error:
-        raise InvalidRequest(f"the settings of the gateway are refused: {error}") from error
+        raise InvalidRequest(settings_fault(error)) from error
 
 
 def read_settings(file: Path) -> dict[str, str]:

@@ -198,6 +198,21 @@ def test_a_cluster_without_devices_serves_pools_without_claims():
     assert problems(found) == ["resource.k8s.io/v1"]  # the gateway always watches it
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("TANDEM_CLAIM_POOLS", "[", "TANDEM_CLAIM_POOLS is '[': Invalid JSON"),
+        ("TANDEM_CLAIM_POOLS", '[{"name": "a"}]', "TANDEM_CLAIM_POOLS_0_ROLES: Field required"),
+        ("TANDEM_KUBERNETES_PLACEMENT", "far", "TANDEM_KUBERNETES_PLACEMENT is 'far': Input"),
+    ],
+)
+def test_settings_that_are_refused_are_named(name, value, told):
+    with pytest.raises(InvalidRequest) as refused:
+        examine(**{CONFIG: {"data": {name: value}}})
+    assert refused.value.message.startswith(told)
+    assert "pydantic" not in refused.value.message
+
+
 def test_one_node_needs_no_volume_for_many():
     found = examine(
         **{
