@@ -32,7 +32,7 @@ class Answer(BaseModel):
         return cls.model_validate({**same, **others})
 
 
-def iso(seconds: object) -> object:
+def _iso(seconds: object) -> object:
     """Return seconds since 1970 (in UTC), or a moment, as ISO 8601 text. Text stays."""
     if isinstance(seconds, int | float):
         return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()
@@ -47,7 +47,7 @@ def _written(value: object) -> object:
 
 
 Time = Annotated[
-    str, BeforeValidator(iso), WithJsonSchema({"type": "string", "format": "date-time"})
+    str, BeforeValidator(_iso), WithJsonSchema({"type": "string", "format": "date-time"})
 ]
 """A moment in an answer: seconds since 1970, written as ISO 8601."""
 
