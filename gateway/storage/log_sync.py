@@ -8,7 +8,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import typed
 from tandem.errors import describe
@@ -44,7 +43,7 @@ class LogSync:
             failed: Exception | None = None
             try:
                 await loop.run_in_executor(self._thread, self._sync_file)
-            except (OSError, DBAPIError) as error:
+            except Exception as error:  # noqa: BLE001 - its callers would wait for ever
                 failed = typed(error)
                 get_log().error("sync_failed", reason=describe(error))
             self._in_doubt = failed is not None

@@ -316,7 +316,7 @@ def read_settings(file: Path) -> dict[str, str]:
     `InvalidRequest` and `UnknownSetting`."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise InvalidRequest(f"the settings cannot be read: {describe(error)}") from error
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
     values = {name: value for name, _, value in pairs}

@@ -276,6 +276,12 @@ def test_before_the_first_apply_nothing_that_it_makes_is_missed(tmp_path):
     assert found["namespace rl"].level == found["gateway"].level == "absent"
 
 
+def test_settings_that_are_no_text_are_refused_in_a_sentence(tmp_path):
+    (file := tmp_path / "settings.env").write_bytes(b"TANDEM_PORT=\xff")
+    with pytest.raises(InvalidRequest, match="the settings cannot be read"):
+        read_settings(file)
+
+
 def test_without_a_way_to_a_cluster_nothing_else_is_answered(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kubernetes.config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

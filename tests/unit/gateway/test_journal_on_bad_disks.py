@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import create_engine, delete
 
 from gateway.identifiers import operation_blob, result_blob
 from gateway.metrics import Metrics
@@ -18,6 +18,7 @@ from gateway.runs.journal import INLINE_PAYLOAD_BYTES, Journal
 from gateway.runs.operations import Operation
 from gateway.storage.database import Database
 from gateway.storage.futures.table import Future, FutureTable, Result, write_file
+from gateway.storage.log_sync import LogSync
 from gateway.storage.tables import operations
 from tandem.errors import StorageFailed
 from tests.support.unreliable_disk import Fault, UnreliableDisk
@@ -206,3 +207,10 @@ def test_a_file_that_is_read_while_it_is_written_anew_is_one_or_the_other(disk, 
         with strike:
             write_file(file, b"other", synced=True)
         assert file.read_bytes() in (b"one", b"other"), strike.hit
+
+
+async def test_a_sync_after_the_end_raises_and_does_not_wait():
+    log = LogSync(create_engine("sqlite://"))
+    log.shutdown()
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(log.sync(), 60)
