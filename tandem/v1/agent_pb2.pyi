@@ -63,7 +63,7 @@ class DescribeAgentReply(google.protobuf.message.Message):
     """The memory that it and its workers may use."""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """"trainer", "sampler": those whose service is installed."""
+        """The kinds with an installed service: "trainer", "sampler"."""
 
     @property
     def cores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -119,7 +119,7 @@ Global___Accelerator: typing_extensions.TypeAlias = Accelerator
 
 @typing.final
 class AgentWorker(google.protobuf.message.Message):
-    """A worker that has bound its ports: all that is needed to call it."""
+    """A worker with bound ports, and all that a caller needs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -144,18 +144,18 @@ class AgentWorker(google.protobuf.message.Message):
     address: builtins.str
     metrics_port: builtins.int
     secret: builtins.str
-    """Goes with every call to the worker."""
+    """Metadata of every call to the worker."""
     pid: builtins.int
     log_path: builtins.str
     model_name: builtins.str
-    """The base model that it was started with."""
+    """Its base model."""
     model_path: builtins.str
     max_lora_rank: builtins.int
-    """The largest rank of adapters that a sampler serves; 0: none."""
+    """The largest rank of a sampler's adapters. 0: no adapters."""
     authority: builtins.str
-    """In PEM, of the certificate that it has; empty: it is called without TLS."""
+    """The authority of its certificate, in PEM. Empty: it is called without TLS."""
     replica: builtins.int
-    """Which of its sampler's engines it is."""
+    """The number of the engine in its sampler."""
     def __init__(
         self,
         *,
@@ -238,7 +238,7 @@ class WaitReadyReply(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure:
-        """Why it did not become ready; nothing of it is left then."""
+        """Why it did not become ready. Nothing of it is left then."""
 
     def __init__(
         self,
@@ -299,11 +299,9 @@ class SuspendWorkerRequest(google.protobuf.message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     lease: builtins.int
-    """The fencing token with which the worker was told to sleep, or to wake. An older one than the
-    newest that came for the worker is refused.
-    """
+    """The fencing token of the Sleep or Wake call. A token older than the worker's newest is refused."""
     timeout_seconds: builtins.float
-    """What it may take."""
+    """The time limit."""
     def __init__(
         self,
         *,
@@ -356,7 +354,7 @@ class ListWorkersReply(google.protobuf.message.Message):
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AgentWorker]: ...
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure:
-        """Why something is left of those that were to end."""
+        """Why a stopping worker did not end."""
 
     def __init__(
         self,
@@ -388,8 +386,8 @@ class WatchReply(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """In the first message: the ids of all workers of which something is left, and of those whose
-        ends the messages after it tell.
+        """In the first message: the ids of all workers that are not gone, and of workers whose ends
+        follow.
         """
 
     @property
@@ -406,7 +404,7 @@ Global___WatchReply: typing_extensions.TypeAlias = WatchReply
 
 @typing.final
 class WorkerEnded(google.protobuf.message.Message):
-    """An exit that nobody asked for, and that no answer to Start or WaitReady told."""
+    """An unrequested exit, unless an answer to Start or WaitReady reports it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AgentStub(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
-    listens to other hosts, it wants the gateway's certificate.
+    """Only the agent's user can open its socket, and there is no other check of the caller. On a port
+    for other hosts, it requires the gateway's certificate.
     """
 
     def __init__(self, channel):
@@ -79,8 +79,8 @@ class AgentStub(object):
 
 
 class AgentServicer(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
-    listens to other hosts, it wants the gateway's certificate.
+    """Only the agent's user can open its socket, and there is no other check of the caller. On a port
+    for other hosts, it requires the gateway's certificate.
     """
 
     def Describe(self, request, context):
@@ -98,47 +98,46 @@ class AgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitReady(self, request, context):
-        """Answers when the worker serves, at once if it did before. The worker goes on starting
-        if the caller goes away: the next one may ask again.
+        """Answers when the worker serves, at once if it did before. If the caller goes away, the start
+        continues, and another caller may wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Answers when nothing of the worker is left, also for one that has ended or never was.
+        """Answers when nothing of the worker is left, also for an ended or unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Suspend(self, request, context):
-        """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
-        the host's own means: of all its processes, or of none. Answered at once if that was done.
+        """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
+        host's own means. Either all processes move, or none. Answered at once if that was done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """The way back. With a failure of either, the worker is of no use: it is to be stopped.
+        """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The workers that have bound their ports, whoever started them. Those that are being stopped, or
-        were about to start for a gateway that is gone, are ended first: nothing is left of a worker
-        that is not among them.
+        """All workers with bound ports. Stopping workers, and workers still starting for a lost gateway,
+        are killed first. So nothing is left of any other worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """First what runs now and the newest exits, so that nobody misses what happened while
-        they were away; after that each exit, until the agent ends.
+        """First the running workers and the newest exits, which a caller may have missed. Then each exit,
+        until the agent ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,8 +195,8 @@ def add_AgentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Agent(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
-    listens to other hosts, it wants the gateway's certificate.
+    """Only the agent's user can open its socket, and there is no other check of the caller. On a port
+    for other hosts, it requires the gateway's certificate.
     """
 
     @staticmethod

@@ -154,8 +154,8 @@ _AgentWatchType = typing_extensions.TypeVar(
 )
 
 class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitReadyType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
-    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
-    listens to other hosts, it wants the gateway's certificate.
+    """Only the agent's user can open its socket, and there is no other check of the caller. On a port
+    for other hosts, it requires the gateway's certificate.
     """
 
     @typing.overload
@@ -238,30 +238,29 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
     """
 
     WaitReady: _AgentWaitReadyType
-    """Answers when the worker serves, at once if it did before. The worker goes on starting
-    if the caller goes away: the next one may ask again.
+    """Answers when the worker serves, at once if it did before. If the caller goes away, the start
+    continues, and another caller may wait.
     """
 
     Stop: _AgentStopType
-    """Answers when nothing of the worker is left, also for one that has ended or never was."""
+    """Answers when nothing of the worker is left, also for an ended or unknown worker."""
 
     Suspend: _AgentSuspendType
-    """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
-    the host's own means: of all its processes, or of none. Answered at once if that was done.
+    """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
+    host's own means. Either all processes move, or none. Answered at once if that was done.
     """
 
     Resume: _AgentResumeType
-    """The way back. With a failure of either, the worker is of no use: it is to be stopped."""
+    """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker."""
 
     List: _AgentListType
-    """The workers that have bound their ports, whoever started them. Those that are being stopped, or
-    were about to start for a gateway that is gone, are ended first: nothing is left of a worker
-    that is not among them.
+    """All workers with bound ports. Stopping workers, and workers still starting for a lost gateway,
+    are killed first. So nothing is left of any other worker.
     """
 
     Watch: _AgentWatchType
-    """First what runs now and the newest exits, so that nobody misses what happened while
-    they were away; after that each exit, until the agent ends.
+    """First the running workers and the newest exits, which a caller may have missed. Then each exit,
+    until the agent ends.
     """
 
 AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
@@ -300,8 +299,8 @@ AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
 ]
 
 class AgentServicer(metaclass=abc.ABCMeta):
-    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
-    listens to other hosts, it wants the gateway's certificate.
+    """Only the agent's user can open its socket, and there is no other check of the caller. On a port
+    for other hosts, it requires the gateway's certificate.
     """
 
     @abc.abstractmethod
@@ -327,8 +326,8 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.WaitReadyRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.WaitReadyReply, collections.abc.Awaitable[tandem.v1.agent_pb2.WaitReadyReply]]:
-        """Answers when the worker serves, at once if it did before. The worker goes on starting
-        if the caller goes away: the next one may ask again.
+        """Answers when the worker serves, at once if it did before. If the caller goes away, the start
+        continues, and another caller may wait.
         """
 
     @abc.abstractmethod
@@ -337,7 +336,7 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.StopWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.StopWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.StopWorkerReply]]:
-        """Answers when nothing of the worker is left, also for one that has ended or never was."""
+        """Answers when nothing of the worker is left, also for an ended or unknown worker."""
 
     @abc.abstractmethod
     def Suspend(
@@ -345,8 +344,8 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.SuspendWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
-        """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
-        the host's own means: of all its processes, or of none. Answered at once if that was done.
+        """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
+        host's own means. Either all processes move, or none. Answered at once if that was done.
         """
 
     @abc.abstractmethod
@@ -355,7 +354,7 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.SuspendWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
-        """The way back. With a failure of either, the worker is of no use: it is to be stopped."""
+        """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker."""
 
     @abc.abstractmethod
     def List(
@@ -363,9 +362,8 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.ListWorkersReply, collections.abc.Awaitable[tandem.v1.agent_pb2.ListWorkersReply]]:
-        """The workers that have bound their ports, whoever started them. Those that are being stopped, or
-        were about to start for a gateway that is gone, are ended first: nothing is left of a worker
-        that is not among them.
+        """All workers with bound ports. Stopping workers, and workers still starting for a lost gateway,
+        are killed first. So nothing is left of any other worker.
         """
 
     @abc.abstractmethod
@@ -374,8 +372,8 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tandem.v1.agent_pb2.WatchReply], collections.abc.AsyncIterator[tandem.v1.agent_pb2.WatchReply]]:
-        """First what runs now and the newest exits, so that nobody misses what happened while
-        they were away; after that each exit, until the agent ends.
+        """First the running workers and the newest exits, which a caller may have missed. Then each exit,
+        until the agent ends.
         """
 
 def add_AgentServicer_to_server(servicer: AgentServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -66,14 +66,14 @@ class DescribeSamplerReply(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     max_lora_rank: builtins.int
-    """The largest rank of adapters that it serves; 0: none."""
+    """The largest rank of served adapters. 0: no adapters."""
     state: Global___SamplerState.ValueType
     max_length: builtins.int
     running: builtins.int
     waiting: builtins.int
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the adapters that lie in the engine now."""
+        """Names of the adapters in the engine."""
 
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
@@ -101,14 +101,14 @@ class LoadRequest(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     in_flight: builtins.bool
-    """Requests that are `in_flight` go on with this version: see SampleRequest. Where they already
-    have a newer one, nothing is loaded, and the reply names that.
+    """`in_flight` requests continue with this version: see SampleRequest. If they already have a
+    newer one, nothing is loaded, and the reply names the newer one.
     """
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
     def handoff(self) -> tandem.v1.common_pb2.Handoff:
-        """Where the version's weights lie, besides its files. The files are read if these cannot be had."""
+        """The version's weights in a trainer's memory. The files are read if these are unavailable."""
 
     def __init__(
         self,
@@ -136,18 +136,18 @@ class LoadReply(google.protobuf.message.Message):
     bytes: builtins.int
     seconds: builtins.float
     canary_difference: builtins.float
-    """The largest difference between the logprobs that the trainer recorded at
-    publish and those of the engine. NaN for a base model, which has no record.
+    """The largest difference between the trainer's logprobs at publication and the engine's. NaN for
+    a base model, which has no record.
     """
     handed_off: builtins.bool
-    """The weights were those of the request's `handoff`; no file of them was read."""
+    """The weights came from the request's `handoff`, and no file was read."""
     handoff_failure: builtins.str
-    """Why they were not, if there were any."""
+    """Why files were read despite a `handoff`."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion:
-        """What serves now."""
+        """The serving version."""
 
     def __init__(
         self,
@@ -178,15 +178,15 @@ class SamplingParams(google.protobuf.message.Message):
     STOP_STRINGS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """Absent: as many as fit into the model's length."""
+    """Absent: all that fit into the model's length."""
     seed: builtins.int
     temperature: builtins.float
     top_k: builtins.int
     """-1: all."""
     top_p: builtins.float
     stop_given: builtins.bool
-    """Which stops apply: none given means that the end-of-sequence token stops;
-    an explicit empty list turns that off, too.
+    """False: the model's end tokens stop a sample. True: only the stops below do, even if there are
+    none.
     """
     @property
     def stop_strings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
@@ -215,7 +215,7 @@ Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
 class StructuredOutput(google.protobuf.message.Message):
-    """What a sample must look like, enforced token by token. At most one of these."""
+    """The form of a sample, enforced token by token. At most one is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -272,7 +272,7 @@ class SampleRequests(google.protobuf.message.Message):
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleRequest]: ...
     @property
     def cancelled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The numbers of requests on this stream that nobody waits for any more."""
+        """The numbers of this stream's cancelled requests."""
 
     def __init__(
         self,
@@ -329,23 +329,24 @@ class SampleRequest(google.protobuf.message.Message):
     topk_prompt_logprobs: builtins.int
     topk_sample_logprobs: builtins.int
     seq_id: builtins.int
-    """The place of the request in its sampling session; requests that wait together
-    are admitted in this order, whatever order they arrived in.
+    """The request's number in its sampling session. Requests that wait together are admitted in this
+    order.
     """
     target_prompt_tokens: builtins.bytes
-    """A tandem.wire.v1.Tensor of token ids whose logprobs as alternatives at each prompt
-    position are asked for: [prompt] or [prompt, k], dense or sparse. Empty: none.
+    """A tandem.wire.v1.Tensor [prompt - 1, k] of token ids to score, dense or sparse. Row i is about
+    prompt token i + 1. Empty: none.
     """
     prompt_alt_tokens_k: builtins.int
-    """How many tokens to draw at each prompt position, with their logprobs."""
+    """The number of tokens to draw at each prompt position, with their logprobs."""
     prompt_logprobs_last_n: builtins.int
-    """Prompt logprobs of the last n positions alone, so that the prefix cache serves the rest."""
+    """Prompt logprobs only of the last n positions, so that the prefix cache serves the rest."""
     in_flight: builtins.bool
-    """Sample from `version` or a newer one of its run that another request or load has named
-    `in_flight`. When such a version is loaded, the request goes on with it, and is not waited for.
+    """Sample from `version`, or from a newer one of its run that another `in_flight` request or load
+    named. When that version is loaded, the request continues with it, and the load does not wait
+    for the request.
     """
     number: builtins.int
-    """Which of its stream's requests it is; its reply has the same number."""
+    """Its number on the stream. Its reply has the same number."""
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
@@ -400,10 +401,10 @@ class SampleDelta(google.protobuf.message.Message):
     """Set with the sample's last tokens."""
     stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType
     version: builtins.str
-    """Which version the tokens came from."""
+    """The version that computed the tokens."""
     @property
     def topk(self) -> tandem.wire.v1.tinker_pb2.TopkLogprobs:
-        """[tokens, topk_sample_logprobs], if they were asked for."""
+        """[tokens, topk_sample_logprobs], if requested."""
 
     def __init__(
         self,
@@ -431,7 +432,7 @@ class SampleEvent(google.protobuf.message.Message):
     def delta(self) -> Global___SampleDelta: ...
     @property
     def reply(self) -> Global___SampleReply:
-        """Ends the stream: the whole answer, or why there is none."""
+        """Ends the stream: the whole answer, or a failure."""
 
     def __init__(
         self,
@@ -467,17 +468,17 @@ class SampleReply(google.protobuf.message.Message):
     seconds: builtins.float
     """From the admission into the engine to the answer."""
     max_length: builtins.int
-    """The longest sequence that the engine takes, in tokens: also in a refusal."""
+    """The engine's longest sequence in tokens, also in a refusal."""
     number: builtins.int
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion:
-        """Which version the engine sampled from; of an `in_flight` request, the last one."""
+        """The version that computed the samples, or the last one of an `in_flight` request."""
 
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleVersions]:
-        """Of an `in_flight` request, which versions the tokens of each sample came from."""
+        """For an `in_flight` request: the versions that computed the tokens of each sample."""
 
     def __init__(
         self,

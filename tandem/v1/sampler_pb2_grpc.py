@@ -77,33 +77,33 @@ class SamplerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Puts a weight version into the engine. Returns when it serves, or with the reason
-        why the version that served before goes on serving.
+        """Loads a weight version into the engine. Returns when it serves, or with the reason why the
+        previous version continues to serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sample(self, request_iterator, context):
-        """Samples from exactly the versions named. Where another one is loaded, a request
-        waits its turn and the engine changes over. All requests of a caller are on one stream, as
-        many in a message as there are by then, and so are their replies, each when it is there. A
-        stream that its caller ends is answered to its last request; one that breaks cancels them.
+        """Samples from exactly the named versions. If another one is loaded, a request waits until the
+        engine has switched. All requests of a caller are on one stream. A message holds all present
+        requests, and a reply message all present replies. After its caller ends a stream, all its
+        requests are answered. A broken stream cancels them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleStream(self, request, context):
-        """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
-        a stream of its own, so that a reader that is slow holds up no other.
+        """One request, with each token at once. The last message has `reply`. Each request has its own
+        stream, so that a slow reader delays no other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Weights and KV cache off the device, once what runs has ended.
+        """Moves weights and KV cache off the device, after the running requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -182,24 +182,24 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
     Describe: _SamplerDescribeType
 
     Load: _SamplerLoadType
-    """Puts a weight version into the engine. Returns when it serves, or with the reason
-    why the version that served before goes on serving.
+    """Loads a weight version into the engine. Returns when it serves, or with the reason why the
+    previous version continues to serve.
     """
 
     Sample: _SamplerSampleType
-    """Samples from exactly the versions named. Where another one is loaded, a request
-    waits its turn and the engine changes over. All requests of a caller are on one stream, as
-    many in a message as there are by then, and so are their replies, each when it is there. A
-    stream that its caller ends is answered to its last request; one that breaks cancels them.
+    """Samples from exactly the named versions. If another one is loaded, a request waits until the
+    engine has switched. All requests of a caller are on one stream. A message holds all present
+    requests, and a reply message all present replies. After its caller ends a stream, all its
+    requests are answered. A broken stream cancels them.
     """
 
     SampleStream: _SamplerSampleStreamType
-    """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
-    a stream of its own, so that a reader that is slow holds up no other.
+    """One request, with each token at once. The last message has `reply`. Each request has its own
+    stream, so that a slow reader delays no other.
     """
 
     Sleep: _SamplerSleepType
-    """Weights and KV cache off the device, once what runs has ended."""
+    """Moves weights and KV cache off the device, after the running requests."""
 
     Wake: _SamplerWakeType
 
@@ -244,8 +244,8 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.sampler_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.sampler_pb2.LoadReply, collections.abc.Awaitable[tandem.v1.sampler_pb2.LoadReply]]:
-        """Puts a weight version into the engine. Returns when it serves, or with the reason
-        why the version that served before goes on serving.
+        """Loads a weight version into the engine. Returns when it serves, or with the reason why the
+        previous version continues to serve.
         """
 
     @abc.abstractmethod
@@ -254,10 +254,10 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[tandem.v1.sampler_pb2.SampleRequests],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleReplies], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleReplies]]:
-        """Samples from exactly the versions named. Where another one is loaded, a request
-        waits its turn and the engine changes over. All requests of a caller are on one stream, as
-        many in a message as there are by then, and so are their replies, each when it is there. A
-        stream that its caller ends is answered to its last request; one that breaks cancels them.
+        """Samples from exactly the named versions. If another one is loaded, a request waits until the
+        engine has switched. All requests of a caller are on one stream. A message holds all present
+        requests, and a reply message all present replies. After its caller ends a stream, all its
+        requests are answered. A broken stream cancels them.
         """
 
     @abc.abstractmethod
@@ -266,8 +266,8 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.sampler_pb2.SampleRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleEvent], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleEvent]]:
-        """One request, with the tokens told as they are drawn. The last message has `reply`. Each has
-        a stream of its own, so that a reader that is slow holds up no other.
+        """One request, with each token at once. The last message has `reply`. Each request has its own
+        stream, so that a slow reader delays no other.
         """
 
     @abc.abstractmethod
@@ -276,7 +276,7 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.common_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]:
-        """Weights and KV cache off the device, once what runs has ended."""
+        """Moves weights and KV cache off the device, after the running requests."""
 
     @abc.abstractmethod
     def Wake(

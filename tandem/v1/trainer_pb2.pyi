@@ -92,7 +92,7 @@ class DescribeTrainerRequest(google.protobuf.message.Message):
 
     RUN_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
-    """Empty: which runs are hosted, and nothing else; answered in the middle of an operation, too."""
+    """Empty: the reply has only the hosted runs, and comes even during an operation."""
     def __init__(
         self,
         *,
@@ -130,10 +130,10 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     last_seq_id: builtins.int
     step: builtins.int
     trainable_parameters: builtins.int
-    """Parameters that the optimizer moves; all of them but in a LoRA run."""
+    """Trained parameters: all of them, except in a LoRA run."""
     micro_batch_tokens: builtins.int
-    """A forward pass takes at most so many tokens, padding included. Smaller than what was set once
-    a batch has run out of memory.
+    """The most tokens of a forward pass, padding included. Below the setting after a batch ran out of
+    memory.
     """
     asleep: builtins.bool
     shares: builtins.bool
@@ -141,17 +141,15 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     packs: builtins.bool
     """Whether micro-batches come packed into one row instead of padded."""
     peak_allocated_bytes: builtins.int
-    """The most of its device that rank 0's tensors have taken, and that torch has held for them. 0 on a
-    CPU.
-    """
+    """The peak device memory of rank 0's tensors, and of torch's reservation. 0 on a CPU."""
     peak_reserved_bytes: builtins.int
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """All that are hosted."""
+        """All hosted runs."""
 
     @property
     def memory(self) -> Global___MemoryPlan:
-        """Made before the model was loaded. Absent where the backend makes none."""
+        """The plan from before the model was loaded. Absent if the backend makes none."""
 
     def __init__(
         self,
@@ -180,9 +178,7 @@ Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerRepl
 
 @typing.final
 class MemoryPlan(google.protobuf.message.Message):
-    """Bytes of each rank, by what they are for, such as "weights". Of a CPU's ranks all are in `device`,
-    which is the host.
-    """
+    """Bytes of each rank by part, such as "weights". On a CPU all are in `device`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -226,7 +222,7 @@ class MemoryPlan(google.protobuf.message.Message):
     HOST_AVAILABLE_FIELD_NUMBER: builtins.int
     micro_batch_tokens: builtins.int
     checkpointing: builtins.bool
-    """Blocks keep their input alone for the backward pass, and are computed again there."""
+    """Blocks keep only their inputs for the backward pass, and are computed again there."""
     device_available: builtins.int
     host_available: builtins.int
     @property
@@ -272,14 +268,14 @@ class ProgressReply(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     COMPILING_FIELD_NUMBER: builtins.int
     seq_id: builtins.int
-    """Of the operation that is being applied; 0: there is none."""
+    """The current operation. 0: there is none."""
     seconds: builtins.float
-    """Since its turn came."""
+    """Since its turn."""
     tokens_done: builtins.int
-    """Tokens of its batch: those computed, and all. 0 for an operation without a batch."""
+    """Computed tokens of its batch, and all tokens. 0 for an operation without a batch."""
     tokens: builtins.int
     compiling: builtins.bool
-    """It compiles what the batch will be computed with."""
+    """The trainer compiles code for the batch."""
     def __init__(
         self,
         *,
@@ -306,15 +302,15 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
     payload: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardRequest as the client sent it. Opaque to the gateway."""
     loss_definition: builtins.bytes
-    """The definition of a loss that the client registered beforehand, for the loss to read."""
+    """The definition of the client's registered loss."""
     micro_batch_tokens: builtins.int
-    """The plan to use, such as that of the reply to the same call before; 0: the trainer's own."""
+    """The plan to use, such as that of an earlier reply to this call. 0: the trainer's own."""
     out_of_memory_at: builtins.int
-    """A micro-batch of so many tokens ran out of memory when the call was sent before: smaller ones
-    are computed. If there are none, the call is refused and nothing is computed. 0: it did not.
+    """The tokens of a micro-batch of this call that ran out of memory before. Smaller ones are
+    computed. If there are none, the call is refused and nothing is computed. 0: none did.
     """
     checkpoint: builtins.bool
-    """If there are no smaller ones, the call is not refused: blocks are checkpointed."""
+    """If there are no smaller ones, blocks are checkpointed instead of a refusal."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     def __init__(
@@ -343,14 +339,14 @@ class ForwardBackwardReply(google.protobuf.message.Message):
     MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     OUT_OF_MEMORY_AT_FIELD_NUMBER: builtins.int
     output: builtins.bytes
-    """A tandem.wire.v1.ForwardBackwardOutput, handed to the client as it is."""
+    """A tandem.wire.v1.ForwardBackwardOutput, which the client gets unchanged."""
     seconds: builtins.float
     tokens: builtins.int
     micro_batch_tokens: builtins.int
-    """The plan that was used. 0 if the batch was refused."""
+    """The used plan. 0 if the batch was refused."""
     out_of_memory_at: builtins.int
-    """With the failure "out_of_memory": the tokens of the micro-batch that is too large and cannot be
-    divided. Without a failure: the request's.
+    """With the failure "out_of_memory": the tokens of the micro-batch, which cannot be divided.
+    Without a failure: the request's value.
     """
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
@@ -435,7 +431,7 @@ class OptimStepRequest(google.protobuf.message.Message):
     DIMUON_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     snapshot: builtins.str
-    """Where to write a snapshot of the state after the step; empty: none is asked for."""
+    """The folder for a snapshot of the state after the step. Empty: none."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -501,20 +497,20 @@ class OptimStepReply(google.protobuf.message.Message):
     BATCH_SECONDS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     step: builtins.int
-    """Optimizer steps applied so far, this one included."""
+    """Applied optimizer steps, with this one."""
     seconds: builtins.float
     batch_tokens: builtins.int
     batch_seconds: builtins.float
     weight_version: builtins.str
-    """The newest version that the run had published before the step."""
+    """The run's newest published version before the step."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
     def batch_metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Of the forward_backwards whose gradients were applied: metrics (combined as their suffixes
-        say), tokens and seconds.
+        """Sums over the forward_backwards whose gradients were applied. Metrics are combined by their
+        suffixes.
         """
 
     def __init__(
@@ -546,11 +542,11 @@ class PublishRequest(google.protobuf.message.Message):
     parent: builtins.str
     """The version published before, if any."""
     delta_of: builtins.str
-    """A whole version of the run, in the same folder: of files that differ little from its own, only
-    what differs may be written. Empty: all files are to be whole.
+    """A whole version of the run, in the same folder. Files that differ little from its files may be
+    written as differences. Empty: all files are written whole.
     """
     handoff: builtins.bool
-    """Keep the weights in memory, too, for a sampler on the same device."""
+    """Also keep the weights in memory, for a sampler on the same device."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -583,19 +579,19 @@ class PublishReply(google.protobuf.message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """Of all files, as a reader has them."""
+    """The bytes of all files, with patches applied."""
     seconds: builtins.float
     delta_of: builtins.str
-    """The version without which this one cannot be read, if it is a delta."""
+    """The base version of a delta."""
     written_bytes: builtins.int
-    """Of what is in the folder: fewer than `bytes` if it is a delta."""
+    """The bytes in the folder: fewer than `bytes` for a delta."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
     def handoff(self) -> tandem.v1.common_pb2.Handoff:
-        """Absent if it was not asked for, or there is no room for it."""
+        """Absent if it was not requested, or without room."""
 
     def __init__(
         self,
@@ -675,8 +671,8 @@ class SaveCheckpointReply(google.protobuf.message.Message):
     bytes: builtins.int
     seconds: builtins.float
     at_step: builtins.bool
-    """No gradients were held, nor any that are incomplete: the checkpoint is the whole state, and may
-    be restored like a snapshot.
+    """There were neither held nor refused gradients. So the checkpoint is the whole state, and can be
+    restored like a snapshot.
     """
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
@@ -742,7 +738,7 @@ Global___LoadCheckpointReply: typing_extensions.TypeAlias = LoadCheckpointReply
 
 @typing.final
 class AwaitSnapshotRequest(google.protobuf.message.Message):
-    """A snapshot is a checkpoint that no user knows of, taken at an optimizer step."""
+    """A snapshot is an internal checkpoint, of the state after a step or load."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -771,13 +767,13 @@ class AwaitSnapshotReply(google.protobuf.message.Message):
     PAUSE_SECONDS_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     seq_id: builtins.int
-    """Of the step."""
+    """The step's or load's."""
     step: builtins.int
     bytes: builtins.int
     pause_seconds: builtins.float
-    """For which training stood still while the state was copied."""
+    """The pause of training for the copy of the state."""
     seconds: builtins.float
-    """To write it, while training went on."""
+    """The time of the write, beside training."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     def __init__(
@@ -806,7 +802,7 @@ class TakeSnapshotRequest(google.protobuf.message.Message):
     run_id: builtins.str
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader:
-        """Filled in by the trainer: the step or load after which the state was as it is."""
+        """Filled in by the trainer: the step or load that made the state."""
 
     def __init__(
         self,
@@ -829,11 +825,11 @@ class RestoreRequest(google.protobuf.message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     path: builtins.str
-    """The snapshot to load; empty: the state stays as it is."""
+    """The snapshot to load. Empty: the state stays."""
     seq_id: builtins.int
-    """The newest operation that the state contains, and that needs no answer any more."""
+    """The newest operation in the state. It needs no answer."""
     weight_version: builtins.str
-    """The newest version that the run has published."""
+    """The run's newest published version."""
     run_id: builtins.str
     def __init__(
         self,

@@ -27,10 +27,9 @@ if _version_not_supported:
 
 
 class TrainerStub(object):
-    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
-    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
-    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
-    (`ForwardBackwardRequest.out_of_memory_at`).
+    """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
+    cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
+    tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
 
     Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
     host is NOT_FOUND. It begins with the run of its specification.
@@ -120,26 +119,25 @@ class TrainerStub(object):
 
 
 class TrainerServicer(object):
-    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
-    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
-    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
-    (`ForwardBackwardRequest.out_of_memory_at`).
+    """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
+    cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
+    tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
 
     Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
     host is NOT_FOUND. It begins with the run of its specification.
     """
 
     def AddRun(self, request, context):
-        """Hosts another run on the same frozen base model, with adapters, optimizer and order of operations
-        of its own. Answered alike when the run is hosted already. A failure leaves the others as they are.
+        """Hosts another run on the same frozen base model, with its own adapters, optimizer and order of
+        operations. A repeated call gets the same answer. A failure does not affect other runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveRun(self, request, context):
-        """Ends a run once it is through with what was sent before, and frees what it holds. The last run is
-        not removed: stop the worker. Answered alike when the run is not hosted.
+        """Ends a run after its earlier operations, and frees its memory. The last run cannot be removed:
+        stop the worker. A repeated call gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +151,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """How far the operation under way is. Answers at once.
+        """The progress of the current operation. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,7 +179,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once.
+        """Frees a version's copy for a sampler. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,31 +200,31 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitSnapshot(self, request, context):
-        """Answers once the snapshot that an OptimStep asked for is written, or has failed.
+        """Answers once the snapshot of an OptimStep is written, or has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeSnapshot(self, request, context):
-        """Takes a snapshot between two operations: of the state after the newest step or load, without the
-        gradients that came since. Answers once it is written, or has failed.
+        """Takes a snapshot of the state after the newest step or load, without later gradients. Answers
+        once it is written, or has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
-        operations have been replayed. Refused while operations are under way.
+        """Restores an earlier trainer's state in a new one: loads a snapshot, or names the last replayed
+        operation. With a snapshot it is refused during operations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
-        operations are under way.
+        """Moves parameters, gradients and optimizer state off the devices, on all ranks or on none.
+        Refused during operations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -325,10 +323,9 @@ def add_TrainerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Trainer(object):
-    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
-    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
-    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
-    (`ForwardBackwardRequest.out_of_memory_at`).
+    """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
+    cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
+    tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
 
     Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
     host is NOT_FOUND. It begins with the run of its specification.

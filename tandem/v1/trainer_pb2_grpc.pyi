@@ -269,10 +269,9 @@ _TrainerWakeType = typing_extensions.TypeVar(
 )
 
 class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerReleaseType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
-    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
-    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
-    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
-    (`ForwardBackwardRequest.out_of_memory_at`).
+    """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
+    cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
+    tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
 
     Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
     host is NOT_FOUND. It begins with the run of its specification.
@@ -407,20 +406,20 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
     ], channel: grpc.aio.Channel) -> None: ...
 
     AddRun: _TrainerAddRunType
-    """Hosts another run on the same frozen base model, with adapters, optimizer and order of operations
-    of its own. Answered alike when the run is hosted already. A failure leaves the others as they are.
+    """Hosts another run on the same frozen base model, with its own adapters, optimizer and order of
+    operations. A repeated call gets the same answer. A failure does not affect other runs.
     """
 
     RemoveRun: _TrainerRemoveRunType
-    """Ends a run once it is through with what was sent before, and frees what it holds. The last run is
-    not removed: stop the worker. Answered alike when the run is not hosted.
+    """Ends a run after its earlier operations, and frees its memory. The last run cannot be removed:
+    stop the worker. A repeated call gets the same answer.
     """
 
     Describe: _TrainerDescribeType
     """Facts about the model, the process group and a run. Answers once the worker is ready."""
 
     Progress: _TrainerProgressType
-    """How far the operation under way is. Answers at once."""
+    """The progress of the current operation. Answers at once."""
 
     ForwardBackward: _TrainerForwardBackwardType
     """Computes a loss and, unless `forward_only`, adds its gradients to those held."""
@@ -432,7 +431,7 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
     """Writes the current weights as a new weight version."""
 
     Release: _TrainerReleaseType
-    """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once."""
+    """Frees a version's copy for a sampler. Answers at once."""
 
     SaveCheckpoint: _TrainerSaveCheckpointType
     """Writes weights, optimizer state and counters as a checkpoint."""
@@ -441,21 +440,21 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
     """Replaces weights (and, if asked, optimizer state) by those of a checkpoint."""
 
     AwaitSnapshot: _TrainerAwaitSnapshotType
-    """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+    """Answers once the snapshot of an OptimStep is written, or has failed."""
 
     TakeSnapshot: _TrainerTakeSnapshotType
-    """Takes a snapshot between two operations: of the state after the newest step or load, without the
-    gradients that came since. Answers once it is written, or has failed.
+    """Takes a snapshot of the state after the newest step or load, without later gradients. Answers
+    once it is written, or has failed.
     """
 
     Restore: _TrainerRestoreType
-    """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
-    operations have been replayed. Refused while operations are under way.
+    """Restores an earlier trainer's state in a new one: loads a snapshot, or names the last replayed
+    operation. With a snapshot it is refused during operations.
     """
 
     Sleep: _TrainerSleepType
-    """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
-    operations are under way.
+    """Moves parameters, gradients and optimizer state off the devices, on all ranks or on none.
+    Refused during operations.
     """
 
     Wake: _TrainerWakeType
@@ -524,10 +523,9 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
 ]
 
 class TrainerServicer(metaclass=abc.ABCMeta):
-    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
-    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
-    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
-    (`ForwardBackwardRequest.out_of_memory_at`).
+    """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
+    cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
+    tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
 
     Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
     host is NOT_FOUND. It begins with the run of its specification.
@@ -539,8 +537,8 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.AddRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.AddRunReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AddRunReply]]:
-        """Hosts another run on the same frozen base model, with adapters, optimizer and order of operations
-        of its own. Answered alike when the run is hosted already. A failure leaves the others as they are.
+        """Hosts another run on the same frozen base model, with its own adapters, optimizer and order of
+        operations. A repeated call gets the same answer. A failure does not affect other runs.
         """
 
     @abc.abstractmethod
@@ -549,8 +547,8 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.RemoveRunRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.RemoveRunReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.RemoveRunReply]]:
-        """Ends a run once it is through with what was sent before, and frees what it holds. The last run is
-        not removed: stop the worker. Answered alike when the run is not hosted.
+        """Ends a run after its earlier operations, and frees its memory. The last run cannot be removed:
+        stop the worker. A repeated call gets the same answer.
         """
 
     @abc.abstractmethod
@@ -567,7 +565,7 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.ProgressReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.ProgressReply]]:
-        """How far the operation under way is. Answers at once."""
+        """The progress of the current operation. Answers at once."""
 
     @abc.abstractmethod
     def ForwardBackward(
@@ -599,7 +597,7 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.ReleaseReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.ReleaseReply]]:
-        """Frees what was kept of a version for a sampler, which has it or needs it no more. Answers at once."""
+        """Frees a version's copy for a sampler. Answers at once."""
 
     @abc.abstractmethod
     def SaveCheckpoint(
@@ -623,7 +621,7 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.AwaitSnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.AwaitSnapshotReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AwaitSnapshotReply]]:
-        """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+        """Answers once the snapshot of an OptimStep is written, or has failed."""
 
     @abc.abstractmethod
     def TakeSnapshot(
@@ -631,8 +629,8 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.TakeSnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.AwaitSnapshotReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AwaitSnapshotReply]]:
-        """Takes a snapshot between two operations: of the state after the newest step or load, without the
-        gradients that came since. Answers once it is written, or has failed.
+        """Takes a snapshot of the state after the newest step or load, without later gradients. Answers
+        once it is written, or has failed.
         """
 
     @abc.abstractmethod
@@ -641,8 +639,8 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.RestoreReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.RestoreReply]]:
-        """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
-        operations have been replayed. Refused while operations are under way.
+        """Restores an earlier trainer's state in a new one: loads a snapshot, or names the last replayed
+        operation. With a snapshot it is refused during operations.
         """
 
     @abc.abstractmethod
@@ -651,8 +649,8 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.common_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]:
-        """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
-        operations are under way.
+        """Moves parameters, gradients and optimizer state off the devices, on all ranks or on none.
+        Refused during operations.
         """
 
     @abc.abstractmethod
