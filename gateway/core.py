@@ -52,7 +52,7 @@ from gateway.storage.data_directory import (
 from gateway.storage.database import Database
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
-from gateway.storage.futures.table import FutureTable, Outcome
+from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.storage.retention import Retention
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
@@ -148,6 +148,8 @@ class Gateway:
         self.futures = FutureTable(
             folder=private / "results" / "samples",
             result_ttl=settings.result_ttl,
+            bytes_in_memory=RESULT_BYTES,
+            max_samples=RESULTS,
             metrics=metrics,
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)

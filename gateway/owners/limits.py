@@ -56,6 +56,7 @@ _ASSUMED_RATE = 10.0
 
 class Quotas:
     def __init__(self, *, settings: LimitSettings, metrics: Metrics) -> None:
+        self._settings = settings
         self._limits: dict[str, int] = BOUNDS | settings.model_dump()
         self._metrics = metrics
         self.operations = self._ledger("queued_operations", "queued operations")
@@ -97,7 +98,7 @@ class Quotas:
     @property
     def unnamed_bytes(self) -> int:
         """Bytes of unnamed weights that an owner may have on disk."""
-        return self._limits["unnamed_bytes"]
+        return self._settings.unnamed_bytes
 
     def note_refusal(self, limit: str) -> None:
         self._metrics.refusals.labels(limit=limit).inc()

@@ -213,10 +213,11 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
     gateway, which lost the client's samples."""
     target = body.target
     await access.past_sampling_session(target.sampling_session_id)
+    longest = LONG_POLL
     polled = await access.gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
         after=body.prev_cursor,
-        timeout=LONG_POLL if body.timeout is None else min(body.timeout, LONG_POLL),
+        timeout=longest if body.timeout is None else min(body.timeout, longest),
         retrieved=body.retrieved_request_ids,
     )
     if polled is None:

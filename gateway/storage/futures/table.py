@@ -35,6 +35,11 @@ FETCHED_GRACE = 30.0
 _SMALL = 2**10
 """Bytes. Smaller results never move to files, and only their number is bounded."""
 
+RESULT_BYTES = 64 * 2**20
+"""Result bytes per owner in memory. Older results move to the disk."""
+RESULTS = 65_536
+"""Unfetched sample results per owner. The oldest are dropped."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -117,16 +122,14 @@ class _Expiring:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
-    """This gateway's futures by request_id. `result_ttl` is in seconds.
-
-    An owner's oldest results beyond `bytes_in_memory` move to `folder`. Its oldest unfetched
-    samples beyond `max_samples` are dropped."""
+    """This gateway's futures by request_id. `folder` holds results outside memory.
+    `bytes_in_memory` and `max_samples` apply per owner. `result_ttl` is in seconds."""
 
     folder: Path
     result_ttl: float
+    bytes_in_memory: int
+    max_samples: int
     metrics: Metrics
-    bytes_in_memory: int = 64 * 2**20
-    max_samples: int = 65_536
 
     def __post_init__(self) -> None:
         self._futures: dict[str, Future] = {}
