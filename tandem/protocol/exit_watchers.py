@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from weakref import WeakSet
 
 from tandem.protocol.worker import WorkerExit
 
 
 class ExitWatchers:
-    """Tells every watcher each exit after its `add`. Its length is their number."""
+    """Tells every watcher each exit after its `add`. Its length is their number.
+
+    A watcher that never began to read leaves with its iterator."""
 
     def __init__(self) -> None:
-        self._queues: list[asyncio.Queue[WorkerExit | None]] = []
+        self._queues: WeakSet[asyncio.Queue[WorkerExit | None]] = WeakSet()
         self._closed = False
 
     def __len__(self) -> int:
@@ -23,7 +26,7 @@ class ExitWatchers:
         queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
         for exit_ in (*before, *([None] if self._closed else [])):
             queue.put_nowait(exit_)
-        self._queues.append(queue)
+        self._queues.add(queue)
         return self._follow(queue)
 
     def tell(self, exit_: WorkerExit) -> None:
@@ -40,4 +43,4 @@ class ExitWatchers:
             while (exit_ := await queue.get()) is not None:
                 yield exit_
         finally:
-            self._queues.remove(queue)
+            self._queues.discard(queue)
