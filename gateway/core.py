@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
@@ -25,11 +26,6 @@ from gateway.owners.sessions.registry import SessionRegistry, why_ended
 from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.trace_exports import TraceExporter
-from gateway.placement.asks import check_defaults
-from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
-from gateway.placement.leases import Leases
-from gateway.placement.memory import HostMemory
-from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING, Places
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
@@ -54,9 +50,21 @@ from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
 from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.storage.retention import Retention
+from gateway.workers.asks import check_defaults
+from gateway.workers.declared_groups import budgets_of, groups_of
+from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
-from gateway.workers.fleet import Fleet
+from gateway.workers.groups import WorkerGroup
 from gateway.workers.launchers.base import Launcher
+from gateway.workers.memory import host_bytes_in_use
+from gateway.workers.processes import Processes
+from gateway.workers.requested import RequestMaker
+from gateway.workers.roster import Roster
+from gateway.workers.spill import free_on_disk, spill_folder
+from gateway.workers.supervisor import Supervisor
+from gateway.workers.table import DatabaseTable
+from gateway.workers.trainer_adapter import TrainerAdapter
+from gateway.workers.worker_metrics import WorkerMetrics
 from tandem.errors import SessionFinished
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
@@ -182,44 +190,45 @@ class Gateway:
         self.downloads = DownloadSigner(
             key=signing_key, checkpoints=self.checkpoints, versions=self.versions
         )
-        self.fleet = Fleet(
-            settings=settings,
-            database=database,
-            launcher=launcher,
-            metrics=metrics,
-            epoch=epoch,
+        self.processes = Processes(
+            settings=settings, launcher=launcher, metrics=metrics, epoch=epoch
         )
-        self.memory = HostMemory(
-            spill_folder=settings.spill_dir or data_dir.absolute() / "spill",
-            least_free=settings.min_free_bytes,
+        self._worker_metrics = WorkerMetrics(metrics)
+        spill, patience = str(spill_folder(settings)), settings.sharing.switch_timeout
+        trainers = TrainerAdapter(self.processes, spill_folder=spill, timeout=patience)
+        engines = EngineAdapter(
+            self.processes,
+            spill_folder=spill,
+            timeout=patience,
+            load_timeout=settings.operation_timeout,
         )
-        self.leases = Leases(
-            database=database,
-            settings=settings.sharing,
-            memory=self.memory,
-            metrics=metrics,
-            epoch=epoch.number,
+        self.supervisor = Supervisor(
+            Roster(
+                table=DatabaseTable(database),
+                adapters={"trainer": trainers, "engine": engines},
+                settings=settings.sharing,
+                epoch=epoch.number,
+                clock=time.time,
+                observer=self._worker_metrics,
+            ),
+            free_on_disk=partial(free_on_disk, settings),
         )
+        requests = RequestMaker(settings=settings, groups=self.groups)
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"
         )
-        self.places = Places(
-            database=database,
-            most_engines=settings.max_engines,
-            most_starting=MOST_STARTING,
-            quantum=ENGINE_QUANTUM,
-        )
         self.samplers = SamplerRouter(
             settings=settings,
-            fleet=self.fleet,
+            supervisor=self.supervisor,
+            adapter=engines,
+            processes=self.processes,
+            requests=requests,
             metrics=metrics,
             meter=self.samples,
             pins=self.pins,
             models=self.models,
             sessions=self.sessions,
             limits=self.limits,
-            leases=self.leases,
-            places=self.places,
         )
         self.sampling = SamplingSessionRegistry(
             database=database,
@@ -241,9 +250,9 @@ class Gateway:
         )
         hosts = TrainerHosts(
             settings=settings,
-            fleet=self.fleet,
-            places=self.places,
-            leases=self.leases,
+            supervisor=self.supervisor,
+            adapter=trainers,
+            requests=requests,
             samplers=self.samplers,
         )
         snapshots = SnapshotStore(
@@ -278,8 +287,7 @@ class Gateway:
             journal=self.journal,
             sessions=self.sessions,
             limits=self.limits,
-            fleet=self.fleet,
-            places=self.places,
+            groups=self.groups,
             hosts=hosts,
             snapshots=snapshots,
             pins=self.pins,
@@ -310,30 +318,33 @@ class Gateway:
         await self.models.open()
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
-        host = await self.fleet.launcher.describe_host()
-        # a mistake ends the start before workers are adopted
+        host = await self.processes.launcher.describe_host()
+        # a mistake ends the start before workers are taken up
         groups = groups_of(self.settings, host)
         check_defaults(self.settings, groups)
-        await self.fleet.open()
-        most = host_memory_budget(self.settings, host)
-        await self.leases.open(groups, host_memory_bytes=most)
-        await self.sessions.open()
-        shared = await self.runs.shared_trainers()
-        await self.places.open(
-            groups,
-            host_memory_bytes=most,
-            is_wanted=lambda place: (
-                place.key in shared or self.sessions.get(place.session_id) is not None
-            ),
-        )
         for group in groups:
-            self.leases.of(group.name).drain(self.places.is_drained(group))
+            self._log.info("device_group", **group.about())
+        self.supervisor.declare(groups, budgets_of(self.settings, host))
+        self._worker_metrics.watch([group.name for group in groups], self.supervisor.overview)
+        await self.processes.open(self.supervisor)
+        await self.supervisor.open()
+        await self.sessions.open()
         await self.runs.open()
         await self.sampling.open()
         await self.samplers.open()
-        self.leases.records.forget_left()
-        self.places.release_left(self.runs.hosts.keys())
+        await self.supervisor.settle(self._holders())
         await self.collector.collect_all()
+
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """Return the declared groups."""
+        return tuple(group for group in self.supervisor.roster.groups.values() if group.kinds)
+
+    def _holders(self) -> set[str]:
+        """Return those for whom workers exist: the runs, the samplers, and the samplers whose
+        places runs keep."""
+        hosts = self.runs.hosts.all()
+        runs = {run_id for host in hosts for run_id in host.runs}
+        return runs | self.samplers.keys() | {host.sampler for host in hosts}
 
     async def _close(self) -> None:
         self.futures.release_waiters()
@@ -344,11 +355,12 @@ class Gateway:
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
-        await self.leases.close()  # first: cancelled waiters then pass no devices on
+        self.supervisor.only_end()  # nobody gets the devices of a cancelled run
         await self.runs.close(patience=self._patience)
         self.usage.write()  # the rest may outlast the user's patience
         await self.samplers.close()
-        await self.fleet.close(leaving=self.stop.hand_over)
+        await self.supervisor.close()
+        await self.processes.close(leaving=self.stop.hand_over)
         await self.copies.close()
         await self.collector.close()
         await self.futures.close()
@@ -379,8 +391,8 @@ class Gateway:
 
     @property
     def _patience(self) -> float:
-        """Seconds to wait for workers to end. They keep their places and leases until that is known
-        (`Fleet`), which can take longer."""
+        """Seconds to wait for workers to end. They keep their places and leases until nothing is
+        left of them, which can take longer."""
         return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
@@ -390,10 +402,9 @@ class Gateway:
             outcome = outcome or await definitions.recall(request_id)
         return outcome
 
-    async def drain(self, group: DeviceGroup, *, drained: bool) -> None:
+    async def drain(self, group: WorkerGroup, *, drained: bool) -> None:
         """Drain a group or undo it. Raises `StorageFailed`."""
-        await self.places.drain(group, drained=drained)
-        self.leases.of(group.name).drain(drained)
+        await self.supervisor.drain(group.name, drained=drained)
 
     async def collect(self, run_id: str) -> bool:
         """Remove the run's unused, unnamed files. Return False if unnamed files are still in
@@ -435,16 +446,16 @@ class Gateway:
             "Training runs that have not ended.",
             lambda: sum(run.state != "ended" for run in self.runs.all()),
         )
-        watch("workers", "Workers that start or serve.", lambda: len(self.fleet.all()))
+        watch("workers", "Workers that start or serve.", lambda: len(self.processes.all()))
         watch(
             "host_memory_bytes",
-            "Host memory that the workers of leased groups have, or may take in a switch.",
-            lambda: self.memory.used,
+            "Host memory that workers have, or may take in a sleep.",
+            lambda: host_bytes_in_use(self.supervisor.overview()),
         )
         watch(
             "host_memory_budget_bytes",
             "Host memory that they may have; 0: not bounded.",
-            lambda: self.memory.budget,
+            lambda: self.supervisor.roster.budgets.host_bytes,
         )
         watch(
             "queued_operations",

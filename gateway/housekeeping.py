@@ -132,7 +132,7 @@ class Housekeeping:
                 in_use={
                     "gateway",
                     "agent",
-                    *(worker.worker_id for worker in self._gateway.fleet.all()),
+                    *(worker.worker_id for worker in self._gateway.processes.all()),
                 },
             )
         except OSError as error:  # such as a full disk: the other work continues

@@ -243,9 +243,7 @@ async def _forget_what_went_on(database: Database) -> None:
         update(operations)
         .where(operations.c.ended_at.is_(None))
         .values(state="failed", error=_REASON, ended_at=now, **why),
-        update(workers)
-        .where(workers.c.state != "ended")
-        .values(state="ended", reason=_REASON, ended_at=now),
+        delete(workers),  # the gateway stops processes without a row
         delete(snapshots),
         delete(weight_versions).where(
             weight_versions.c.collected_at.is_(None), weight_versions.c.name.not_in(named)

@@ -70,9 +70,7 @@ class RunLifecycle:
         try:
             runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
             begins = run.creation is not None and not run.creation.future.ended
-            if begins:
-                await run.trainer.host.discard_left()
-            await run.trainer.host.take_place(self.hosts.ask_of(run))
+            await self.hosts.place(run, run.trainer.host)
             if run.creation is not None and begins:
                 await run.trainer.start()
                 call = Call(run.creation)

@@ -114,8 +114,8 @@ class WeightPublisher:
             return False
         if wanted == "auto" and run.about.device != "cuda":
             return False
-        place, engines = self._trainer.host.place, sampler.engines
-        return place is not None and len(engines) == 1 and engines[0].is_beside(place)
+        engines = sampler.engines
+        return len(engines) == 1 and engines[0].is_beside(self._trainer.host.key)
 
     async def release(self, version: str) -> None:
         """Let the trainer free the weights of a handoff. Otherwise it frees them after a while."""

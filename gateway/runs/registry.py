@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,6 @@ from gateway.identifiers import (
 )
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
-from gateway.placement.asks import Asks, settled_asks
-from gateway.placement.places import Places
 from gateway.runs import dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
@@ -36,8 +34,9 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs, sessions
-from gateway.workers.fleet import Fleet
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.asks import Asks, settled_asks
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
     GatewayRestarted,
     InternalError,
@@ -65,8 +64,7 @@ class RunRegistry:
     journal: Journal
     sessions: SessionRegistry
     limits: Quotas
-    fleet: Fleet
-    places: Places
+    groups: Callable[[], Sequence[WorkerGroup]]
     hosts: TrainerHosts
     snapshots: SnapshotStore
     pins: Pins
@@ -85,12 +83,6 @@ class RunRegistry:
             data_dir=self.settings.private,
         )
         self._log = get_log()
-
-    async def shared_trainers(self) -> set[str]:
-        """Return the keys of shared trainers of an earlier gateway."""
-        shared = (runs.c.state == "active") & (runs.c.host != runs.c.id)
-        rows = await self.database.read(select(runs.c.host).where(shared))
-        return {row["host"] for row in rows}
 
     async def open(self) -> None:
         """Resume an earlier gateway's restorable runs and end the others."""
@@ -120,7 +112,6 @@ class RunRegistry:
                     await self.lifecycle.leave(host, row["id"], what)
                 await self.database.flush()
                 lost += await self.journal.abandon()
-        await self.fleet.stop_left(except_of=self.hosts.keys())
         if found:
             self._log.warning(
                 "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
@@ -141,8 +132,6 @@ class RunRegistry:
         host = self.hosts.for_left(run, key=row["host"])
         run.trainer = self.lifecycle.trainer_of(run, host)
         left = await self._resumption.resume(run, row)
-        if host.place is None and self.places.get(host.key) is None:
-            await self.fleet.stop_left_of(host.key)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=left.ended)
@@ -202,7 +191,7 @@ class RunRegistry:
                 model=model.name,
                 model_path=model.path,
                 settings=self.settings,
-                groups=self.places.groups,
+                groups=self.groups(),
                 admin=admin,
                 training=training,
                 max_lora_rank=training.rank,

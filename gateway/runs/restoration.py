@@ -141,7 +141,7 @@ class Restoration:
                 _raise_different(call, failure)
             previous, incomplete = call.seq_id, ""
         self._untold = incomplete
-        async with self._host.lease.use():
+        async with self._host.use():
             self._check(client)
             reply = await client.restore(
                 trainer_pb2.RestoreRequest(
@@ -207,7 +207,7 @@ class Restoration:
             if snapshot.folder in self._unusable:
                 continue
             self.doing = f"the trainer is being restored: it loads step {snapshot.step}"
-            async with self._host.lease.use():
+            async with self._host.use():
                 self._check(client)
                 self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
                 reply = await client.restore(

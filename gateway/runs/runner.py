@@ -47,7 +47,7 @@ from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.storage.futures.table import Outcome, Result
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.model_sizes import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
 from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
-from gateway.workers.backoff import Backoff
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
     TrainerClient,
@@ -91,7 +90,6 @@ class RunTrainer:
         self._exit: asyncio.Future[str] = asyncio.Future()
         self._without_turn: dict[int, asyncio.Event | None] = {}
         """By `seq_id`: operations waiting for a turn. A later operation waits for the event."""
-        self._backoff = Backoff()
         self._restore_task: asyncio.Task[None] | None = None
         self._closed = False
         self._log = get_log(session_id=run.session_id, run_id=run.id)
@@ -127,17 +125,17 @@ class RunTrainer:
 
     async def start(self) -> None:
         """Start the first trainer. Raises `WorkerStartFailed` or `WorkerDied`."""
-        async with self.host.lease.use():
-            try:
-                client = await self._join()
+        try:
+            client = await self._join()
+            async with self.host.use():
                 self._run.about = await client.describe()
-            except WorkerUnavailable as error:
-                why = await self._why(error)
-                if self.log is None:
-                    raise why from error
-                self._replace(why)
-            else:
-                self._serve(client)
+        except WorkerUnavailable as error:
+            why = await self._why(error)
+            if self.log is None:
+                raise why from error
+            self._replace(why)
+        else:
+            self._serve(client)
 
     def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
         """Continue an earlier gateway's log. `take_over` follows."""
@@ -163,34 +161,29 @@ class RunTrainer:
 
     async def _take_over(self, error: TandemError) -> None:
         try:
-            client = await self._adopt()
-            if client is None:
-                await self.host.remove(self._run.id, error.message)
+            client = await self._take_up_process()
         except Exception:  # noqa: BLE001 - a fault of ours must not hang the clients
-            self._log.exception("adoption_failed")
+            self._log.exception("trainer_not_taken_up")
             client = None
         if client is None:
             await self._restore(error, None)
             return
-        self._metrics.restorations.labels(outcome="adopted").inc()
-        self._log.warning("trainer_adopted", step=self._run.step)
+        self._metrics.restorations.labels(outcome="taken_up").inc()
+        self._log.warning("trainer_taken_up", step=self._run.step)
         self._serve(client)
 
-    async def _adopt(self) -> TrainerClient | None:
+    async def _take_up_process(self) -> TrainerClient | None:
         """Return the client of an earlier gateway's trainer when it is idle, None if it is not
         usable."""
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
-        client = await self.host.adopt(run, on_exit=partial(self._note_exit, exit_))
-        if client is None:
-            return None
         answered = log.answered_up_to(log.newest)
         try:
-            async with (
-                self.host.lease.use(),
-                asyncio.timeout(self.host.patience),
-            ):
+            client = await self.host.take_up(run, on_exit=partial(self._note_exit, exit_))
+            if client is None:
+                return None
+            async with self.host.use(), asyncio.timeout(self.host.patience):
                 run.about = await client.when_idle()
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored
                     raise InternalError("it had not been brought to where the run was")
@@ -202,7 +195,7 @@ class RunTrainer:
                     )
                     await client.restore(request)
         except (WorkerUnavailable, TandemError, TimeoutError) as error:
-            self._log.warning("trainer_not_adopted", reason=describe(error))
+            self._log.warning("trainer_not_taken_up", reason=describe(error))
             return None
         run.step = run.about.step
         return client
@@ -228,7 +221,13 @@ class RunTrainer:
                     self._without_turn[first] = before
                     await before.wait()
                     continue
-                async with self.host.turn(self._run.id, operation.kind):
+                async with AsyncExitStack() as stack:
+                    try:
+                        await stack.enter_async_context(
+                            self.host.turn(self._run.id, operation.kind)
+                        )
+                    except DevicesLost:
+                        continue
                     if self.serves:  # it may have died meanwhile
                         self._let_next_go(seq_id)
                         yield self._serving.result()
@@ -274,7 +273,7 @@ class RunTrainer:
             self._log.warning("not_restorable", reason=self.problem)
 
     def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
-        self._backoff.worked()
+        """Note the trainer's answer and wait for its snapshot."""
         if self.log is not None:
             seq_id, failure = call.operation.seq_id, reply.failure
             self.restoration.note_plan(seq_id, reply)
@@ -290,9 +289,10 @@ class RunTrainer:
     async def save(self) -> None:
         """Take a useful snapshot before the gateway stops the trainer."""
         if self.serves:
-            async with self.host.lease.use():
-                if self.serves:
-                    await self.taker.take(self._serving.result())
+            with suppress(WorkerUnavailable, WorkerDied):  # it is lost, or its run has ended
+                async with self.host.use():
+                    if self.serves:
+                        await self.taker.take(self._serving.result())
 
     async def close(self) -> None:
         self._closed = True
@@ -341,17 +341,14 @@ class RunTrainer:
                 restoration.note_death_at(at, error)
             while True:
                 self._log.warning("trainer_lost", reason=error.message)
-                wait = self._backoff.failed()
                 self.restoration.doing = f"{error.message}; it is started again"
                 if lost is not None:
                     await self.host.end_process(lost, error.message)
                 await self.taker.remove_left()
-                await asyncio.sleep(wait)
                 restoration.at = lost = None
                 try:
                     async with self.host.restoring:
-                        async with self.host.lease.use():
-                            client = lost = await self._join()
+                        client = lost = await self._join()
                         replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     of_another = self.host.is_at_another(self._run.id)

@@ -1,38 +1,49 @@
-"""A trainer process, and the runs that share it: where it runs, when it has its devices, how it
-starts and ends.
+"""A trainer process, and the runs that share it.
 
-Most processes have one run. Those that train adapters on the same base model may share one
-(`trainer_hosts`): the first starts it, and the others are added. When it ends, each of them brings
-itself back, to the next process.
+Most processes have one run. Runs that train adapters on the same base model may share one
+(`trainer_hosts`): the process starts with one of them, and the others are added. When it ends, each
+run brings itself back, to the next process.
 
-The host stands for the process towards the lease (`gateway.placement.lease.Tenant`): whoever
-replaces a process that was lost makes the next one under the same lease."""
+The supervisor starts, wakes and ends the process (`gateway.workers`). A host describes it and
+knows its runs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from typing import TYPE_CHECKING
 
-from gateway.placement.lease import Lease, Switched
-from gateway.placement.leases import Leases
-from gateway.placement.memory import SleepPlan
-from gateway.placement.places import Places
-from gateway.placement.room import Place, PlaceRequest
 from gateway.runs import dispatcher
 from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
-from gateway.workers.fleet import Fleet
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.standing import reason_of_wait
+from gateway.workers.supervisor import StepMark, Supervisor
+from gateway.workers.table import WorkerRow
+from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker import Worker
-from tandem.errors import CannotSleep, TandemError, WorkerDied, describe, from_failure
+from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe, from_failure
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.v1 import common_pb2, trainer_pb2
+from tandem.v1 import trainer_pb2
 
 if TYPE_CHECKING:
     from gateway.runs.training_run import TrainingRun
+
+_STEPS: dict[Kind, StepMark] = {
+    "forward_backward": "begin",
+    "optim_step": "end",
+    "load_weights": "end",
+}
+"""The operations whose gradients wait for a step, and those that apply or drop them."""
 
 
 class DevicesLost(WorkerUnavailable):
@@ -40,14 +51,12 @@ class DevicesLost(WorkerUnavailable):
 
 
 class TrainerHost:
-    """`key` names its place and its lease: it is the id of the run that it was made for. `runs` are
-    the ids of those that share it. `worker` is the process, while there is one, and `hosted` the
-    runs that it has. `lease` is there once it is known on which group it runs (`settle`). `sampler`
-    is the key of the sampler that serves what its runs train, and whose place they keep; "" if they
-    keep none.
+    """`key` names its row: it is the id of the run that it was made for. `runs` are those that
+    share it, by id. `sampler` is the key of the sampler whose places they keep; "" if they keep
+    none. `hosted` has the ids of the runs that the process has.
 
-    `restoring` is held by the one run that is being brought back: what goes wrong meanwhile is that
-    run's. It is taken before a use of the lease, never within one."""
+    `restoring` is held by the one run that is being restored. That run is blamed for a death
+    meanwhile. It is taken before a use of the worker, never within one."""
 
     def __init__(
         self,
@@ -55,53 +64,101 @@ class TrainerHost:
         *,
         first: TrainingRun,
         sampler: str,
-        fleet: Fleet,
         settings: GatewaySettings,
-        places: Places,
-        leases: Leases,
+        supervisor: Supervisor,
+        adapter: TrainerAdapter,
     ) -> None:
         self.key = key
         self.first = first
         self.sampler = sampler
-        self.runs = {first.id}
-        self.place: Place | None = None
-        self.worker: Worker | None = None
+        self.runs = {first.id: first}
         self.hosted: set[str] = set()
         self.restoring = asyncio.Lock()
-        self._fleet = fleet
         self._settings = settings
-        self._places = places
-        self._leases = leases
-        self._lease: Lease | None = None
+        self._supervisor = supervisor
+        self._adapter = adapter
         self._calls = CallOrder()
         self._told: dict[str, Callable[[str], None]] = {}
         """By run, who is told when the process ends."""
-        self._endings: set[asyncio.Task[None]] = set()
-        self._placing = asyncio.Lock()
+        self._process = ""
+        self._began_with = ""
+        """The run with which the last process was started."""
+        self._untouched = ""
+        """The run with which the process began, until it joins."""
+        self._joining: dict[str, None] = {}
         self._changing = asyncio.Lock()
         self._log = get_log(trainer=key)
+        self._register()
+
+    def _register(self) -> None:
+        self._adapter.register(self.key, self)
+        self._supervisor.watch_ends(self.key, self._note_end)
+
+    # --- Its row ------------------------------------------------------------------------------
 
     @property
-    def lease(self) -> Lease:
-        assert self._lease is not None, "nothing is done with a trainer that has no group yet"
-        return self._lease
+    def row(self) -> WorkerRow | None:
+        return self._supervisor.roster.rows.get(self.key)
+
+    @property
+    def group(self) -> WorkerGroup | None:
+        """The group of its place; None while it waits for one."""
+        row = self.row
+        return self._supervisor.roster.groups.get(row.group) if row is not None else None
+
+    @property
+    def worker(self) -> Worker | None:
+        """Its process; None without one."""
+        return self._adapter.worker(self.key)
 
     @property
     def silence(self) -> str:
         """Say that the process does not answer its heartbeat; "" if it does."""
-        return self.worker.silence if self.worker is not None else ""
+        worker = self.worker
+        return worker.silence if worker is not None else ""
 
     @property
     def waits_for_place(self) -> str:
         """Say what it waits for before it has its place; "" if it does not."""
-        return self._places.queue.explain(self.key)
+        row = self.row
+        if row is None or row.group:
+            return ""
+        return reason_of_wait(self._supervisor.overview(), self.key)
 
     def explain(self) -> str:
-        """Say what it waits for before it has its devices, or has started; "" if it does not."""
-        if self._lease is not None and (queue := self._lease.explain()):
-            return queue
-        waits = self._fleet.explain(self.key)
-        return f"the trainer is starting: {waits}" if waits else ""
+        """Say what it waits for: its place, its devices or its start; "" if it does not wait."""
+        row = self.row
+        if row is not None and row.state == "starting" and (why := self._adapter.explain(row)):
+            return f"the trainer is starting: {why}"
+        return reason_of_wait(self._supervisor.overview(), self.key)
+
+    async def place(self, request: WorkerRequest, run_id: str) -> None:
+        """Ask for its place, if it has none, and keep it for a run."""
+        await self._supervisor.place([request], holder=run_id)
+        self._register()
+
+    def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
+        """Return what to start: a process that begins with the first run that waits for it."""
+        wanting = [*self._joining, *self.runs]
+        run = next((self.runs[run_id] for run_id in wanting if run_id in self.runs), self.first)
+        self._began_with = run.id
+        trainer = run.asks.trainer_settings(self._settings)
+        if row.request.device_bytes and not group.on_host and group.awake != 1:
+            trainer = trainer.model_copy(update={"memory_bytes": row.request.device_bytes})
+        return WorkerSpec(
+            worker_id="",
+            secret="",
+            kind="trainer",
+            session_id=run.session_id,
+            model_name=run.model.name,
+            model_path=run.model.path,
+            run_id=self.key,
+            first_run=run.id,
+            training=run.training,
+            trainer=trainer,
+        )
+
+    # --- Its calls ----------------------------------------------------------------------------
 
     def was_at(self, run_id: str) -> bool:
         """Whether a process that ended was at an operation of this run, as far as can be known."""
@@ -116,105 +173,144 @@ class TrainerHost:
         """Seconds after which it is at an operation of each of its runs."""
         return self._settings.operation_timeout * max(1, len(self.hosted))
 
-    # --- Its place ----------------------------------------------------------------------------
+    def turn(self, run_id: str, kind: Kind) -> AbstractAsyncContextManager[WorkerRow]:
+        """Have the process awake while the block runs, for an operation of a run."""
+        return self.use(step=_STEPS.get(kind, ""), caller=run_id)
 
-    async def take_place(self, ask: PlaceRequest) -> None:
-        """Wait for its place, unless it has that."""
-        async with self._placing:
-            if self.place is None:
-                self.settle(await self._places.take(ask))
-
-    def settle(self, place: Place) -> None:
-        """Note where the process runs, or ran for an earlier gateway."""
-        self.place, self.sampler = place, place.keeps
-        self._lease = self._leases.of(place.group.name).register(
-            key=self.key,
-            kind="trainer",
-            owner=self.first.owner,
-            session_id=self.first.session_id,
-            priority=self.first.asks.priority,
-            ranks=place.ranks,
-            memory=place.memory,
-            host_memory=place.host_memory,
-            tenant=self,
-            present=self._fleet.has_left(self.key),
-        )
-
-    # --- Its devices --------------------------------------------------------------------------
-
-    def turn(self, run_id: str, kind: Kind) -> AbstractAsyncContextManager[int]:
-        """Have the devices while the block runs, for an operation of a run."""
-        begins, ends = kind == "forward_backward", kind in ("optim_step", "load_weights")
-        return self.lease.use(
-            begins_step=run_id if begins else "", ends_step=run_id if ends else ""
-        )
+    @asynccontextmanager
+    async def use(self, *, step: StepMark = "", caller: str = "") -> AsyncIterator[WorkerRow]:
+        """Have the process awake while the block runs. Raises `DevicesLost` if another one had to
+        start meanwhile, and could not."""
+        async with AsyncExitStack() as stack:
+            using = self._supervisor.use(self.key, step=step, caller=caller)
+            try:
+                row = await stack.enter_async_context(using)
+            except WorkerStartFailed as error:
+                raise DevicesLost(error.message) from error
+            yield row
 
     # --- Its runs -----------------------------------------------------------------------------
 
     async def join(self, run: TrainingRun, *, on_exit: Callable[[str], None]) -> TrainerClient:
-        """Have the process host a run, as it is before its first operation. It starts if there is
-        none. Called within a use of the lease. `on_exit` is called with a sentence when the process
-        has ended. Raises `WorkerStartFailed`, or as a call to a trainer."""
-        async with self._changing:
-            if self.worker is None and self._fleet.has_left(self.key):
-                await self._adopt()
-            await self._remove(run.id, "its run begins anew")
-            self._told[run.id] = on_exit
-            if self.worker is None:
-                await self._start(run)
-            else:
-                await self._add(run)
-            return self._client_of(run)
+        """Have the process host a run, as it is before its first operation. `on_exit` is called
+        with a sentence when the process has ended. Never called within a use. Raises
+        `WorkerStartFailed`, or as a call to a trainer."""
+        self._joining[run.id] = None
+        try:
+            while True:
+                try:
+                    async with self._supervisor.use(self.key) as row, self._changing:
+                        worker = await self._look_at(row)
+                        if await self._begin(run, worker):
+                            self._told[run.id] = on_exit
+                            return self._client(worker, run_id=run.id)
+                except WorkerStartFailed:
+                    if self._began_with in ("", run.id):
+                        raise
+                    continue  # the fault may be that of the run with which it was started
+                await self._supervisor.end_process(self.key, row.process, "its run begins anew")
+        finally:
+            self._joining.pop(run.id, None)
 
-    async def adopt(
+    async def take_up(
         self, run: TrainingRun, *, on_exit: Callable[[str], None]
     ) -> TrainerClient | None:
-        """Take over the process that an earlier gateway has left; None if there is none, or none
-        that hosts the run."""
-        async with self._changing:
-            if self.worker is None:
-                await self._adopt()
-            if run.id not in self.hosted:
-                return None
-            self._told[run.id] = on_exit
-            return self._client_of(run)
-
-    async def remove(self, run_id: str, reason: str) -> None:
-        """Free what the process has of a run that is to begin anew. One that has no other run
-        ends."""
-        async with self._changing:
-            await self._remove(run_id, reason)
+        """Go on with the process that an earlier gateway has left; None if there is none, or none
+        that hosts the run. Another process may have been started meanwhile, for `join`."""
+        self._joining[run.id] = None
+        try:
+            async with self._supervisor.use(self.key) as row, self._changing:
+                worker = await self._look_at(row)
+                if run.id not in self.hosted or run.id == self._untouched:
+                    return None
+                self._told[run.id] = on_exit
+                return self._client(worker, run_id=run.id)
+        except WorkerStartFailed:
+            return None
+        finally:
+            self._joining.pop(run.id, None)
 
     async def end_process(self, client: TrainerClient, reason: str) -> None:
         """Kill the process that a client calls, if it still runs: it is of no use to any run."""
-        async with self._changing:
-            if self.worker is client.worker:
-                await self._end(reason, at_once=True)
-
-    async def discard_left(self) -> None:
-        """End the process that an earlier gateway has left, unless runs share it."""
-        if len(self.runs) == 1:
-            await self._stop_left()
+        await self._supervisor.end_process(self.key, client.worker.worker_id, reason)
 
     async def leave(self, run_id: str, reason: str) -> None:
-        """End what the process has of a run; with the last one, all that there is of it. It keeps
-        its place and its lease until nothing of it is left."""
-        self.runs.discard(run_id)
-        async with self._changing:
-            self._told.pop(run_id, None)
-            if self.runs:
-                await self._remove(run_id, reason)
-                return
-            await self._stop_left()
-            if self.worker is not None:
-                await self._end(reason, at_once=False)
-            if self._lease is not None:  # none if it waits for its place
-                self._lease.close()
-        self._places.release_trainer(self.key)
+        """End what the process has of a run. After its last run, return when nothing is left of
+        it."""
+        self.runs.pop(run_id, None)
+        self._told.pop(run_id, None)
+        if self.runs:
+            async with self._changing:
+                with suppress(WorkerUnavailable):  # it ends, and the others bring themselves back
+                    await self._remove(run_id, reason)
+        await self._supervisor.release(self.key, holder=run_id)
+        if not self.runs:
+            self._adapter.unregister(self.key)
 
-    def _client_of(self, run: TrainingRun) -> TrainerClient:
-        assert self.worker is not None
-        return self._client(self.worker, run_id=run.id)
+    async def _look_at(self, row: WorkerRow) -> Worker:
+        """Return the process of a row, and find out which runs a new one has."""
+        worker = self._adapter.require(row)
+        if self._process == row.process:
+            return worker
+        self._calls.clear()
+        self._untouched = ""
+        if worker.left:
+            self.hosted = set((await self._client(worker).describe()).run_ids)
+        else:
+            self.hosted, self._untouched = {self._began_with}, self._began_with
+        self._process = row.process
+        for run_id in self.hosted - self.runs.keys():
+            await self._remove(run_id, "its run has ended")
+        return worker
+
+    async def _begin(self, run: TrainingRun, worker: Worker) -> bool:
+        """Let the process have a run anew. False: it has to end, since it has no other run."""
+        if run.id == self._untouched:
+            self._untouched = ""
+            return True
+        if self.hosted == {run.id}:
+            return False
+        await self._remove(run.id, "its run begins anew")
+        await self._add(run, worker)
+        return True
+
+    async def _add(self, run: TrainingRun, worker: Worker) -> None:
+        request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
+        self.hosted.add(run.id)  # it may have it though no answer comes
+        try:
+            reply = await self._client(worker).add_run(request)
+        except WorkerDied as error:  # of the others' work
+            raise WorkerUnavailable(error.message) from error
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._log.info("trainer_shared", run_id=run.id, runs=len(self.hosted))
+
+    async def _remove(self, run_id: str, reason: str) -> None:
+        """Free what the process has of a run beside others."""
+        self._supervisor.drop_step(self.key, run_id)
+        worker = self.worker
+        if worker is None or worker.worker_id != self._process or run_id not in self.hosted:
+            return
+        try:
+            await self._client(worker).remove_run(run_id)
+        except (WorkerUnavailable, TandemError) as error:
+            self._log.warning("run_not_removed", run_id=run_id, reason=describe(error))
+            self._supervisor.note_failure(
+                self.key, worker.worker_id, "it did not let go of a run that had ended"
+            )
+            raise WorkerUnavailable("it did not let go of a run that had ended") from error
+        self.hosted.discard(run_id)
+        self._calls.forget(run_id)
+
+    def _note_end(self, process: str, reason: str) -> None:
+        """Note that nothing is left of a process."""
+        if process != self._process:
+            return
+        self._process = ""
+        self.hosted = set()
+        told, self._told = self._told, {}
+        for tell in told.values():
+            tell(reason)
 
     def _client(self, worker: Worker, *, run_id: str = "") -> TrainerClient:
         return TrainerClient(
@@ -224,165 +320,3 @@ class TrainerHost:
             window=dispatcher.DISPATCH_WINDOW,
             calls=self._calls,
         )
-
-    # --- The process --------------------------------------------------------------------------
-
-    async def _start(self, run: TrainingRun) -> None:
-        assert self.place is not None
-        self._calls.clear()
-        spec = WorkerSpec(
-            worker_id="",
-            secret="",
-            kind="trainer",
-            session_id=run.session_id,
-            model_name=run.model.name,
-            model_path=run.model.path,
-            run_id=self.key,
-            first_run=run.id,
-            training=run.training,
-            trainer=run.asks.trainer_settings(self._settings),
-            group=self.place.group.name,
-            devices=self.place.devices,
-            host_memory=self.place.host_memory,
-            lease=self.lease.token,
-            start_timeout=run.asks.trainer_start_timeout,
-        )
-        self.worker = await self._fleet.start(spec, place=self.key, on_exit=self._note_end)
-        self.hosted = {run.id}
-        self.lease.worker_started()
-
-    async def _add(self, run: TrainingRun) -> None:
-        assert self.worker is not None
-        request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
-        self.hosted.add(run.id)  # it may have it though no answer comes
-        try:
-            reply = await self._client(self.worker).add_run(request)
-        except WorkerDied as error:  # of the others' work
-            raise WorkerUnavailable(error.message) from error
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
-        self._log.info("trainer_shared", run_id=run.id, runs=len(self.hosted))
-
-    async def _remove(self, run_id: str, reason: str) -> None:
-        """Free what the process has of a run. The last one is not removed: the process ends."""
-        if self._lease is not None:
-            self._lease.in_step.discard(run_id)
-        if self.worker is None or run_id not in self.hosted:
-            return
-        if self.hosted == {run_id}:
-            await self._end(reason, at_once=True)
-            return
-        try:
-            await self._client(self.worker).remove_run(run_id)
-        except (WorkerUnavailable, TandemError) as error:
-            self._log.warning("run_not_removed", run_id=run_id, reason=describe(error))
-            if self.worker is not None:
-                await self._end("it did not let go of a run that had ended", at_once=True)
-        else:
-            self.hosted.discard(run_id)
-            self._calls.forget(run_id)
-
-    async def _adopt(self) -> None:
-        """Take over the process that an earlier gateway has left, without runs that have ended."""
-        self.worker = await self._fleet.adopt(self.key, on_exit=self._note_end)
-        if self.worker is None:
-            self.lease.worker_ended()
-            return
-        self.worker.lease = self.lease.token  # it may have been woken before
-        try:
-            about = await self._client(self.worker).describe()
-        except (WorkerUnavailable, TandemError) as error:
-            if self.worker is not None:
-                await self._end(
-                    f"it did not answer the next gateway: {describe(error)}", at_once=True
-                )
-            return
-        self.hosted = set(about.run_ids)
-        for run_id in self.hosted - self.runs:
-            await self._remove(run_id, "its run has ended")
-
-    async def _stop_left(self) -> None:
-        await self._fleet.stop_left_of(self.key)
-        if self._lease is not None and self.worker is None:
-            self._lease.worker_ended()
-
-    async def _end(self, reason: str, *, at_once: bool) -> None:
-        """Return when nothing of the process is left. It goes on when whoever waits for it does not
-        any more: others wait for the devices."""
-        assert self.worker is not None
-        self.lease.worker_stops()
-        ending = asyncio.create_task(self._stop(self.worker, reason, at_once=at_once))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
-        await asyncio.shield(ending)
-
-    async def _stop(self, worker: Worker, reason: str, *, at_once: bool) -> None:
-        await self._fleet.stop(worker, reason=reason, at_once=at_once)
-        if self.worker is worker:  # else another one who ended it was first
-            self._note_end(reason)
-
-    def _note_end(self, reason: str) -> None:
-        """Note that nothing is left of the process."""
-        self.worker = None
-        self.hosted = set()
-        self.lease.worker_ended()
-        told, self._told = self._told, {}
-        for tell in told.values():
-            tell(reason)
-
-    # --- Towards the lease --------------------------------------------------------------------
-
-    @property
-    def silent_for(self) -> float:
-        return self.worker.silent_for if self.worker is not None else 0.0
-
-    async def sleep(self, token: int, plan: SleepPlan) -> Switched:
-        async with self._reached() as worker:
-            if worker is not self.worker:
-                await self._until_idle(worker)
-            worker.lease = token
-            request = plan.request()
-            try:
-                return Switched.of(
-                    await self._client(worker).sleep(request, timeout=self._patience)
-                )
-            except CannotSleep:
-                if plan.spill_folder:  # the host would keep it in memory, and there is none
-                    raise
-                await self._fleet.suspend(worker, timeout=self._patience)
-                return Switched(host_bytes=self.lease.residence.host_need)  # nobody measures it
-
-    async def wake(self, token: int) -> Switched:
-        async with self._reached() as worker:
-            worker.lease = token
-            request = common_pb2.WakeRequest()
-            try:
-                return Switched.of(await self._client(worker).wake(request, timeout=self._patience))
-            except CannotSleep:
-                await self._fleet.resume(worker, timeout=self._patience)
-                return Switched()
-
-    async def end(self, reason: str) -> None:
-        if self.worker is not None:
-            await self._fleet.end(self.worker, reason=reason)
-        else:
-            await self._stop_left()
-
-    @property
-    def _patience(self) -> float:
-        return self._settings.sharing.switch_timeout
-
-    async def _until_idle(self, worker: Worker) -> None:
-        """Wait until a process has ended what an earlier gateway has sent it."""
-        for run_id in tuple(self.runs):  # one of them may end meanwhile
-            with suppress(TandemError):  # it does not host this one
-                await self._client(worker, run_id=run_id).when_idle()
-
-    @asynccontextmanager
-    async def _reached(self) -> AsyncIterator[Worker]:
-        """Reach the process, also one of an earlier gateway that was not adopted yet."""
-        if self.worker is not None:
-            yield self.worker
-        else:
-            async with self._fleet.left_trainer(self.key) as worker:
-                yield worker

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.placement.leases import Leases
-from gateway.placement.places import Places
-from gateway.placement.room import PlaceRequest
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
-from gateway.workers.fleet import Fleet
+from gateway.workers.requested import RequestMaker, sampler_of
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.standing import is_place_free
+from gateway.workers.supervisor import Supervisor
+from gateway.workers.trainer_adapter import TrainerAdapter
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import MOST_RUNS
 
@@ -26,15 +27,14 @@ a trainer that serves says it."""
 @dataclass(eq=False, kw_only=True)
 class TrainerHosts:
     settings: GatewaySettings
-    fleet: Fleet
-    places: Places
-    leases: Leases
+    supervisor: Supervisor
+    adapter: TrainerAdapter
+    requests: RequestMaker
     samplers: SamplerRouter
     _hosts: dict[str, TrainerHost] = field(default_factory=dict, init=False)
 
-    def keys(self) -> list[str]:
-        """Return the keys of the places of all trainers."""
-        return list(self._hosts)
+    def all(self) -> list[TrainerHost]:
+        return list(self._hosts.values())
 
     def get(self, key: str) -> TrainerHost | None:
         return self._hosts.get(key)
@@ -42,65 +42,83 @@ class TrainerHosts:
     def for_new(self, run: TrainingRun) -> TrainerHost:
         """Return the trainer of a run that is being created: one that it shares, or its own. Raises
         `InvalidRequest` for what no group can give."""
-        ask = self._ask(run, key=run.id, sampler=self._sampler_of(run))
-        before = [
-            self._ask(host.first, key=host.key, sampler=host.sampler)
-            for host in self._hosts.values()
-            if host.place is None
-        ]
-        if run.asks.share == "always" or not self.places.has_room([*before, ask]):
+        sampler = self._sampler_of(run) if run.asks.sampler else ""
+        engines = self._engines(run, sampler)
+        request = self._request(run, key=run.id, engines=engines)
+        if run.asks.share == "always" or not self._is_place_free(request):
             for host in self._hosts.values():
                 if self._suits(host, run):
                     if run.asks.sampler:
                         self.samplers.lend(host.sampler, run.session_id, run.model)
-                    host.runs.add(run.id)
+                    host.runs[run.id] = run
                     return host
-        self.places.check(ask)
-        return self._made(run.id, run)
+        self.supervisor.check([request, *engines])
+        return self._made(run.id, run, sampler)
 
     def for_left(self, run: TrainingRun, *, key: str) -> TrainerHost:
-        """Return the trainer of a run of an earlier gateway, which has the place of this key."""
+        """Return the trainer of a run of an earlier gateway, which has the row of this key."""
         if (host := self._hosts.get(key)) is not None:
-            host.runs.add(run.id)
+            host.runs[run.id] = run
         else:
-            host = self._made(key, run)
-            if (place := self.places.get(key)) is not None:
-                host.settle(place)
-        if host.place is not None and host.sampler and run.asks.sampler:
+            row = self.supervisor.roster.rows.get(key)
+            kept = row.request.together if row is not None else ()
+            sampler = sampler_of(kept[0]) if kept else ""
+            if row is None and run.asks.sampler:
+                sampler = self._sampler_of(run)
+            host = self._made(key, run, sampler)
+        if host.group is not None and host.sampler and run.asks.sampler:
             self.samplers.lend(host.sampler, run.session_id, run.model)
         return host
 
+    async def place(self, run: TrainingRun, host: TrainerHost) -> None:
+        """Ask for the places of a run's trainer and of the engines that will serve it."""
+        engines = self._engines(run, host.sampler)
+        if engines:
+            await self.supervisor.place(engines, holder=host.sampler)
+        request = self._request(run, key=host.key, engines=engines)
+        await host.place(request, run.id)
+
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
         """As `TrainerHost.leave`; nobody joins it any more if this is the last run."""
-        host.runs.discard(run_id)
+        host.runs.pop(run_id, None)
         if not host.runs:
             self._hosts.pop(host.key, None)
         await host.leave(run_id, reason)
+        if host.sampler and not any(host.sampler == each.sampler for each in self._hosts.values()):
+            await self.samplers.release_unused(host.sampler)
 
-    def ask_of(self, run: TrainingRun) -> PlaceRequest:
-        """Return what a run needs before it starts: the place of its trainer, and that of the
-        sampler which will serve its weights."""
-        assert run.trainer is not None
-        return self._ask(run, key=run.trainer.host.key, sampler=run.sampler)
+    def _is_place_free(self, request: WorkerRequest) -> bool:
+        rows = self.supervisor.roster.rows
+        expected = sum(host.key not in rows for host in self._hosts.values())
+        return is_place_free(self.supervisor.overview(), request, expected=expected)
 
-    def _ask(self, run: TrainingRun, *, key: str, sampler: str) -> PlaceRequest:
-        """Return what a run asks for; of a sampler that was scaled, what it was scaled to."""
-        asks = run.asks
-        if replicas := self.places.scaled.get(sampler):
-            asks = asks.model_copy(update={"replicas": replicas})
-        return PlaceRequest.of_run(
-            key, owner=run.owner, session_id=run.session_id, asks=asks, sampler=sampler
+    def _engines(self, run: TrainingRun, sampler: str) -> list[WorkerRequest]:
+        """Return the requests of the engines that a run keeps."""
+        if not sampler:
+            return []
+        return self.samplers.engine_requests(sampler, run.asks, owner=run.owner, model=run.model)
+
+    def _request(
+        self, run: TrainingRun, *, key: str, engines: list[WorkerRequest]
+    ) -> WorkerRequest:
+        return self.requests.trainer(
+            key,
+            owner=run.owner,
+            session=run.session_id,
+            model=run.model.path,
+            asks=run.asks,
+            training=run.training,
+            engines=[engine.key for engine in engines],
         )
 
-    def _made(self, key: str, run: TrainingRun) -> TrainerHost:
+    def _made(self, key: str, run: TrainingRun, sampler: str) -> TrainerHost:
         host = self._hosts[key] = TrainerHost(
             key,
             first=run,
-            sampler=self._sampler_of(run) if run.asks.sampler else "",
-            fleet=self.fleet,
+            sampler=sampler,
             settings=self.settings,
-            places=self.places,
-            leases=self.leases,
+            supervisor=self.supervisor,
+            adapter=self.adapter,
         )
         return host
 
@@ -112,7 +130,7 @@ class TrainerHosts:
     def _suits(self, host: TrainerHost, run: TrainingRun) -> bool:
         first, sharing = host.first, self.settings.sharing
         same_group = run.asks.group in ("", first.asks.group) or (
-            host.place is not None and host.place.group.is_meant_by(run.asks.group)
+            host.group is not None and host.group.is_meant_by(run.asks.group)
         )
         return (
             first.training.lora is not None

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.identifiers import request_id_of
-from gateway.placement.asks import Asks
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.runs.replay import Recovery
 from gateway.storage.futures.table import Future, Waiting
+from gateway.workers.asks import Asks
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError
 from tandem.protocol.worker import TrainingSpec

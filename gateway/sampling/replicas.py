@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
+from gateway.workers.requested import engine_key
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
 
@@ -51,8 +51,6 @@ class Replicas:
         self.engines = [self.first]
         self._leaving: dict[int, _Leaving] = {}
         self._preparing: dict[SamplerEngine, asyncio.Task[None]] = {}
-        self._asks = count()
-        self._ask: PlaceRequest | None = None
         self._placing: asyncio.Task[None] | None = None
         self.first.on_change = partial(self._on_change, self.first)
         self._log = get_log(session_id=self.first.session_id)
@@ -72,8 +70,6 @@ class Replicas:
         serving = sum(engine.serves for engine in self.engines)
         if serving and len(self.engines) > 1:
             return f"{serving} of {len(self.engines)} engines of the sampler are at work"
-        if self._ask is not None and (queue := self.first.places.queue.explain(self._ask.key)):
-            return f"the sampler waits for its places: {queue}"
         return self.first.explain()
 
     # --- How many there are -------------------------------------------------------------------
@@ -88,10 +84,6 @@ class Replicas:
             self.engines.append(self._taken_back(replica) or self._made(replica))
         # A single one takes all: there is nobody to leave it to.
         self.balancer.most_samples = self.first.settings.max_num_seqs if number > 1 else 0
-        if self._placing is not None:
-            self._placing.cancel()
-            self._placing = None
-            self.start()
         self.balancer.assign_waiting()
 
     async def settled(self) -> int:
@@ -132,7 +124,6 @@ class Replicas:
         leaving.ending = True
         try:
             await engine.stop(WorkerStartFailed("its sampler was scaled down"))
-            engine.places.drop(engine.key)
         finally:
             del self._leaving[engine.replica]
         self._log.info("engine_left", engine=engine.key)
@@ -140,36 +131,27 @@ class Replicas:
     # --- Starts -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start them, except those that run or start already. Of those, several that have no place
-        take theirs at once."""
-        still = [engine for engine in self.engines if engine.state in ("idle", "failed")]
-        without = [engine for engine in still if not engine.has_place]
-        if len(without) > 1:
-            still = [engine for engine in still if engine.has_place]
-            if self._placing is None:
-                self._placing = asyncio.create_task(self._place(without), name="engines-placed")
-        for engine in still:
-            engine.start()
+        """Start them, except those that run or start already. Several that have no row get their
+        places at one moment."""
+        without = [engine for engine in self.engines if engine.row is None]
+        if len(without) < 2:
+            for engine in self.engines:
+                engine.start()
+        elif self._placing is None:
+            self._placing = asyncio.create_task(self._place(without), name="engines-placed")
 
     async def _place(self, engines: Sequence[SamplerEngine]) -> None:
-        """Take the places of engines that have none, and start them."""
-        first, patience = self.first, self.first.settings.operation_timeout
-        ask = self._ask = PlaceRequest.of_engines(
-            f"{first.key}#all-{next(self._asks)}",
-            owner=first.owner,
-            session_id=first.session_id,
-            engines={engine.key: engine.asked for engine in self.engines},
-        )
+        """Ask for the places of engines that have no row, and start all."""
+        first = self.first
         try:
-            async with asyncio.timeout(patience):
-                await first.places.take_all(ask)
-        except TimeoutError:
+            requests = [first.request(engine.replica) for engine in engines]
+            await first.supervisor.place(requests, holder=first.sampler)
+        except TandemError as error:
             self._placing = None
-            sentence = f"there was no place for {len(engines)} engines within {patience:g} s"
-            self._note_failed(WorkerStartFailed(f"{sentence} ({ask.why}); try again later"))
+            self._note_failed(error)
         else:
             self._placing = None
-            for engine in engines:
+            for engine in self.engines:
                 engine.start()
 
     def _on_change(self, engine: SamplerEngine, error: TandemError | None) -> None:
@@ -206,8 +188,6 @@ class Replicas:
         await self._cancel(*(e.task for e in self._leaving.values() if not e.ending))
         leaving = [each.engine for each in self._leaving.values() if not each.ending]
         await asyncio.gather(*(e.stop(error) for e in (*self.engines, *leaving)), *ending)
-        for engine in leaving:
-            engine.places.drop(engine.key)
 
     async def abandon(self) -> None:
         """Go on with nothing. What is left is the next gateway's."""

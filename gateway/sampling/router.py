@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from pathlib import Path
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
@@ -16,25 +16,28 @@ from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas, overloaded
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.owners.usage.meter import SampleMeter
-from gateway.placement.asks import Asks, asks_of, sampled_on_cpu, settled_asks
-from gateway.placement.leases import Leases
-from gateway.placement.places import Places
-from gateway.placement.room import PlaceRequest, engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
-from gateway.workers.fleet import Fleet
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.asks import Asks, asks_of, sampled_on_cpu, settled_asks
+from gateway.workers.engine_adapter import EngineAdapter
+from gateway.workers.model_sizes import read_ahead
+from gateway.workers.processes import Processes
+from gateway.workers.requested import RequestMaker, engine_key
+from gateway.workers.requests import WorkerRequest
 from gateway.workers.sampler_client import Tell
+from gateway.workers.standing import engines_of
+from gateway.workers.supervisor import Supervisor
+from gateway.workers.table import WorkerRow
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
-from tandem.protocol.worker import WorkerHandle
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import SamplerSettings
 from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 
 MAX_WAITING_SAMPLES = 8192
-_ADOPTION_PATIENCE = 2.0
+"""Of one sampler."""
+_TAKE_UP_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
 
@@ -42,63 +45,57 @@ _LARGEST_RANK = 512
 @dataclass(eq=False, kw_only=True)
 class SamplerRouter:
     settings: GatewaySettings
-    fleet: Fleet
+    supervisor: Supervisor
+    adapter: EngineAdapter
+    processes: Processes
+    requests: RequestMaker
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
     models: BaseModels
     sessions: SessionRegistry
     limits: Quotas
-    leases: Leases
-    places: Places
 
     def __post_init__(self) -> None:
         self._samplers: dict[str, Sampler] = {}
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._numbers = count()
 
     async def open(self) -> None:
-        """Adopt an earlier gateway's engines and stop unneeded ones. Return once their loaded
-        versions are known, so that the garbage collector spares them, without waiting long for a
-        busy engine."""
-        adoptions, ends = [], []
-        for handle in self.fleet.take_engines():
-            session, model = self.sessions.get(handle.session_id), self._model_of(handle)
-            if model is not None:
-                await read_ahead(model.path, self.settings)
-            key = SamplerKey(handle.session_id, handle.model_name, handle.max_lora_rank)
-            sampler = self._samplers.get(str(key))  # runs share it
-            if sampler is None and (session is None or not session.sdk_version):
-                ends.append(self.fleet.stop_left_worker(handle, "its session has no client"))
-            elif model is None:
-                ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
-            else:
-                try:
-                    sampler = sampler or self._add(key, model, user=handle.session_id)
-                except InvalidRequest as error:  # the groups have changed
-                    ends.append(self.fleet.stop_left_worker(handle, error.message))
-                    continue
-                engines = [e for e in sampler.engines if e.replica == handle.replica]
-                if not engines or engines[0].state != "idle":
-                    why = "its sampler has another engine" if engines else "its sampler has fewer"
-                    ends.append(self.fleet.stop_left_worker(handle, why))
-                elif (slot := self.places.adopt(engines[0])) is None:
-                    ends.append(self.fleet.stop_left_worker(handle, "its place is gone"))
-                else:
-                    adoptions.append(engines[0].adopt(handle, slot))
-        await asyncio.gather(*ends)
-        self._go_on_scaling()
-        if adoptions:
-            await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
-
-    def _go_on_scaling(self) -> None:
-        for key in [*self.places.scaled]:
-            if sampler := self._samplers.get(key):
+        """Take up an earlier gateway's engines, each for a sampler of its session. Return once
+        their loaded versions are known, so that the garbage collector spares them, without waiting
+        long for a busy engine."""
+        found: set[asyncio.Task[None]] = set()
+        for row in list(self.supervisor.roster.rows.values()):
+            if row.kind != "engine" or row.ends_as == "gone":
+                continue
+            if (sampler := await self._sampler_of(row)) is None:
+                continue
+            engines = [each for each in sampler.engines if each.key == row.key]
+            found.update(engine.take_up() for engine in engines if row.has_process)
+        for key, sampler in self._samplers.items():
+            wanted = [engine.key for engine in sampler.engines]
+            for each in self.supervisor.held_by(key):
+                if each not in wanted:  # a smaller number stays in its place
+                    self.supervisor.let_go(each, holder=key)
+            if len(wanted) > 1:
                 sampler.start()
-            self.places.drop_beyond(key)
-            session_id = SamplerKey.parse(key).session_id
-            if self.sessions.get(session_id) is None and not self.places.is_kept(key):
-                self.places.forget_scaled(key)
+        if found:
+            await asyncio.wait(found, timeout=_TAKE_UP_PATIENCE)
+
+    async def _sampler_of(self, row: WorkerRow) -> Sampler | None:
+        """Return the sampler of an engine's row, made anew if its session still needs it."""
+        key = SamplerKey.parse(row.request.sampler)
+        session = self.sessions.get(key.session_id)
+        model = next((m for m in self.models.all() if m.name == key.model_name), None)
+        sampler = self._samplers.get(str(key))  # runs share it
+        if model is None or Path(model.path) != Path(row.request.model):
+            return None
+        if sampler is None and (session is None or not session.sdk_version):
+            return None
+        await read_ahead(model.path, self.settings)
+        with suppress(InvalidRequest):  # of groups that are others now
+            return sampler or self._add(key, model, user=key.session_id)
+        return None
 
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
@@ -162,7 +159,7 @@ class SamplerRouter:
             key = SamplerKey(session_id, model.name, self._largest_rank(rank))
             return self._add(key, model, user=session_id, limited=True)
         # A run may have asked for more.
-        wanted = self.places.replicas_of(str(sampler.key), asked=len(sampler.engines))
+        wanted = self._replicas_of(str(sampler.key), asked=len(sampler.engines))
         if wanted > len(sampler.engines):
             sampler.replicas.resize(wanted)
         return sampler
@@ -179,11 +176,11 @@ class SamplerRouter:
             session.user_metadata,
             model=model_name,
             settings=self.settings,
-            groups=self.places.groups,
+            groups=self.requests.groups(),
             admin=True,  # checked when the session was created
             trains=False,
         )
-        if not sampled_on_cpu(asks, self.places.groups):
+        if not sampled_on_cpu(asks, self.requests.groups()):
             return
         config: Mapping[str, object] = {}
         with suppress(OSError, ValueError):  # the load reports these errors
@@ -200,25 +197,66 @@ class SamplerRouter:
         key, first = str(sampler.key), sampler.engine
         async with self._scaling[key]:
             had, back = len(sampler.engines), await sampler.replicas.settled()
-            ask = None
             if replicas > had:
                 self._check_engines(sampler.owner, adding=replicas - had)
-                ask = self._ask(sampler.key, first.asks, owner=sampler.owner, replicas=replicas)
-                self.places.check(ask)
                 sampler.replicas.resize(min(replicas, back))
+            requests = self.engine_requests(
+                key, first.asks, owner=sampler.owner, model=sampler.model, replicas=replicas
+            )
+            held = self.supervisor.held_by(key)
             try:
-                await self.places.scale(key, replicas, ask, wait=wait)
+                await self.supervisor.resize(key, requests, within=wait, keeping=held)
             except BaseException:
                 sampler.replicas.resize(had)
                 raise
             if self._samplers.get(key) is not sampler:
-                for number in range(had, replicas):
-                    self.places.drop(engine_key(key, number))
-                self.places.forget_scaled(key)
+                await self.release_unused(key)
                 raise UnknownSampler("the sampler ended with its session")
             sampler.replicas.resize(replicas)
             if replicas > had:
                 sampler.start()
+
+    def engine_requests(
+        self,
+        key: str,
+        asks: Asks,
+        *,
+        owner: str,
+        model: BaseModelEntry,
+        replicas: int = 0,
+    ) -> list[WorkerRequest]:
+        """Return the requests of a sampler's engines: so many `replicas`, or as many as it has or
+        somebody asks for."""
+        parsed = SamplerKey.parse(key)
+        number = replicas or self._replicas_of(key, asked=asks.replicas)
+        keys = [engine_key(key, each) for each in range(number)]
+        return [
+            self.requests.engine(
+                each,
+                sampler=key,
+                owner=owner,
+                session=parsed.session_id,
+                model=model.path,
+                asks=asks,
+                max_lora_rank=parsed.max_lora_rank,
+                together=keys,
+            )
+            for each in keys
+        ]
+
+    def _replicas_of(self, key: str, *, asked: int) -> int:
+        """Return how many engines a sampler is to have: as many as have a row, or as `asked`."""
+        return len(engines_of(self.supervisor.overview(), key)) or asked
+
+    async def release_unused(self, key: str) -> None:
+        """Release the engines that a run has kept for a sampler which nobody uses."""
+        if key not in self._samplers:
+            held = self.supervisor.held_by(key)
+            await asyncio.gather(*(self.supervisor.release(each, holder=key) for each in held))
+
+    def keys(self) -> set[str]:
+        """Return the keys of all samplers."""
+        return set(self._samplers)
 
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
         """Let a session use another session's sampler, even if that session has ended."""
@@ -277,7 +315,6 @@ class SamplerRouter:
                 sampler.users.discard(session_id)
                 if not sampler.users:
                     ended.append(self._samplers.pop(key))
-                    self.places.forget_scaled(key)
         await asyncio.gather(*(sampler.stop(error) for sampler in ended))
 
     async def close(self) -> None:
@@ -297,18 +334,19 @@ class SamplerRouter:
             model=model.name,
             model_path=model.path,
             settings=self.settings,
-            groups=self.places.groups,
+            groups=self.requests.groups(),
             admin=True,  # checked when the session was created
             max_lora_rank=key.max_lora_rank,
         )
         # A run of the session may have asked for more, or the sampler was scaled.
-        replicas = self.places.replicas_of(str(key), asked=asks.replicas)
+        replicas = self._replicas_of(str(key), asked=asks.replicas)
+        requests = partial(self.engine_requests, str(key), asks, owner=session.owner, model=model)
         if limited:
             self._check_engines(session.owner, adding=replicas)
-            if replicas > 1:
-                self.places.check(self._ask(key, asks, owner=session.owner, replicas=replicas))
+            self.supervisor.check(requests(replicas=replicas))
         engine = SamplerEngine(
             key=engine_key(str(key), 0),
+            sampler=str(key),
             session_id=key.session_id,
             owner=session.owner,
             model=model,
@@ -316,12 +354,12 @@ class SamplerRouter:
             settings=SamplerSettings.of(
                 self.settings.sampler, operation_timeout=self.settings.operation_timeout
             ),
-            sharing=self.settings.sharing,
             asks=asks,
-            fleet=self.fleet,
-            places=self.places,
-            leases=self.leases,
+            supervisor=self.supervisor,
+            adapter=self.adapter,
+            processes=self.processes,
             pins=self.pins,
+            request=lambda number: requests(replicas=max(number + 1, len(sampler.engines)))[number],
         )
         sampler = self._samplers[str(key)] = Sampler(
             key=key,
@@ -337,23 +375,11 @@ class SamplerRouter:
         sampler.replicas.resize(replicas)
         return sampler
 
-    def _ask(self, key: SamplerKey, asks: Asks, *, owner: str, replicas: int) -> PlaceRequest:
-        return PlaceRequest.of_engines(
-            f"{key}#scaled-{next(self._numbers)}",
-            owner=owner,
-            session_id=key.session_id,
-            engines={engine_key(str(key), number): asks for number in range(replicas)},
-        )
-
     def _check_engines(self, owner: str, *, adding: int) -> None:
         theirs = (each for each in self._samplers.values() if each.owner == owner)
         used = sum(len(each.engines) for each in theirs)
         if adding > 0:
             self.limits.check("samplers", used=used, adding=adding)
-
-    def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:
-        started = (handle.model_name, Path(handle.model_path))
-        return next((m for m in self.models.all() if (m.name, Path(m.path)) == started), None)
 
     def _largest_rank(self, rank: int) -> int:
         """Round up to a power of two, as engines do in memory, so that runs of similar ranks share

@@ -231,6 +231,15 @@ class Database:
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
         )
 
+    def insert_or_replace(self, table: Table) -> Executable:
+        """Return a statement that inserts a row, or replaces the row with its primary key."""
+        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
+        others = (column.name for column in table.columns if not column.primary_key)
+        return insert.on_conflict_do_update(
+            index_elements=list(table.primary_key.columns),
+            set_={name: insert.excluded[name] for name in others},
+        )
+
     def insert_once(self, table: Table) -> Insert:
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_nothing()

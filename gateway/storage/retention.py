@@ -1,5 +1,5 @@
-"""Removes old rows of ended things, after `history_ttl`, and audit entries after `audit_ttl`. Usage
-stays.
+"""Removes old rows of ended things, after `history_ttl`, and audit entries after `audit_ttl`.
+Changes of workers' states stay for a week. Usage stays.
 
 A run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
 session stays while it has a run. Rows are deleted in small batches, so that other writes wait only
@@ -27,11 +27,13 @@ from gateway.storage.tables import (
     training_steps,
     usage,
     weight_versions,
-    workers,
+    worker_events,
 )
 from tandem.telemetry import get_log
 
 _AT_ONCE = 100
+EVENTS_TTL = 7 * 86_400.0
+"""Seconds that changes of workers' states stay."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,7 +67,9 @@ class Retention:
             "weight_versions": await self._remove(
                 weight_versions, weight_versions.c.collected_at < before
             ),
-            "workers": await self._remove(workers, workers.c.ended_at < before),
+            "worker_events": await self._remove(
+                worker_events, worker_events.c.at < now - EVENTS_TTL
+            ),
             "runs": await self._remove_runs(before),
             "sessions": await self._remove_sessions(before),
             "audit": await self._remove(audit, audit.c.at < now - self.audit_ttl),

@@ -93,7 +93,7 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
-    Column("asks", JSON),  # a gateway.placement.asks.Asks; None for a copy
+    Column("asks", JSON),  # a gateway.workers.asks.Asks; None for a copy
     # The run that owns its trainer: itself, or another run that shares it.
     Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
@@ -262,60 +262,43 @@ custom_losses = Table(
     Index("custom_losses_by_session", "session_id"),
 )
 
+# Each worker that should exist, from its request until nothing of it is left.
 workers = Table(
     "workers",
     metadata,
-    Column("id", String(100), primary_key=True),
-    Column("kind", String(16), nullable=False),
-    Column("session_id", String(64), nullable=False),
-    Column("run_id", String(100), nullable=False, default=""),
-    Column("state", String(16), nullable=False),  # starting, ready, ended
-    Column("reason", Text, nullable=False, default=""),
-    Column("pid", Integer, nullable=False, default=0),
-    Column("started_at", Float, nullable=False),
-    Column("ended_at", Float),
-    Index("workers_by_state", "state"),
-)
-
-# Each worker with a place on a leased device group. `held`: it has the lease and may be awake.
-leases = Table(
-    "leases",
-    metadata,
-    Column("worker", String(320), primary_key=True),
-    Column("group_name", String(100), nullable=False),
-    Column("kind", String(16), nullable=False),
+    Column("key", String(320), primary_key=True),  # a run, for its trainer; SESSION/MODEL/RANK#N
+    Column("kind", String(16), nullable=False),  # trainer, engine, job
     Column("owner", String(100), nullable=False),
-    Column("held", Boolean, nullable=False, default=False),
+    Column("session_id", String(64), nullable=False),
+    Column("request", JSON, nullable=False),  # a gateway.workers.requests.WorkerRequest
+    Column("group_name", String(100), nullable=False, default=""),  # empty: it waits for one
+    Column("state", String(16), nullable=False),  # a gateway.workers.table.State
     Column("token", BigInteger, nullable=False, default=0),
-    Column("since", Float, nullable=False, default=0.0),  # when it began to wait, 0: not waiting
-    Column("seconds", Float, nullable=False, default=0.0),  # total seconds of device use
+    Column("process", String(400), nullable=False, default=""),
+    Column("reason", Text, nullable=False, default=""),
+    Column("since", Float, nullable=False),  # when the state began
+    Column("holders", JSON, nullable=False),  # keys of those for whom it exists
+    Column("ends_as", String(16), nullable=False),  # placed, waiting, gone
+    Column("overtaken", Integer, nullable=False, default=0),
 )
 
-# Each worker's device group, from before its start until nothing is left of it.
-places = Table(
-    "places",
+# The changes of all workers' states, kept for some days.
+worker_events = Table(
+    "worker_events",
     metadata,
-    Column(
-        "key", String(300), primary_key=True
-    ),  # a run's trainer: RUN, an engine: SESSION/MODEL/RANK
-    Column("role", String(16), nullable=False),  # trainer, sampler
-    Column("group_name", String(64), nullable=False),
-    Column("devices", Text, nullable=False),  # names separated by spaces
+    # SQLite numbers rows of its own accord only in a column of this type.
+    Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("key", String(320), nullable=False),
+    Column("kind", String(16), nullable=False),
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
-    Column("ranks", Integer, nullable=False),
-    Column("memory", BigInteger, nullable=False),  # requested bytes, 0: unknown
-    Column("host_memory", BigInteger, nullable=False),
-    Column("keeps", String(300), nullable=False, default=""),  # the sampler that this run keeps
-    Column("created_at", Float, nullable=False),
-)
-
-# The replica counts of scaled samplers, while they live.
-scaled_samplers = Table(
-    "scaled_samplers",
-    metadata,
-    Column("sampler", String(300), primary_key=True),  # SESSION/MODEL/RANK
-    Column("replicas", Integer, nullable=False),
+    Column("group_name", String(100), nullable=False, default=""),
+    Column("state", String(16), nullable=False),  # that began
+    Column("busy_seconds", Float, nullable=False, default=0.0),  # of the state that ended
+    Column("reason", Text, nullable=False, default=""),
+    Index("worker_events_by_time", "at"),
+    Index("worker_events_by_session", "session_id"),
 )
 
 # Device groups that accept no workers.

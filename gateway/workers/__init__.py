@@ -1,6 +1,19 @@
-"""Trainer and sampler processes, and the calls to them.
+"""Every process that Tandem runs: trainers, engines and jobs. See `docs/design/workers.md`.
 
-`launchers` start and stop workers. `fleet` gives each `worker` an id, a secret, a row and a
-channel. `heartbeats` finds silent workers, and `backoff` delays restarts. `clients` and
-`sampler_client` make the gRPC calls, which carry the gateway's `epoch`. To add a call, add the RPC
-to `protos/` and a method to the client."""
+A worker is one row of a `table`, made from a request (`requests`) for devices of a group
+(`groups`). `schedule` decides the next `steps` from an `overview`: `placing` gives groups to
+waiting rows, `turns` gives devices to placed rows, and `memory` counts bytes. The `supervisor`
+carries the steps out (`carrying_out`) through `adapters`, keeps rows and calls in memory (`roster`,
+`demand`), and is the interface for callers.
+
+`asks` reads a session's wishes. `requested` makes requests of them, with the `needs` of the model.
+`declared_groups` reads the groups from the settings. `standing` answers questions about an
+overview, and `worker_metrics` counts.
+
+`processes` are the running workers. `launchers` start and stop them. `trainer_adapter` and
+`engine_adapter` (`process_adapter`) carry steps to them. `heartbeats` finds silent ones, and
+`backoff` delays the next start after a failure. `clients` and `sampler_client` make the gRPC calls,
+which carry the gateway's `epoch`.
+
+To add a kind of worker, write a `WorkerAdapter` and add the kind to `requests.Kind`. To add a call,
+add the RPC to `protos/` and a method to the client."""

@@ -218,16 +218,6 @@ class TrainerClient:
         request.run_id = self._run_id
         return await self._in_turn(self.stub.TakeSnapshot, request)
 
-    async def sleep(
-        self, request: common_pb2.SleepRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await call_worker(self.worker, self.stub.Sleep, request, timeout=timeout)
-
-    async def wake(
-        self, request: common_pb2.WakeRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await call_worker(self.worker, self.stub.Wake, request, timeout=timeout)
-
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:

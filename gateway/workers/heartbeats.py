@@ -32,14 +32,15 @@ def heartbeat_seconds(settings: GatewaySettings) -> float:
 @dataclass(kw_only=True)
 class Heartbeats:
     """Asks all workers in `records`, a live mapping by id. `give_up` gets a useless worker and the
-    reason."""
+    reason. `changed` is called when a worker becomes silent, and when it answers again."""
 
     settings: GatewaySettings
     records: Mapping[str, WorkerRecord]
     give_up: Callable[[Worker, str], None]
+    changed: Callable[[], None] = lambda: None
 
     async def ask_all(self) -> None:
-        """Ask all workers again and again. A silent worker is shown, and later given up."""
+        """Ask all workers again and again. A silent worker is shown."""
         while True:
             await asyncio.sleep(heartbeat_seconds(self.settings))
             ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]
@@ -55,17 +56,12 @@ class Heartbeats:
             self._note_version(record, worker, about)
         except grpc.aio.AioRpcError as error:  # any other error is an answer or the worker's end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-        if not answers and worker.silent_since is not None:
-            most = self.settings.worker_unresponsive_timeout
-            if time.monotonic() - worker.silent_since > most:
-                self.give_up(
-                    worker, f"the {record.kind} did not answer its heartbeat for {most:g} s"
-                )
         if answers == (worker.silent_since is None):
             return
         worker.silent_since, record.state = (
             (None, "ready") if answers else (asked_at, "unresponsive")
         )
+        self.changed()
         get_log().warning(
             "worker_answers_again" if answers else "worker_unresponsive",
             worker_id=worker.worker_id,

@@ -9,14 +9,13 @@ from itertools import count
 from typing import TypeVar
 
 from gateway.workers.clients import (
-    DESCRIBE_TIMEOUT,
     WorkerUnavailable,
     call_worker,
     errors_translated,
 )
 from gateway.workers.worker import Worker
 from tandem.errors import InternalError, OperationTimedOut, WorkerDied
-from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 
 _SILENCE = 2
 """Timeouts of silence before a sampler is given up: a load and the next sample."""
@@ -44,24 +43,8 @@ class SamplerClient:
         self._awaited: dict[asyncio.Timeout, float] = {}
         self._next_look: asyncio.TimerHandle | None = None
 
-    async def describe(self) -> sampler_pb2.DescribeSamplerReply:
-        request = sampler_pb2.DescribeSamplerRequest()
-        return await call_worker(
-            self.worker, self._stub.Describe, request, timeout=DESCRIBE_TIMEOUT
-        )
-
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await self._unless_silent(call_worker(self.worker, self._stub.Load, request))
-
-    async def sleep(
-        self, request: common_pb2.SleepRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await call_worker(self.worker, self._stub.Sleep, request, timeout=timeout)
-
-    async def wake(
-        self, request: common_pb2.WakeRequest, *, timeout: float
-    ) -> common_pb2.SwitchReply:
-        return await call_worker(self.worker, self._stub.Wake, request, timeout=timeout)
 
     async def sample(
         self, request: sampler_pb2.SampleRequest, tell: Tell | None = None

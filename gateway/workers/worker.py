@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -18,7 +17,8 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 @dataclass(eq=False)
 class Worker:
     """A serving worker. `identity`, and its lease's fencing token, go with every call.
-    `silent_since` is the monotonic time of the first unanswered heartbeat."""
+    `silent_since` is the monotonic time of the first unanswered heartbeat. A worker that an earlier
+    gateway has `left` may still be busy with that gateway's calls."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -26,6 +26,7 @@ class Worker:
     identity: tuple[tuple[str, str], ...] = field(repr=False)
     lease: int = 0
     silent_since: float | None = None
+    left: bool = False
 
     @classmethod
     def of(cls, handle: WorkerHandle, epoch: Epoch, *, lease: int = 0) -> Worker:
@@ -76,14 +77,15 @@ class Worker:
 class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
-    `state` is "starting", "ready" or, while silent, "unresponsive". `worker` and `details` are set
-    when ready, `version` by the first heartbeat. `reason` explains an earlier end."""
+    `key` names its row. `state` is "starting", "ready" or, while silent, "unresponsive". `worker`
+    and `details` are set when ready, `version` by the first heartbeat. `reason` explains an earlier
+    end."""
 
     worker_id: str
     kind: WorkerKind
     session_id: str
     run_id: str
-    on_exit: Callable[[str], None]
+    key: str
     state: str = "starting"
     started_at: float = field(default_factory=time.time)
     reason: str = ""

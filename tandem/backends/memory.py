@@ -1,10 +1,9 @@
 """A trainer's memory: a formula over a model's shapes, a run's training and the settings.
 
 A trainer chooses its micro-batch with it before it loads anything
-(`trainer_service/backends/planning.py`), and the gateway the requests of pods
-(`gateway/workers/launchers/kubernetes/resources.py`). Weights, gradients and moments are exact.
-Activations and logits are estimates: a micro-batch that runs out of memory is halved and computed
-again."""
+(`trainer_service/backends/planning.py`). The gateway places trainers with it
+(`gateway/workers/needs.py`). Weights, gradients and moments are exact. Activations and logits are
+estimates: a micro-batch that runs out of memory is halved and computed again."""
 
 from __future__ import annotations
 

@@ -171,11 +171,6 @@ class GatewaySettings(BaseSettings):
         le=MOST_PAYLOAD_BYTES,
         description="A larger request body is refused with 413.",
     )
-    max_engines: int = Field(
-        8,
-        ge=1,
-        description="The most engines on groups whose workers take no turns (more of them wait).",
-    )
     openai_idle_ttl: float = Field(
         900.0,
         gt=0,

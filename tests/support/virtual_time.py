@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -49,11 +50,13 @@ def run_in_virtual_time(main: Coroutine[None, None, Result]) -> Result:
         return runner.run(main)
 
 
-def in_virtual_time(scenario: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
-    def run() -> None:
-        run_in_virtual_time(scenario())
+def in_virtual_time(scenario: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine. It takes the coroutine's fixtures."""
 
-    run.__name__ = scenario.__name__
+    @wraps(scenario)
+    def run(**fixtures: object) -> None:
+        run_in_virtual_time(scenario(**fixtures))
+
     return run
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from gateway.admin.doctor.check import Check, Level, gib, judge
-from gateway.placement.asks import check_defaults
-from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
+from gateway.workers.asks import check_defaults
+from gateway.workers.declared_groups import budgets_of, groups_of
+from gateway.workers.groups import WorkerGroup
 from tandem.agent.host import Host, driver_version
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.errors import InvalidRequest
@@ -55,7 +56,7 @@ def check_host(
         return
     for group in {group.family: group for group in groups}.values():
         yield _group(group, claims=sum(each.pool == group.pool for each in groups))
-    if budget := host_memory_budget(settings, host):
+    if budget := budgets_of(settings, host).host_bytes:
         level: Level = "ok" if budget <= host.memory_bytes else "problem"
         yield Check("host memory budget", gib(budget), "for all workers together", level)
 
@@ -105,15 +106,15 @@ def _packages(settings: GatewaySettings, host: Host, find: FindPackage) -> Itera
         yield Check(name, version or "not installed", about, level)
 
 
-def _group(group: DeviceGroup, *, claims: int) -> Check:
-    roles = " and ".join(f"{role}s" for role in sorted(group.roles, reverse=True))
+def _group(group: WorkerGroup, *, claims: int) -> Check:
+    roles = " and ".join(f"{role}s" for role in group.roles)
     places = f"{group.workers} places" if group.workers else "any number of workers"
     turns = f"{group.awake} awake at once" if group.leased else "all awake, not leased"
     about = f"for {roles}: {places}, {turns}"
     if not group.pool:
-        value = " ".join(map(str, group.devices)) or "the whole machine"
+        value = " ".join(group.devices) or "the whole machine"
         return Check(f"group {group.name}", value, about)
-    bound = gib(group.node_memory_bytes) if group.node_memory_bytes else "any amount"
+    bound = gib(group.node_bytes) if group.node_bytes else "any amount"
     return Check(
         f"pool {group.pool}",
         f"{claims} claim{'s'[: claims - 1]}: {group.describe()}",

@@ -25,7 +25,7 @@ from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import Future, Outcome
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.model_sizes import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
 from tandem.protocol.sample_limits import SampleLimits
 from tandem.v1 import sampler_pb2

@@ -1,29 +1,28 @@
 """Device groups: their workers, waiting workers, and draining.
 
-Another owner's things appear without a name, see `gateway.placement.occupancy`."""
+Another owner's worker shows only its state and position."""
 
 from __future__ import annotations
-
-import asyncio
 
 from gateway.api.dependencies import CallerDep, GatewayDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
-from gateway.placement.groups import DeviceGroup
-from gateway.placement.occupancy import applicants, occupants
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.memory import host_bytes_in_use
+from gateway.workers.standing import Standing, applicants, standings
 from tandem.errors import UnknownGroup
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class GroupWorker(Answer):
-    """A worker on a group. `state`: awake, giving_way (it finishes its calls), falling_asleep,
-    waking, waiting, asleep, or absent (a place without a process). `position` is its turn in the
-    queue, from 1, or 0 if it does not wait. `seconds` is how long it has had the devices, or has
-    waited. `expected_seconds` estimates the rest of the wait from recent switches. Another owner's
-    worker shows only state and position."""
+    """A worker on a group. `state`: starting, awake, giving_way (it finishes its calls),
+    falling_asleep, asleep, waking, stopping, lost (nothing answers), waiting, or absent (a place
+    without a process). `position` is its turn in the queue, from 1, or 0 if it does not wait.
+    `seconds` is how long it has had the devices, or has waited. `expected_seconds` estimates the
+    rest of the wait from recent switches. Another owner's worker shows only state and position."""
 
     state: str
     position: int
@@ -94,12 +93,15 @@ class GroupList(Answer):
 @router.operation("GET", "/groups", role="reader")
 async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
     """List the device groups, the lease holders and the queue."""
+    overview = gateway.supervisor.overview()
     return GroupList(
-        groups=[_described(group, gateway, caller) for group in gateway.places.groups],
-        memory=HostMemoryUse(budget_bytes=gateway.memory.budget, used_bytes=gateway.memory.used)
+        groups=[_described(group, gateway, caller) for group in gateway.groups()],
+        memory=HostMemoryUse(
+            budget_bytes=overview.budgets.host_bytes, used_bytes=host_bytes_in_use(overview)
+        )
         if caller.role == "admin"
         else None,
-        queue=[PlaceApplicant.of(each.for_caller(caller)) for each in applicants(gateway.places)],
+        queue=[_applicant(each, caller) for each in applicants(overview)],
     )
 
 
@@ -124,41 +126,65 @@ async def undrain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) 
     return _described(group, gateway, caller)
 
 
-def _group(name: str, gateway: Gateway) -> DeviceGroup:
-    for group in gateway.places.groups:
+def _group(name: str, gateway: Gateway) -> WorkerGroup:
+    for group in gateway.groups():
         if group.name == name:
             return group
-    known = ", ".join(group.name for group in gateway.places.groups)
+    known = ", ".join(group.name for group in gateway.groups())
     raise UnknownGroup(f"there is no group {name[:100]!r}; known: {known}")
 
 
-def _described(group: DeviceGroup, gateway: Gateway, caller: Caller) -> GroupOccupancy:
-    leases = gateway.leases.of(group.name)
-    placed = gateway.places.on(group)
-    now = asyncio.get_running_loop().time()
-    workers = [each.for_caller(caller) for each in occupants(leases, placed, now=now)]
+def _described(group: WorkerGroup, gateway: Gateway, caller: Caller) -> GroupOccupancy:
+    overview, roster = gateway.supervisor.overview(), gateway.supervisor.roster
+    found = standings(overview, overview.groups[group.name])
+    seen = [each.bytes for each in found if caller.may_see(each.row.owner)]
+    drained = overview.groups[group.name].drained
     return GroupOccupancy(
         name=group.name,
         host=group.host if caller.role == "admin" else "",
-        devices=[str(device) for device in group.devices],
-        roles=sorted(group.roles),
+        devices=list(group.devices),
+        roles=group.roles,
         awake=group.awake,
-        workers=[
-            GroupWorker.of(
-                each,
-                seconds=round(each.seconds, 1),
-                expected_seconds=round(each.expected_seconds, 1),
-                device_seconds=round(each.device_seconds, 1),
-            )
-            for each in workers
-        ],
+        workers=[_worker(each, caller) for each in found],
         most_workers=group.workers,
-        placed=len(placed),
-        drained=leases.drained,
-        policy=leases.policy,
-        switches=leases.switches.count,
-        switch_seconds=round(leases.switches.seconds, 3),
-        resident_bytes=sum(each.device_bytes for each in workers),
-        sleeping_bytes=sum(each.host_bytes for each in workers),
-        spilled_bytes=sum(each.disk_bytes for each in workers),
+        placed=len(found),
+        drained=drained,
+        policy="eager" if drained else overview.settings.policy,
+        switches=roster.switches[group.name],
+        switch_seconds=round(overview.switch_seconds.get(group.name, 0.0), 3),
+        resident_bytes=sum(each.device for each in seen),
+        sleeping_bytes=sum(each.host for each in seen),
+        spilled_bytes=sum(each.disk for each in seen),
+    )
+
+
+def _worker(standing: Standing, caller: Caller) -> GroupWorker:
+    row = standing.row
+    seen = caller.may_see(row.owner)
+    return GroupWorker(
+        state=standing.state,
+        position=standing.position,
+        worker=row.key if seen else "",
+        kind=row.kind if seen else "",
+        owner=row.owner if seen else "",
+        session_id=row.session if seen else "",
+        seconds=round(standing.seconds, 1) if seen else 0.0,
+        expected_seconds=round(standing.expected_seconds, 1) if seen else 0.0,
+        reason=standing.reason if seen else "",
+        device_seconds=round(standing.demand.used_seconds, 1) if seen else 0.0,
+        device_bytes=standing.bytes.device if seen else 0,
+        host_bytes=standing.bytes.host if seen else 0,
+        disk_bytes=standing.bytes.disk if seen else 0,
+    )
+
+
+def _applicant(standing: Standing, caller: Caller) -> PlaceApplicant:
+    row = standing.row
+    seen = caller.may_see(row.owner)
+    return PlaceApplicant(
+        position=standing.position,
+        worker=row.key if seen else "",
+        owner=row.owner if seen else "",
+        session_id=row.session if seen else "",
+        reason=standing.reason if seen else "",
     )

@@ -11,7 +11,7 @@ from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tinker.sampling import sampler_of
 from gateway.sampling.sampler import Sampler
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
     InvalidRequest,
     NoRoom,

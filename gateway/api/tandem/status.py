@@ -207,7 +207,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             started_at=gateway.started_at,
             data_dir=str(gateway.settings.data_dir) if admin else "",
         ),
-        warnings=[*await gateway.collector.warnings(), *gateway.fleet.warnings()] if admin else [],
+        warnings=[*await gateway.collector.warnings(), *gateway.processes.warnings()]
+        if admin
+        else [],
         sessions=[
             SessionStatus.of(session, idle_seconds=round(time.monotonic() - session.seen_at, 1))
             for session in gateway.sessions.all()
@@ -271,7 +273,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 log=str(worker.details.log_path or "") if admin else "",
                 age_seconds=round(now - worker.started_at, 1),
             )
-            for worker in gateway.fleet.all()
+            for worker in gateway.processes.all()
             if worker.session_id in mine or worker.worker_id in shared
         ],
     )

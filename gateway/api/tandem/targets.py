@@ -25,7 +25,9 @@ class TargetGroup(Answer):
 async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
     """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
     The gateway's own are at /metrics."""
-    return [_target(record.worker) for record in gateway.fleet.all() if record.worker is not None]
+    return [
+        _target(record.worker) for record in gateway.processes.all() if record.worker is not None
+    ]
 
 
 def _target(worker: Worker) -> TargetGroup:

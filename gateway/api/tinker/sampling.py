@@ -36,7 +36,7 @@ from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
 from gateway.storage.futures.table import Future, digest_of
-from gateway.workers.launchers.kubernetes.model_size import read_ahead
+from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,

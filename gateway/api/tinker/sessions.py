@@ -25,8 +25,8 @@ from gateway.owners.auth.identity import Scope, urn_of
 from gateway.owners.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
 from gateway.owners.sessions.registry import Metadata, NewSession
 from gateway.owners.usage.trace_exports import PREFIX
-from gateway.placement.asks import asks_of
 from gateway.runs.queries import Storage
+from gateway.workers.asks import asks_of
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 from tandem.settings.chosen_names import Label
 
@@ -170,7 +170,7 @@ async def create_session(
         body.user_metadata,
         model="",
         settings=gateway.settings,
-        groups=gateway.places.groups,
+        groups=gateway.groups(),
         admin=access.caller.role == "admin",
         trains=False,
     )

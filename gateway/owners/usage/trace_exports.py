@@ -10,7 +10,7 @@ workers. Overlapping operations get different threads."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from urllib.parse import urlencode
@@ -21,7 +21,7 @@ from sqlalchemy import RowMapping, select
 from gateway.owners.auth.signing import check_address, sign_address
 from gateway.owners.usage.meter import SampleMeter, SampleSpan
 from gateway.storage.database import Database
-from gateway.storage.tables import operations, runs, sessions, workers
+from gateway.storage.tables import operations, runs, sessions, worker_events
 
 PREFIX = "/api/v1/trace_files/"
 
@@ -108,12 +108,14 @@ class TraceExporter:
         spans = self._samples.of_session(session_id)
         for start in range(0, len(spans), _BATCH):
             yield map(_sample, spans[start : start + _BATCH])
-        started = select(workers).where(
-            workers.c.session_id == session_id, workers.c.started_at <= until
+        changes = select(worker_events).where(
+            worker_events.c.session_id == session_id, worker_events.c.at <= until
         )
-        key = (workers.c.started_at, workers.c.id)
-        async for rows in self._database.read_in_batches(started, *key):
-            yield map(_worker, rows)
+        lasting: dict[str, RowMapping] = {}
+        key = (worker_events.c.at, worker_events.c.id)
+        async for rows in self._database.read_in_batches(changes, *key):
+            yield _ended_states(rows, lasting)
+        yield (_worker_state(row, time.time()) for row in lasting.values())
 
 
 class EventEncoder:
@@ -198,14 +200,24 @@ def _sample(span: SampleSpan) -> Slice:
     )
 
 
-def _worker(row: RowMapping) -> Slice:
+def _ended_states(rows: Iterable[RowMapping], lasting: dict[str, RowMapping]) -> Iterator[Slice]:
+    """Yield the states of workers that these changes have ended. `lasting` has the states that go
+    on, by worker."""
+    for row in rows:
+        if (before := lasting.pop(row["key"], None)) is not None:
+            yield _worker_state(before, row["at"])
+        if row["state"] != "gone":
+            lasting[row["key"]] = row
+
+
+def _worker_state(row: RowMapping, end: float) -> Slice:
     return Slice(
         track="workers",
         category="worker",
-        name=row["id"],
-        start=row["started_at"],
-        end=row["ended_at"] or time.time(),
-        args=_some(row, "kind", "state", "reason"),
+        name=f"{row['key']} {row['state']}",
+        start=row["at"],
+        end=end,
+        args=_some(row, "kind", "group_name", "reason"),
     )
 
 

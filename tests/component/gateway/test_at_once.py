@@ -192,9 +192,10 @@ def test_whoever_ends_a_session_does_not_wait_for_ever_for_a_trainer_that_keeps_
             )
         )
         wait_until(lambda: gate.launcher.events == ["the stop begins"])
-        assert gate.gateway.places.get(run_id) is not None
+        rows = gate.gateway.supervisor.roster.rows
+        assert run_id in rows
         gate.run(gate.launcher.may_stop.set)
-        wait_until(lambda: gate.gateway.places.get(run_id) is None)
+        wait_until(lambda: run_id not in rows)
 
 
 def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypatch):

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import tinker
@@ -90,10 +91,12 @@ def test_a_fault_of_ours_while_a_sampler_starts_is_told(gate, monkeypatch):
     def odd(*_parts, **_about):
         raise RuntimeError("odd")
 
-    monkeypatch.setattr("gateway.workers.fleet.Worker.of", odd)
+    monkeypatch.setattr("gateway.workers.processes.Worker.of", odd)
     with gate.service() as service:
         sampling = service.create_sampling_client(base_model="tiny").result()
-        with pytest.raises(tinker.RequestFailedError, match="RuntimeError while the sampler"):
+        with pytest.raises(
+            tinker.RequestFailedError, match="RuntimeError in the gateway while it started"
+        ):
             sampling.sample(PROMPT, 1, PARAMS).result()
 
 
@@ -325,7 +328,8 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, mon
         gate.run(worker.gate.clear)
         gate.run(gate.launcher.health.answering.clear)
         gate.launcher.relent = monkeypatch.undo
-        monkeypatch.setattr(gate.gateway.settings, "worker_unresponsive_timeout", 0.1)
+        roster = gate.gateway.supervisor.roster
+        monkeypatch.setattr(roster, "budgets", replace(roster.budgets, silence=0.1))
         if kind == "trainer":
             answer = gate.retrieve(optim_step(client, run_id, 1).json()["request_id"])
         else:

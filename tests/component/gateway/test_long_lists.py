@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import delete, insert
 from typer.testing import CliRunner
 
-from gateway.storage.tables import checkpoints, operations, runs, sessions, workers
+from gateway.storage.tables import checkpoints, operations, runs, sessions, worker_events
 from tandem.cli.main import app
 from tests.support.gateway.running import KEY
 
@@ -97,9 +97,9 @@ def test_a_run_without_checkpoints_has_an_empty_list(gate, rest, run_id):
 
 def test_a_trace_is_sent_some_events_at_a_time(gate, rest, run_id, rows_read):
     session_id = run_id.partition(":")[0]
-    worker = {"kind": "trainer", "session_id": session_id, "state": "ended", "started_at": 1.0}
-    ids = [f"trainer-{session_id}-{number:04}" for number in range(COUNT)]
-    write(gate, insert(workers), [worker | {"id": id_, "ended_at": time.time()} for id_ in ids])
+    change = {"kind": "trainer", "owner": "local", "session_id": session_id, "state": "awake"}
+    keys = [f"{session_id}:train:{number}" for number in range(COUNT)]
+    write(gate, insert(worker_events), [change | {"key": key, "at": 1.0} for key in keys])
     done = {"run_id": run_id, "request": b"", "kind": "optim_step", "state": "done", "digest": b""}
     first = [done | {"seq_id": number, "accepted_at": 1.0} for number in range(COUNT)]
     write(gate, insert(operations), first)
@@ -112,4 +112,6 @@ def test_a_trace_is_sent_some_events_at_a_time(gate, rest, run_id, rows_read):
     assert sum(rows_read) < 3 * COUNT, "what was accepted later is not read"
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert names.count("optim_step") == COUNT
-    assert sorted(set(ids) & set(names)) == ids
+    assert sorted(name for name in names if name.endswith(" awake")) == sorted(
+        f"{key} awake" for key in keys
+    )

@@ -65,8 +65,7 @@ def trainers(gate) -> list[str]:
 
 
 def keys(gate) -> set[str]:
-    places = gate.gateway.places
-    return {place.key for group in places.groups for place in places.on(group)}
+    return set(gate.placed())
 
 
 def test_a_run_waits_for_its_place_tells_its_position_and_starts_when_another_session_ends(start):
@@ -100,7 +99,7 @@ def test_the_sdk_waits_for_a_place_as_for_any_start(start):
             target=lambda: found.append(service.create_lora_training_client("tiny:full").result())
         )
         thread.start()
-        wait_until(lambda: gate.gateway.places.queue.waiting)
+        wait_until(gate.waiting_for_places)
         finish(client, first)
         thread.join(PATIENCE)
         assert found[0].get_info().model_id.endswith(":train:0")
@@ -111,9 +110,9 @@ def test_the_end_of_a_session_ends_its_waiting(start):
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(client, second).json()["request_id"]
-        wait_until(lambda: gate.gateway.places.queue.waiting)
+        wait_until(gate.waiting_for_places)
         finish(client, second)
-        assert gate.gateway.places.queue.waiting == []
+        assert gate.waiting_for_places() == []
         assert "has ended" in gate.retrieve(waiting).json()["error"]
         assert keys(gate) == {run, f"{first}/tiny/0"}
         finish(client, first)
@@ -126,12 +125,12 @@ def test_places_and_the_queue_survive_a_restart(start):
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(client, second).json()["request_id"]
-        wait_until(lambda: gate.gateway.places.queue.waiting)
+        wait_until(gate.waiting_for_places)
     with start() as gate, gate.http() as client:
         assert keys(gate) == {run, f"{first}/tiny/0"}
         for session in (first, second):
             client.post("/api/v1/session_heartbeat", json={"session_id": session})
-        wait_until(lambda: trainers(gate) == [first] and gate.gateway.places.queue.waiting)
+        wait_until(lambda: trainers(gate) == [first] and gate.waiting_for_places())
         assert asked(client, waiting).json()["queue_state_reason"].startswith("1st in the queue")
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200
@@ -145,8 +144,7 @@ def test_a_run_whose_group_is_gone_after_a_restart_gets_another_place(start):
     with start(groups=renamed) as gate, gate.http() as client:
         client.post("/api/v1/session_heartbeat", json={"session_id": session})
         wait_until(lambda: trainers(gate) == [session])
-        places = gate.gateway.places
-        assert [place.key for place in places.on(places.groups[0])] == [run]
+        assert gate.placed()[run] == "other"
 
 
 def test_what_a_run_asks_for_is_what_its_worker_is_started_with(start):
@@ -260,7 +258,7 @@ def test_the_status_says_why_a_run_has_no_place_and_the_groups_who_has_one(start
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
         waiting = create(admin, second).json()["model_id"]
-        wait_until(lambda: gate.gateway.places.queue.waiting)
+        wait_until(gate.waiting_for_places)
         status = admin.get("/api/tandem/v1/status").json()
         reasons = {each["id"]: each["reason"] for each in status["runs"]}
         assert reasons[waiting].startswith("1st in the queue") and reasons[run] == ""
@@ -284,9 +282,9 @@ def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_pat
         write_weights(tmp_path / "tiny", "weight", [1024, 1024])
         gate.run_id(session)
         (spec,) = gate.launcher.specs
-        place = gate.gateway.places.get(spec.run_id)
+        request = gate.gateway.supervisor.roster.rows[spec.run_id].request
         assert (spec.group, spec.devices) == ("cpu-0", ())
-        assert spec.host_memory == place.host_memory > 4 * 2**20 * 7
+        assert spec.host_memory == request.host_bytes > 4 * 2**20 * 7
         small = {"memory": "1GiB", "sampler_host_memory": "1GiB"}
         large = create(client, session, 1, host_memory="15GiB", **small)
         wait_until(lambda: len(gate.launcher.specs) == 2)

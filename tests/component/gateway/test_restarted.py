@@ -72,14 +72,14 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         assert {tuple(row.values()) for row in rows} == {("forward_backward", 3), ("optim_step", 3)}
 
 
-def test_a_fault_in_the_adoption_of_a_trainer_does_not_hang_its_clients(start, monkeypatch):
+def test_a_fault_while_a_trainer_is_taken_up_does_not_hang_its_clients(start, monkeypatch):
     async def broken(*_args, **_more):
         raise RuntimeError("a fault of ours")
 
     with start(recovery=SELDOM) as gate:
         run = new_run(gate)
         train(run, 1, 2)
-    monkeypatch.setattr(TrainerHost, "adopt", broken)
+    monkeypatch.setattr(TrainerHost, "take_up", broken)
     with start(recovery=SELDOM) as gate:
         run = seen_by(gate, run)
         train(run, 3)

@@ -260,9 +260,11 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
 
 # --- Engines ------------------------------------------------------------------------------
 
+ONE_GROUP = {"name": "one", "devices": ["cpu:0"], "roles": ["trainer", "sampler"], "awake": 0}
+
 
 def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idle_one(tmp_path):
-    bounds = {"max_engines": 2, "engine_quantum": 0}
+    bounds = {"groups": [ONE_GROUP | {"workers": 2}], "engine_quantum": 0}
     with running_gateway(tmp_path, session_ttl=600, **bounds) as gate, gate.http() as client:
         samplers = [new_sampler(gate) for _ in range(3)]
         gate.run(gate.launcher.start_gate.clear)
@@ -274,25 +276,25 @@ def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idl
         wait_until(lambda: states() == ["starting", "starting", "queued"])
         waiting = client.post("/api/v1/retrieve_future", json={"request_id": requests[2]}).json()
         assert waiting["queue_state"] == "paused_capacity"
-        assert "2 engines run on this machine (TANDEM_MAX_ENGINES)" in waiting["queue_state_reason"]
-        assert "1st in the queue for a place on group cpu" in waiting["queue_state_reason"]
+        assert "2 workers are there (TANDEM_GROUPS workers)" in waiting["queue_state_reason"]
+        assert "1st in the queue for a place on group one" in waiting["queue_state_reason"]
         assert len(gate.launcher.specs) == 2
         gate.run(gate.launcher.start_gate.set)
         assert all(gate.retrieve(request).is_success for request in requests)
         assert len(gate.launcher.stopped) == 1, "that of an engine with nothing to do"
         again = [asample(client, s, 1).json()["request_id"] for s in samplers]
         assert all(gate.retrieve(request).is_success for request in again)
-        assert len(gate.gateway.fleet.all()) <= 2
+        assert len(gate.gateway.processes.all()) <= 2
 
 
 def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
     with (
-        running_gateway(tmp_path, session_ttl=600, max_engines=1) as gate,
+        running_gateway(tmp_path, session_ttl=600, groups=[ONE_GROUP | {"workers": 2}]) as gate,
         gate.http() as client,
     ):
         new_sampler(gate)
         gate.start_engines()
-        run_id = gate.run_id(gate.session_id())
+        run_id = gate.run_id(gate.session_id(), sampler="none")
         save = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 0}
         request = client.post("/api/v1/save_weights_for_sampler", json=save).json()["request_id"]
 
@@ -302,7 +304,7 @@ def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
             return answer.json()["queue_state_reason"]
 
         wait_until(lambda: "the sampler waits for its place" in reason())
-        assert "1st in the queue for its start: 1 engines run" in reason()
+        assert "1st in the queue for a place on group one: 2 workers are there" in reason()
 
 
 def test_a_save_that_the_sdk_repeats_with_another_session_number_is_the_first_one(gate):

@@ -149,7 +149,7 @@ def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
         finish(client, session)
         outcome = gate.retrieve(created["request_id"]).json()
         assert outcome["type"] == "session_finished"
-        assert gate.gateway.fleet.all() == []
+        assert gate.gateway.processes.all() == []
 
 
 # --- Runs and checkpoints -----------------------------------------------------------------
@@ -426,6 +426,6 @@ def test_status_shows_runs_workers_and_queues_and_config_no_secret(gate):
         workers = {w["kind"]: w for w in status["workers"] if w["session_id"] == session}
         assert set(workers) == {"trainer", "sampler"}
         config = client.get("/api/tandem/v1/config")
-        assert config.json()["max_engines"] == 10_000
+        assert config.json()["min_free_bytes"] == 0
         assert KEY not in config.text
         assert client.get("/api/tandem/v1/version").json()["version"]

@@ -42,7 +42,11 @@ def locked(gate) -> Iterator[None]:
 
 @contextmanager
 def full(gate) -> Iterator[None]:
+    """The database may not grow, and has no free pages, which migrations leave."""
     write = gate.gateway.database.write
+    free = "(SELECT freelist_count FROM pragma_freelist_count) * 4096"
+    gate.run(write(text("CREATE TABLE IF NOT EXISTS filler (content BLOB)")))
+    gate.run(write(text(f"INSERT INTO filler VALUES (zeroblob({free}))")))
     gate.run(write(text("PRAGMA max_page_count = 1")))
     yield
     gate.run(write(text("PRAGMA max_page_count = 4294967294")))

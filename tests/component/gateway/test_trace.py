@@ -75,7 +75,7 @@ def test_a_trace_has_the_sessions_operations_samples_and_workers(gate, rest):
     (sample,) = of(sampler._sampling_session_id)
     assert (sample["args"]["prompt_tokens"], sample["args"]["sampled_tokens"]) == (3, 3)
     assert sample["args"]["weight_version"].startswith(training.model_id)
-    assert {e["args"]["kind"] for e in of("workers")} == {"trainer", "sampler"}
+    assert {e["args"]["kind"] for e in of("workers")} == {"trainer", "engine"}
     (session,) = of(f"session {session_id}")
     assert (session["args"]["state"], session["args"]["reason"]) == ("finished", "success")
 

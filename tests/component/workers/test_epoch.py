@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from gateway.metrics import Metrics
-from gateway.storage.database import Database
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.epoch import Epoch
-from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.agent import AgentLauncher
+from gateway.workers.processes import Processes
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
@@ -32,10 +32,8 @@ class Gateway:
         settings = GatewaySettings(data_dir=data_dir)
         mine = Epoch(number=epoch, superseded=lambda: self.superseded.append(epoch))
         self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=mine)
-        self.database = Database(url="", data_dir=data_dir)
-        self.fleet = Fleet(
+        self.processes = Processes(
             settings=settings,
-            database=self.database,
             launcher=self.launcher,
             metrics=Metrics(),
             epoch=mine,
@@ -43,14 +41,12 @@ class Gateway:
 
     @asynccontextmanager
     async def opened(self):
-        await self.database.open()
-        await self.fleet.open()
+        await self.processes.open(MagicMock())
         try:
             yield self
         finally:
             self.launcher._workers.clear()
-            await self.fleet.close()
-            await self.database.close()
+            await self.processes.close(leaving=False)
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
     model = write_tiny_model(tmp_path / "tiny")
     first = await gateways(epoch=1)
     spec = WorkerSpec(
-        worker_id="",
+        worker_id="trainer-s-1-0",
         secret="",
         kind="trainer",
         session_id="s-1",
@@ -82,7 +78,7 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
         model_path=str(model),
         trainer=TrainerSettings(),
     )
-    worker = await first.fleet.start(spec, place="", on_exit=lambda reason: None)
+    worker = await first.processes.start(spec, key=RUN)
     trainer = TrainerClient(worker, run_id=RUN, timeout=60, window=4, calls=CallOrder())
     about = await trainer.describe()
     second = await gateways(epoch=2)
@@ -92,8 +88,8 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
     with pytest.raises(GatewaySuperseded, match=r"this one \(epoch 1\)"):
         await first.launcher.list()
     assert first.superseded == [1, 1]
-    adopted = await second.fleet.adopt(RUN, on_exit=lambda reason: None)
+    adopted = await second.processes.take_up(spec.worker_id, key=RUN, lease=0)
     trainer = TrainerClient(adopted, run_id=RUN, timeout=60, window=4, calls=CallOrder())
     assert await trainer.describe() == about
     assert second.superseded == []
-    await second.fleet.stop(adopted, reason="the test is over")
+    await second.processes.stop(spec.worker_id, at_once=True)

@@ -9,8 +9,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import select
-
 from gateway.api.tinker.futures import LONG_POLL
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of
@@ -27,7 +25,6 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
 )
 from gateway.storage.futures.table import Outcome, Result
-from gateway.storage.tables import places
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.protocol.worker import TrainingSpec
 from tests.support.gateway.model_workers import EMPTY, ENDLESS, FORWARD, LONG, POISON, UNREADABLE
@@ -235,10 +232,7 @@ class Client:
         else:
             raise AssertionError(f"they do not all serve: {sampler.explain()}")
         assert len(sampler.engines) == self.scales[0]
-        await gateway.database.flush()
-        key = str(sampler.key)
-        rows = await gateway.database.read(select(places).where(places.c.key.startswith(key)))
-        assert len(rows) == self.scales[0]
+        assert len(gateway.supervisor.held_by(str(sampler.key))) == self.scales[0]
 
     async def ask_again(self, gateway: Gateway) -> None:
         await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in tuple(self.outcomes)))

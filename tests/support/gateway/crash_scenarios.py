@@ -32,9 +32,7 @@ from gateway.storage.futures.table import write_file
 from gateway.storage.tables import (
     checkpoints,
     operations,
-    places,
     runs,
-    scaled_samplers,
     snapshots,
     training_steps,
     workers,
@@ -161,7 +159,7 @@ class Scenario:
                 self._live(life)
             left = self._live(None)
         faults = [entry for entry in self.log if entry["event"] in _FAULTS or "fault" in entry]
-        assert not faults, "\n".join(entry.get("fault", str(entry)) for entry in faults)
+        assert not faults, "\n".join(f"{entry}" for entry in faults)
         assert left is not None
         shutil.rmtree(self.folder)
         return left
@@ -249,12 +247,10 @@ class Scenario:
             "payloads or calls": select(operations).where(kept),
             "snapshots": select(snapshots),
             "active runs": select(runs).where(runs.c.state != "ended"),
-            "active workers": select(workers).where(workers.c.state != "ended"),
-            "places": select(places),
-            "scaled samplers": select(scaled_samplers),
+            "workers": select(workers),
         }.items():
             rows = await database.read(query)
-            assert not rows, f"{what} are left: {[tuple(row.values())[:5] for row in rows]}"
+            assert not rows, f"{what} are left: {[dict(row) for row in rows]}"
         assert not self._host.workers, f"{self._host.workers} still run"
         limits = gateway.limits
         for ledger in (limits.operations, limits.operation_bytes, limits.held):

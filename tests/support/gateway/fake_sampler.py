@@ -37,6 +37,10 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         self.speak = lambda tokens: tokens[::-1]
         self.max_length = 0
 
+    async def Describe(self, request, context):
+        awake, asleep = sampler_pb2.SAMPLER_STATE_AWAKE, sampler_pb2.SAMPLER_STATE_ASLEEP
+        return sampler_pb2.DescribeSamplerReply(state=asleep if self.asleep else awake)
+
     async def Load(self, request, context):
         self.handoffs.append(request.handoff.name)
         if self.load_error is not None:

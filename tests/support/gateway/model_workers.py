@@ -250,6 +250,12 @@ class ModelTrainer(ModelWorker):
             self.runs.pop(request.run_id, None)
         return trainer_pb2.RemoveRunReply()
 
+    async def Sleep(self, request):
+        return common_pb2.SwitchReply()
+
+    async def Wake(self, request):
+        return common_pb2.SwitchReply()
+
     async def Describe(self, request):
         if not request.run_id:
             return trainer_pb2.DescribeTrainerReply(run_ids=self.runs)

@@ -19,6 +19,7 @@ import tinker
 
 from gateway.api.tinker.sampling import sampler_of
 from gateway.app import GatewayServer, create_app, make_server
+from gateway.workers.placing import candidates
 from tandem.settings.gateway import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.constants import changed
@@ -64,6 +65,15 @@ class Gate:
     def service(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
 
+    def waiting_for_places(self) -> list[str]:
+        """The keys of the workers that wait for a group, the next one first."""
+        return self.run(lambda: [row.key for row in candidates(self.gateway.supervisor.overview())])
+
+    def placed(self) -> dict[str, str]:
+        """The groups of the workers that have one, by key."""
+        rows = self.gateway.supervisor.roster.rows
+        return self.run(lambda: {key: row.group for key, row in rows.items() if row.group})
+
     def start_engines(self, session_id: str = "", *, newest: int = 0) -> None:
         """Start the engines of sampling sessions, as their first samples would."""
         mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
@@ -91,12 +101,15 @@ class Gate:
         for session in self.run(self.gateway.sessions.all):
             session.seen_at -= seconds
 
-    def run_id(self, session_id: str, number: int = 0, model: str = "tiny:full") -> str:
+    def run_id(
+        self, session_id: str, number: int = 0, model: str = "tiny:full", **asks: str
+    ) -> str:
+        """Create a run that asks for these `tandem.…` names; return its id once it is there."""
+        body = {"session_id": session_id, "model_seq_id": number, "base_model": model}
+        if asks:
+            body["user_metadata"] = {f"tandem.{name}": value for name, value in asks.items()}
         with self.http() as client:
-            answer = client.post(
-                "/api/v1/create_model",
-                json={"session_id": session_id, "model_seq_id": number, "base_model": model},
-            )
+            answer = client.post("/api/v1/create_model", json=body)
             assert answer.status_code == 200, answer.text
             self.retrieve(answer.json()["request_id"])
             return answer.json()["model_id"]
@@ -111,7 +124,7 @@ class Gate:
         raise AssertionError(f"{request_id} did not end")
 
 
-_CONSTANTS = {"max_starting_engines": 100, "long_poll": 0.3, "reaper_interval": 0.05}
+_CONSTANTS = {"long_poll": 0.3, "reaper_interval": 0.05}
 
 
 def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
@@ -121,8 +134,8 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "port": 0,
         "api_key": KEY,
         "session_ttl": 600,  # most clients of these tests send no heartbeats
-        "max_engines": 10_000,
         "min_free_bytes": 0,
+        "sharing": {"lora_runs": "never"},  # a fake trainer has one run
         "stop_timeout": 0,  # a test may leave unfinished operations
         # Longer than any test holds an operation back.
         "operation_timeout": 2 * PATIENCE,

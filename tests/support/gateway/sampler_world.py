@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +20,30 @@ from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import Session
 from gateway.owners.usage.meter import SampleMeter
-from gateway.placement.groups import DeviceGroup
-from gateway.placement.places import ENGINE_QUANTUM, MOST_STARTING
-from gateway.placement.room import engine_key
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler, SamplerKey
 from gateway.storage.futures.table import Future, Result
+from gateway.workers.declared_groups import budgets_of, groups_of
+from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
-from gateway.workers.fleet import Fleet
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.placing import ENGINE_QUANTUM
+from gateway.workers.processes import Processes
+from gateway.workers.requested import RequestMaker, engine_key
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.roster import Roster
+from gateway.workers.supervisor import Supervisor
+from gateway.workers.table import State, WorkerRow
+from tandem.agent.host import Host
 from tandem.errors import SessionFinished
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import Manifest
-from tests.support.gateway.leased_workers import World as Leases
-from tests.support.gateway.leased_workers import not_leased
+from tests.support.gateway.memory_table import MemoryTable
 from tests.support.gateway.model_host import ModelHost, ModelLauncher
 from tests.support.gateway.model_workers import Misfortune, ModelSampler
-from tests.support.gateway.placement import WHOLE_MACHINE, Rows, open_on, places_for
 from tests.support.virtual_time import run_in_virtual_time
 
 LOAD_TIMEOUT = 1000.0
@@ -45,13 +51,21 @@ PATIENCE = 10_000.0
 """Virtual seconds."""
 
 
-class NoDatabase:
-    async def read(self, _query):
-        return []
-
-    async def write(self, *_statement): ...
-
-    def write_soon(self, *_statement): ...
+HOST = Host("host", cores=(0, 1), memory_bytes=64 * 2**30)
+WHOLE_MACHINE = groups_of(GatewaySettings(), HOST)
+"""The groups of a machine on which none are declared."""
+ONE_PLACE = (
+    WorkerGroup(
+        name="one",
+        kinds=frozenset({"trainer", "engine"}),
+        awake=0,
+        workers=1,
+        on_host=True,
+    ),
+)
+"""A group for one engine."""
+TURNS = (replace(ONE_PLACE[0], devices=("cpu:0",), awake=1, workers=9),)
+"""A group whose engines take turns."""
 
 
 class AtOnce(Misfortune):
@@ -73,8 +87,11 @@ class World:
         settings: dict[str, Any],
         *,
         replicas: int = 1,
-        groups: Sequence[DeviceGroup] = WHOLE_MACHINE,
+        groups: Sequence[WorkerGroup] = WHOLE_MACHINE,
+        starts: int = 0,
     ) -> None:
+        self.quantum = settings.pop("engine_quantum", ENGINE_QUANTUM)
+        self.starts = starts
         self.folder = folder
         self.groups = groups
         self.host = ModelHost(AtOnce(random.Random(1)))
@@ -91,12 +108,7 @@ class World:
             )
             for name in ("s-1", "s-2", "implicit")
         }
-        bounds = {
-            "most_starting": settings.pop("max_starting_engines", MOST_STARTING),
-            "quantum": settings.pop("engine_quantum", ENGINE_QUANTUM),
-        }
         self.settings = GatewaySettings(data_dir=folder, operation_timeout=LOAD_TIMEOUT, **settings)
-        database: Any = NoDatabase()
         usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
         metrics = Metrics()
         models: Any = SimpleNamespace(
@@ -105,30 +117,45 @@ class World:
         sessions: Any = SimpleNamespace(get=self.sessions.get, require=self.sessions.__getitem__)
         sessions.count_of = lambda _owner, ids: len(list(ids))
         self.launcher = ModelLauncher(self.host)
-        self.fleet = Fleet(
+        self.processes = Processes(
             settings=self.settings,
-            database=database,
             launcher=self.launcher,
             metrics=metrics,
             epoch=Epoch(number=1, superseded=lambda: None),
         )
-        self.rows = Rows()
-        self.places = places_for(self.settings, self.rows, **bounds)
-        self.leases: Leases | None = None
-        leases: Any = SimpleNamespace(
-            of=lambda _name: self.leases.group if self.leases else not_leased()
+        self.table = MemoryTable()
+        self.adapter = EngineAdapter(
+            self.processes, spill_folder="/spill", timeout=120.0, load_timeout=LOAD_TIMEOUT
         )
+        self._about = (usage, metrics, models, sessions)
+
+    def _make_router(self) -> None:
+        usage, metrics, models, sessions = self._about
+        self.supervisor = Supervisor(
+            Roster(
+                table=self.table,
+                adapters={"engine": self.adapter},
+                settings=self.settings.sharing,
+                epoch=1,
+                clock=asyncio.get_running_loop().time,
+            )
+        )
+        budgets = budgets_of(self.settings, HOST)
+        starts = self.starts or budgets.starts
+        self.supervisor.declare(self.groups, replace(budgets, starts=starts))
+        requests = RequestMaker(settings=self.settings, groups=lambda: tuple(self.groups))
         self.router = SamplerRouter(
             settings=self.settings,
-            fleet=self.fleet,
+            supervisor=self.supervisor,
+            adapter=self.adapter,
+            processes=self.processes,
+            requests=requests,
             metrics=metrics,
             meter=SampleMeter(usage=usage),
             pins=self.pins,
             models=models,
             sessions=sessions,
             limits=Quotas(settings=self.settings.limit, metrics=metrics),
-            leases=leases,
-            places=self.places,
         )
 
     @property
@@ -158,6 +185,7 @@ class World:
         rank: int = 0,
         path: str = "",
         replica: int = 0,
+        state: State = "awake",
     ) -> ModelSampler:
         """Add an engine of the earlier gateway, with the base model."""
         spec = WorkerSpec(
@@ -170,21 +198,35 @@ class World:
             replica=replica,
             sampler=SamplerSettings(max_lora_rank=rank),
         )
-        key = engine_key(str(SamplerKey(session_id, "tiny", rank)), replica)
-        place = {"key": key, "role": "sampler", "group_name": "cpu", "devices": "", "owner": "ann"}
-        numbers = {"ranks": 1, "memory": 0, "host_memory": 0}
-        self.rows.rows[key] = place | numbers | {"session_id": session_id, "keeps": ""}
+        sampler = str(SamplerKey(session_id, "tiny", rank))
+        request = WorkerRequest(
+            key=engine_key(sampler, replica),
+            kind="engine",
+            owner="ann",
+            session=session_id,
+            model=spec.model_path,
+            sampler=sampler,
+        )
+        self.table.rows[request.key] = WorkerRow(
+            request=request,
+            group=self.groups[min(replica, len(self.groups) - 1)].name,
+            state=state,
+            token=1,
+            process=name,
+            holders=(sampler,),
+        )
         engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
         return engine
 
     async def open_host(self) -> None:
-        await self.fleet.open()
-        await open_on(self.places, *self.groups)
+        self._make_router()
+        await self.processes.open(self.supervisor)
+        await self.supervisor.open()
 
     async def open(self) -> None:
         await self.open_host()
         await self.router.open()
-        self.places.release_left(())
+        await self.supervisor.settle(self.router.keys())
 
     def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
         return self.router.ensure(session_id=session_id, model=self.model, rank=rank)
@@ -224,14 +266,20 @@ class World:
         """Run it in virtual time. All sessions end, and nothing may be left."""
 
         async def run() -> None:
-            with patch.object(grpc.aio, "insecure_channel", self.launcher.channel):
+            processes, channel = count(), self.launcher.channel
+            numbers = SimpleNamespace(token_hex=lambda _size: str(next(processes)))
+            with (
+                patch.object(grpc.aio, "insecure_channel", channel),
+                patch("gateway.workers.process_adapter.secrets", numbers),
+                patch("gateway.workers.placing.ENGINE_QUANTUM", self.quantum),
+            ):
                 await scenario
                 for session_id in self.sessions:
                     await self.router.end_session(session_id, SessionFinished("over"))
             assert self.running() == []
-            assert self.fleet.all() == []
+            assert self.processes.all() == []
             assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
-            assert not any(self.places.on(group) for group in self.groups)
-            assert not self.places.scaled
+            assert not self.table.rows
+            await self.supervisor.close()
 
         run_in_virtual_time(run())

@@ -11,14 +11,11 @@ from unittest.mock import patch
 import grpc.aio
 import pytest
 
-from gateway.placement.lease_records import LeaseRecord
-from gateway.workers.launchers.kubernetes import model_size
+from gateway.workers import model_sizes
 from tandem.errors import SessionFinished
 from tandem.v1 import sampler_pb2
-from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_workers import ModelSampler
-from tests.support.gateway.placement import WHOLE_MACHINE
-from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, ONE_PLACE, TURNS, WHOLE_MACHINE, World
 from tests.support.model_files import write_weights
 from tests.support.virtual_time import now, run_in_virtual_time
 
@@ -28,7 +25,10 @@ DESCRIBE_TIMEOUT = 30.0
 
 @pytest.fixture
 def new_world(tmp_path):
-    return lambda **settings: World(tmp_path, settings)
+    def new(groups=WHOLE_MACHINE, starts=0, **settings):
+        return World(tmp_path, settings, groups=groups, starts=starts)
+
+    return new
 
 
 @pytest.fixture
@@ -90,19 +90,20 @@ def test_a_load_that_was_under_way_is_awaited_and_samples_wait_for_it(world):
     world.run(scenario())
 
 
-def test_an_engine_that_sleeps_is_adopted_asleep_and_woken_by_its_next_use(world):
+def test_an_engine_that_sleeps_is_adopted_asleep_and_woken_by_its_next_use(new_world):
+    world = new_world(groups=TURNS)
+
     async def scenario():
-        world.leases = Leases()
-        engine = world.left()
+        engine = world.left(state="asleep")
         engine.version, engine.state = world.version("v1"), sampler_pb2.SAMPLER_STATE_ASLEEP
         await world.open()
         sampled = world.sampler().engine
         assert (sampled.state, sampled.weights) == ("ready", "s-1:train:0/v1")
-        assert sampled.lease.state == "free"
+        assert sampled.row.state == "asleep"
         await asyncio.sleep(100)
         assert engine.state == sampler_pb2.SAMPLER_STATE_ASLEEP, "nobody needs it"
         assert await world.sample("v1") == await engine_alone(world, "v1")
-        assert world.sampler().engine.lease.state == "held"
+        assert world.sampler().engine.row.state == "awake"
         assert world.running() == ["sampler-s-1-0"]
 
     world.run(scenario())
@@ -119,15 +120,13 @@ def test_an_engine_that_sleeps_where_nobody_is_put_to_sleep_any_more_is_replaced
     world.run(scenario())
 
 
-def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(world):
+def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(new_world):
+    world = new_world(groups=TURNS)
+
     async def scenario():
-        world.leases = Leases()
-        key = world.router.key_for(session_id="s-1", model_name="tiny", rank=0)
-        world.leases.records.rows[key] = LeaseRecord(held=True, token=1, since=0.0, seconds=0.0)
-        engine = world.left()
+        engine = world.left(state="waking")
         engine.state = sampler_pb2.SAMPLER_STATE_WAKING
         await world.open()
-        assert world.sampler().engine.state == "starting"
         await asyncio.sleep(100)
         engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
         assert await world.sample("v1") == await engine_alone(world, "v1")
@@ -263,7 +262,7 @@ def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption
         await asyncio.sleep(1)
         await world.router.end_session("s-1", SessionFinished("over"))
         assert world.running() == []
-        assert not world.places.on(WHOLE_MACHINE[0])
+        assert not world.supervisor.roster.rows
         assert (await sample == SessionFinished.type) == (state != "it serves")
 
     world.run(scenario())
@@ -276,7 +275,8 @@ def test_a_hand_over_in_the_middle_of_an_adoption_leaves_the_engine(world, state
         await world.open()
         await asyncio.sleep(1)
         await world.router.close()
-        await world.fleet.close(leaving=True)
+        await world.supervisor.close()
+        await world.processes.close(leaving=True)
         assert world.running() == ["sampler-s-1-0"]
 
     with patch.object(grpc.aio, "insecure_channel", world.launcher.channel):
@@ -314,7 +314,7 @@ def test_of_two_engines_for_one_sampler_one_is_stopped(world):
 
 
 def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(new_world):
-    world = new_world(max_engines=1, engine_quantum=0)
+    world = new_world(groups=ONE_PLACE, engine_quantum=0)
 
     async def scenario():
         engine = world.left()
@@ -323,7 +323,7 @@ def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(n
         other = asyncio.create_task(world.sample(session_id="s-2"))
         await asyncio.sleep(100)
         assert world.running() == ["sampler-s-1-0"]
-        assert "1 engines run on this machine" in world.sampler("s-2").engine.explain()
+        assert "1 workers are there" in world.sampler("s-2").engine.explain()
         engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
         await other
         assert world.running() == ["sampler-s-2-0"]
@@ -334,7 +334,7 @@ def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(n
 
 @pytest.mark.parametrize("misfortune", [freeze, load_for_ever])
 def test_an_engine_that_is_busy_or_frozen_keeps_no_other_from_its_start(new_world, misfortune):
-    world = new_world(max_starting_engines=1)
+    world = new_world(starts=1)
 
     async def scenario():
         misfortune(world, world.left())
@@ -347,10 +347,10 @@ def test_an_engine_that_is_busy_or_frozen_keeps_no_other_from_its_start(new_worl
 
 
 def test_an_engine_that_still_starts_counts_as_one_that_does(new_world):
-    world = new_world(max_starting_engines=1)
+    world = new_world(starts=1)
 
     async def scenario():
-        engine = world.left()
+        engine = world.left(state="starting")
         engine.serving.clear()
         await world.open()
         other = asyncio.create_task(world.sample(session_id="s-2"))
@@ -363,7 +363,7 @@ def test_an_engine_that_still_starts_counts_as_one_that_does(new_world):
 
 
 def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_are_fewer(new_world):
-    world = new_world(max_engines=1, engine_quantum=0)
+    world = new_world(groups=ONE_PLACE, engine_quantum=0)
 
     async def scenario():
         for number in (1, 2):
@@ -384,13 +384,13 @@ def test_the_files_of_a_model_whose_engine_is_a_pod_are_read_beside_the_event_lo
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     write_weights(folder, "weight", [64, 64])
-    readers, read = [], model_size.text_config
+    readers, read = [], model_sizes.text_config
 
     def noted(path: Path) -> object:
         readers.append(threading.current_thread())
         return read(path)
 
-    monkeypatch.setattr(model_size, "text_config", noted)
+    monkeypatch.setattr(model_sizes, "text_config", noted)
 
     async def scenario():
         world.left()

@@ -6,25 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.placement.asks import asks_of, check_defaults, settled_asks
-from gateway.placement.groups import DeviceGroup
+from gateway.workers.asks import asks_of, check_defaults, settled_asks
+from gateway.workers.groups import WorkerGroup
 from tandem.errors import InvalidRequest, PermissionDenied
-from tandem.protocol.devices import parse_device
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (
-    DeviceGroup(
-        name="train",
-        roles=frozenset({"trainer"}),
-        devices=(parse_device("cpu:0"), parse_device("cpu:1")),
+    WorkerGroup(
+        name="train", kinds=frozenset({"trainer"}), devices=("cpu:0", "cpu:1"), on_host=True
     ),
-    DeviceGroup(name="sample", roles=frozenset({"sampler"}), devices=(parse_device("cpu:2"),)),
+    WorkerGroup(name="sample", kinds=frozenset({"engine"}), devices=("cpu:2",), on_host=True),
 )
 WHOLE = (
-    DeviceGroup(
-        name="cpu", roles=frozenset({"trainer", "sampler"}), awake=0, workers=0, most_ranks=4
+    WorkerGroup(
+        name="cpu", kinds=frozenset({"trainer", "engine"}), awake=0, workers=0, most_ranks=4
     ),
 )
 
@@ -142,11 +139,11 @@ def test_more_ranks_than_any_group_has_devices_are_refused_with_the_groups():
         asked({"tandem.ranks": "5"}, groups=WHOLE)
 
 
-def nodes(count: int, devices: int) -> DeviceGroup:
-    return DeviceGroup(
+def nodes(count: int, devices: int) -> WorkerGroup:
+    return WorkerGroup(
         name=f"{count}x{devices}",
-        roles=frozenset({"trainer", "sampler"}),
-        devices=tuple(parse_device(f"cuda:{n}") for n in range(devices)),
+        kinds=frozenset({"trainer", "engine"}),
+        devices=tuple(f"cuda:{n}" for n in range(devices)),
         nodes=count,
     )
 

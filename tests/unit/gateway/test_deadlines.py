@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from gateway.placement.asks import Asks
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
@@ -19,12 +19,12 @@ from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.storage.futures.table import Future, Result
+from gateway.workers.asks import Asks
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
-from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.gateway.sample_streams import answered
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -60,6 +60,14 @@ class OneAtATime:
         return self.reply
 
 
+class AlwaysAwake(MagicMock):
+    """A supervisor whose workers need no turn."""
+
+    @asynccontextmanager
+    async def use(self, key: str, **_about: Any):
+        yield SimpleNamespace(key=key, process="p")
+
+
 async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     """Give a run one operation of each duration. Return the outcomes."""
     client: Any = TrainerClient(WORKER, run_id="r", timeout=LIMIT, window=4, calls=CallOrder())
@@ -81,12 +89,10 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         "r",
         first=run,
         sampler="",
-        fleet=tools,
         settings=GatewaySettings(),
-        places=tools,
-        leases=not_leased_groups(),
+        supervisor=AlwaysAwake(),
+        adapter=tools,
     )
-    host.settle(MagicMock())
     trainer_of_run = RunTrainer(
         run=run,
         host=host,

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from gateway.placement.asks import Asks
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.training_run import TrainingRun
+from gateway.workers.asks import Asks
 from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
 

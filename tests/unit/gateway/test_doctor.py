@@ -52,8 +52,8 @@ def test_gpus_are_named_with_their_memory_and_their_groups(tmp_path):
     found = checks(tmp_path, host, ON_GPU, ("cuda-checkpoint",))
     assert problems(found) == []
     assert found["cuda:1"].value == "H100, 80.0 GiB"
-    assert found["group train"].value == "cuda:GPU-0"
-    assert found["group sample-1"].about == "for samplers: 16 places, 1 awake at once"
+    assert found["group gpu-0"].value == "cuda:GPU-0"
+    assert found["group gpu-1"].about == "for trainers and samplers: 16 places, 2 awake at once"
 
 
 def test_what_is_not_there_is_said_with_what_that_means(tmp_path):

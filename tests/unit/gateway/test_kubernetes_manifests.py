@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gateway.placement.groups import groups_of
+from gateway.workers.declared_groups import groups_of
 from gateway.workers.launchers.kubernetes.names import INSTANCE, METRICS_PORT, PORT
 from gateway.workers.launchers.kubernetes.objects import _USER_OF_IMAGES
 from gateway.workers.launchers.kubernetes.serving import SERVING

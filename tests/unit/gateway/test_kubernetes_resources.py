@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.placement.asks import Asks, with_pod_memory
-from gateway.workers.launchers.kubernetes.model_size import known_size, read_ahead, read_size
+from gateway.workers.asks import Asks, with_pod_memory
 from gateway.workers.launchers.kubernetes.resources import resources_of, table
+from gateway.workers.model_sizes import known_size, read_ahead, read_size
 from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 from sqlalchemy import insert, inspect, select, text
@@ -13,7 +15,7 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.tables import metadata, released_folders
+from gateway.storage.tables import drained_groups, metadata, released_folders, workers
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
@@ -61,6 +63,16 @@ async def opened(data_dir):
     database = Database(url=url_for(data_dir), data_dir=data_dir)
     await database.open()
     return database
+
+
+def upgrade_to(engine, revision):
+    """Bring an empty database to an older revision."""
+    with engine.connect() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        connection.commit()
 
 
 def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
@@ -117,6 +129,22 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
         await other.open()
     assert schema_of(other._engine) == before
     await other.close()
+
+
+async def test_0002_forgets_the_workers_of_before_and_keeps_drained_groups(tmp_path):
+    before = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    upgrade_to(before._engine, "0001_base")
+    with before._engine.begin() as connection:
+        connection.execute(insert(drained_groups).values(name="gpu-0"))
+        columns = "id, kind, session_id, run_id, state, reason, pid, started_at"
+        row = "'trainer-s-0', 'trainer', 's', 's:train:0', 'ready', '', 7, 1.0"
+        connection.execute(text(f"INSERT INTO workers ({columns}) VALUES ({row})"))
+    database = await opened(tmp_path)
+    assert await database.read(select(workers)) == []
+    assert not {"leases", "places", "scaled_samplers"} & schema_of(database._engine).keys()
+    (drained,) = await database.read(select(drained_groups))
+    assert drained["name"] == "gpu-0"
+    await database.close()
 
 
 async def test_a_data_directory_can_be_moved(tmp_path):

@@ -6,25 +6,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from itertools import count
 from pathlib import Path
 
 import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
 import pytest
 
-from gateway.placement.asks import Asks, asks_of
-from gateway.placement.groups import groups_of, host_memory_budget
-from gateway.placement.places import Places
-from gateway.placement.room import Place, PlaceRequest, Room
+from gateway.workers.asks import Asks, asks_of
+from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.launchers.kubernetes.objects import Home, render_worker
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from gateway.workers.table import WorkerRow
 from tandem.agent.host import Host
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import TrainerSettings
-from tests.support.gateway.placement import Rows
+from tests.support.gateway.supervised_places import PlacedRun, PlacesWorld
 from tests.support.waiting import PATIENCE
 
 GIB = 2**30
@@ -55,13 +53,13 @@ def test_each_claim_of_a_pool_is_a_group_whose_pods_number_its_devices_anew():
     assert (first.name, second.name, other.name) == ("gpu-0", "gpu-1", "cpu-0")
     for each in (first, second):
         assert [str(device) for device in each.devices] == ["cuda:0", "cuda:1"]
-    assert (first.workers, first.awake, first.memory_bytes) == (3, 1, 80 * GIB)
+    assert (first.workers, first.awake, first.device_bytes) == (3, 1, 80 * GIB)
 
 
 def test_a_pool_without_claims_has_leases_all_the_same():
     (group,) = groups(CPUS | {"awake": 1, "workers": 4, "devices": 2})
     assert (group.devices, group.leased, group.workers) == ((), True, 4)
-    assert not group.whole_machine
+    assert group.pool
     assert group.has_devices_for(2)
     assert not group.has_devices_for(3)
 
@@ -119,43 +117,37 @@ def test_a_pool_that_makes_no_claim_may_have_both_roles_on_nodes_of_their_own():
 
 def test_pods_do_not_share_the_memory_of_the_gateway_s_host():
     host = Host(memory_bytes=100 * GIB)
-    assert host_memory_budget(pods(CPUS, host_memory_bytes=GIB), host) == 0
-    assert host_memory_budget(GatewaySettings(), host) == 90 * GIB
-    assert host_memory_budget(GatewaySettings(host_memory_bytes=GIB), host) == GIB
+    assert budgets_of(pods(CPUS, host_memory_bytes=GIB), host).host_bytes == 0
+    assert budgets_of(GatewaySettings(), host).host_bytes == 90 * GIB
 
 
 # --- Who is placed where --------------------------------------------------------------------------
 
 
-def room(*pools: dict[str, object]) -> Room:
-    return Room(most_engines=1, most_starting=1, groups=groups(*pools))
+async def room(*pools: dict[str, object]) -> PlacesWorld:
+    return await PlacesWorld(*groups(*pools)).open()
 
 
-def placed(there: Room, number: int, **asks: object) -> tuple[Place, ...] | str:
-    """Place a run with its sampler."""
-    key = f"run-{number}"
-    ask = PlaceRequest.of_run(
-        key, owner="ann", session_id="s", asks=Asks(**asks), sampler=f"of-{key}"
-    )
-    found = there.choose(ask.needs, ask)
-    if not isinstance(found, str):
-        there.add(*found)
-    return found
+async def placed(there: PlacesWorld, number: int, **asks: object) -> list[str] | str:
+    """Place a run with its sampler; return their groups, or why they have none."""
+    run = await there.run(run_id=f"run-{number}", **asks).ask()
+    if not run.has:
+        return run.why
+    rows = there.supervisor.roster.rows
+    return [rows[key].group for key in (run.key, run.sampler)]
 
 
 async def test_workers_use_the_claims_that_there_are_before_another_one_is_made():
-    there = room(GPUS | {"claims": 3, "workers": 4})
-    used = [{place.group.name for place in placed(there, number)} for number in range(6)]
+    there = await room(GPUS | {"claims": 3, "workers": 4})
+    used = [set(await placed(there, number)) for number in range(6)]
     assert used == [{"gpu-0"}] * 2 + [{"gpu-1"}] * 2 + [{"gpu-2"}] * 2
-    assert placed(there, 6) == "4 workers are there (TANDEM_CLAIM_POOLS workers)"
+    assert "4 workers are there (TANDEM_CLAIM_POOLS workers)" in await placed(there, 6)
 
 
 async def test_a_session_may_ask_for_a_pool_or_for_a_certain_claim():
-    there = room(GPUS | {"claims": 2, "workers": 2}, CPUS)
-    trainer, sampler = placed(there, 0, group="gpu", sampler_group="cpu")
-    assert (trainer.group.name, sampler.group.name) == ("gpu-0", "cpu-0")
-    trainer, sampler = placed(there, 1, group="gpu-1", sampler_group="gpu")
-    assert (trainer.group.name, sampler.group.name) == ("gpu-1", "gpu-0")
+    there = await room(GPUS | {"claims": 2, "workers": 2}, CPUS)
+    assert await placed(there, 0, group="gpu", sampler_group="cpu") == ["gpu-0", "cpu-0"]
+    assert await placed(there, 1, group="gpu-1", sampler_group="gpu") == ["gpu-1", "gpu-0"]
 
 
 def test_what_no_pool_gives_is_said_of_the_pools_and_not_of_each_claim():
@@ -167,22 +159,14 @@ def test_what_no_pool_gives_is_said_of_the_pools_and_not_of_each_claim():
         assert raised.value.message.count("train") < 5
 
 
-async def test_pods_are_not_bounded_by_the_engines_that_a_machine_can_have():
-    there = room(CPUS | {"workers": 8, "awake": 0})
-    for number in range(4):
-        assert not isinstance(placed(there, number), str)
-    there.engines.update(key for key in there.places if key.startswith("of-"))
-    assert there.no_slot(there.groups[0]) == ""
-
-
 async def test_a_claim_takes_no_more_workers_than_its_node_has_memory_for():
-    there = room(GPUS | {"claims": 2, "node_memory_bytes": 48 * GIB})
+    there = await room(GPUS | {"claims": 2, "node_memory_bytes": 48 * GIB})
     sizes = {"host_memory": "20GiB", "sampler_host_memory": "20GiB"}
-    assert [place.group.name for place in placed(there, 0, **sizes)] == ["gpu-0", "gpu-0"]
-    assert [place.group.name for place in placed(there, 1, **sizes)] == ["gpu-1", "gpu-1"]
-    assert placed(there, 2, **sizes) == (
+    assert await placed(there, 0, **sizes) == ["gpu-0", "gpu-0"]
+    assert await placed(there, 1, **sizes) == ["gpu-1", "gpu-1"]
+    assert (
         "it needs 20 GiB of its node's memory, and workers have 40 GiB of 48 GiB on group gpu-0"
-    )
+    ) in await placed(there, 2, **sizes)
 
 
 # --- What is placed can be scheduled --------------------------------------------------------------
@@ -245,47 +229,44 @@ def _claims(pod: Object) -> list[str]:
 class Experiment:
     """A session that needs a trainer and a sampler at once."""
 
-    def __init__(self, number: int, *, settings: GatewaySettings, places: Places, cluster: Cluster):
-        self.key = f"run-{number}"
-        self.settings, self.places, self.cluster = settings, places, cluster
-        self.asks = Asks(host_memory=16 * GIB, sampler_host_memory=16 * GIB)
+    def __init__(self, placed: PlacedRun, *, settings: GatewaySettings, cluster: Cluster):
+        self.placed, self.settings, self.cluster = placed, settings, cluster
 
     async def run(self) -> None:
-        sampler = f"of-{self.key}"
-        ask = PlaceRequest.of_run(
-            self.key, owner="ann", session_id=self.key, asks=self.asks, sampler=sampler
-        )
-        trainer = await self.places.take(ask)
-        served = self.places.get(sampler)
-        assert served is not None, "it has half of what it needs"
-        for place in (trainer, served):
+        await self.placed.take()
+        rows = self.placed.supervisor.roster.rows
+        trainer, served = rows[self.placed.key], rows[self.placed.sampler]
+        assert served.group, "it has half of what it needs"
+        for row in (trainer, served):
             await asyncio.sleep(0)  # others start theirs meanwhile
-            assert self.starts(place), "its pod is pending though it has a place"
+            assert self.starts(row), "its pod is pending though it has a place"
         for _ in range(5):
             await asyncio.sleep(0)
-        for place in (served, trainer):
-            self.cluster.end(self.name_of(place))
-        self.places.release_trainer(self.key)
+        for row in (served, trainer):
+            self.cluster.end(self.name_of(row))
+        self.placed.end()
 
-    def starts(self, place: Place) -> bool:
+    def starts(self, row: WorkerRow) -> bool:
         settings = self.settings
-        pool = next(pool for pool in settings.claim_pools if pool.name == place.group.pool)
+        group = self.placed.supervisor.roster.groups[row.group]
+        pool = next(pool for pool in settings.claim_pools if pool.name == group.pool)
+        role = "trainer" if row.kind == "trainer" else "sampler"
         spec = WorkerSpec(
-            worker_id=self.name_of(place),
-            kind=place.role,
+            worker_id=self.name_of(row),
+            kind=role,
             secret="",
             model_name="m",
             model_path="m",
-            session_id=self.key,
-            group=place.group.name,
-            devices=place.devices,
-            host_memory=place.host_memory,
-            trainer=TrainerSettings() if place.role == "trainer" else None,
+            session_id=row.session,
+            group=group.name,
+            devices=group.devices_for(row.request.ranks),
+            host_memory=row.request.host_bytes,
+            trainer=TrainerSettings() if role == "trainer" else None,
         )
         objects = render_worker(
             spec,
             pool=pool,
-            template=read_templates(settings.kubernetes)[place.role],
+            template=read_templates(settings.kubernetes)[role],
             resources=resources_of(spec, None, pool=pool, settings=settings),
             home=Home(settings=settings.kubernetes, namespace="n", volume=Path("/data"), epoch=1),
         )
@@ -293,8 +274,8 @@ class Experiment:
         return all(self.cluster.schedule(pod, claims) for pod in objects.pods)
 
     @staticmethod
-    def name_of(place: Place) -> str:
-        return f"{place.role}-{place.key}"
+    def name_of(row: WorkerRow) -> str:
+        return f"{row.kind}-{row.key}"
 
 
 ONE_ROLE = {"tandem.dev/role": "trainer"}, {"tandem.dev/role": "sampler"}
@@ -321,14 +302,10 @@ async def test_workers_of_16_gib_on_hosts_of_48_gib_all_get_done(pools, placemen
     for trainer and sampler at once, and only where the node has memory for both."""
     settings = pods(*pools, placement=placement)
     cluster = Cluster(hosts, memory=48 * GIB, devices=devices)
-    places = Places(database=Rows(), most_engines=1, most_starting=1, quantum=60.0)
-    await places.open(
-        groups_of(settings, Host()), host_memory_bytes=0, is_wanted=lambda _place: True
-    )
-    numbers = count()
+    world = await PlacesWorld(*groups_of(settings, Host())).open()
+    sizes = {"host_memory": 16 * GIB, "sampler_host_memory": 16 * GIB}
     experiments = [
-        Experiment(next(numbers), settings=settings, places=places, cluster=cluster)
-        for _ in range(20)
+        Experiment(world.run(**sizes), settings=settings, cluster=cluster) for _ in range(20)
     ]
     await asyncio.wait_for(asyncio.gather(*(each.run() for each in experiments)), PATIENCE)
     assert not cluster.pods

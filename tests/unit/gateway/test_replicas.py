@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from functools import partial
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
-from gateway.placement.groups import DeviceGroup
-from gateway.placement.lease import Lease
+from gateway.workers.groups import WorkerGroup
 from tandem.errors import InvalidRequest, NoRoom, SessionFinished, WorkerDied
-from tandem.protocol.devices import parse_device
-from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_workers import ModelSampler
-from tests.support.gateway.placement import WHOLE_MACHINE
-from tests.support.gateway.sampler_world import World
+from tests.support.gateway.sampler_world import TURNS, WHOLE_MACHINE, World
 from tests.support.waiting import until
 
 DEVICES = tuple(
-    DeviceGroup(
+    WorkerGroup(
         name=f"d{number}",
-        roles=frozenset({"trainer", "sampler"}),
-        devices=(parse_device(f"cpu:{number}"),),
+        kinds=frozenset({"trainer", "engine"}),
+        devices=(f"cpu:{number}",),
+        on_host=True,
         awake=0,
         workers=1,
     )
@@ -234,25 +232,12 @@ def test_each_engine_is_adopted_as_the_one_that_it_was(new_world):
         world.left("sampler-s-1-0", replica=1).version = world.version("v2")
         world.left("sampler-s-1-1", replica=0)
         world.left("sampler-s-1-2", replica=2)
-        del world.rows.rows["s-1/tiny/0#2"]
+        del world.table.rows["s-1/tiny/0#2"]
         await world.open()
         first, second = world.sampler().engines
         assert (first.process, second.process) == ("sampler-s-1-1", "sampler-s-1-0")
         assert (first.weights, second.weights) == ("base/tiny", "s-1:train:0/v2")
         assert world.running() == ["sampler-s-1-0", "sampler-s-1-1"], "the third has no place"
-
-    world.run(scenario())
-
-
-def test_an_engine_that_cannot_start_keeps_none_from_the_other_one(new_world):
-    world = new_world(max_engines=1, engine_quantum=0)
-
-    async def scenario():
-        await serving(world, 1)
-        assert len({*await many(world)}) == 40
-        status = Counter(engine.state for engine in world.sampler().engines)
-        assert status == {"ready": 1, "queued": 1}
-        assert world.sampler().explain() == "1 of 2 engines of the sampler are at work"
 
     world.run(scenario())
 
@@ -329,7 +314,7 @@ def test_an_engine_that_leaves_ends_what_it_has_and_gets_nothing_new(new_world):
         await until(lambda: len(world.running()) == 1)
         assert 15 <= len(second.answered) <= 25
         assert not world.sampler().replicas.leaving
-        assert len(world.places.on(WHOLE_MACHINE[0])) == 1
+        assert len(world.supervisor.roster.rows) == 1
 
     world.run(scenario())
 
@@ -373,44 +358,23 @@ def test_an_engine_that_is_wanted_again_while_it_leaves_stays(new_world):
     world.run(scenario())
 
 
-def test_a_load_does_not_wait_for_the_devices_of_an_engine_that_leaves(new_world):
-    world = new_world()
-
-    async def scenario():
-        world.leases = Leases(awake=2)
-        await serving(world)
-        await many(world)
-        first, second = world.sampler().engines
-        async with first.lease.use(begins_step="r"):  # the second gives its devices to another one
-            another = asyncio.create_task(world.leases.worker("another").compute(5000.0))
-            await until(lambda: second.lease.state == "free")
-            load = asyncio.create_task(world.sampler().load(saved(world, "v2")))
-            await until(lambda: second.waits_for_devices)
-            await scale(world, 1)
-            async with asyncio.timeout(10):
-                await load
-        assert first.weights == "s-1:train:0/v2"
-        another.cancel()
-
-    world.run(scenario())
-
-
 def test_a_load_that_waits_for_devices_ends_with_its_sampler(new_world):
-    world = new_world(1)
+    world = new_world(1, groups=TURNS)
 
     async def scenario():
-        world.leases = Leases(awake=1)
         await serving(world, 1)
         (engine,) = world.sampler().engines
-        another = asyncio.create_task(world.leases.worker("another").compute(5000.0))
-        await until(lambda: engine.lease.state == "free")
+        await world.sample(session_id="s-2")
+        (second,) = (each for each in engines(world) if each.spec.session_id == "s-2")
+        second.seconds = 5000.0
+        busy = asyncio.create_task(world.sample(session_id="s-2"))
+        await until(lambda: engine.row.state == "asleep" and not busy.done())
         load = asyncio.create_task(world.sampler().load(saved(world, "v2")))
         await until(lambda: engine.waits_for_devices)
         await world.router.end_session("s-1", SessionFinished("over"))
         async with asyncio.timeout(10):
             with pytest.raises(SessionFinished, match="over"):
                 await load
-        another.cancel()
 
     world.run(scenario())
 
@@ -421,7 +385,7 @@ def test_engines_are_added_all_or_none_and_the_refusal_says_how_many_there_is_ro
     async def scenario():
         await serving(world, 1)
         await world.sample(session_id="s-2")
-        with pytest.raises(NoRoom, match="2 more engines need a place, and there is room for 1"):
+        with pytest.raises(NoRoom, match="2 more engines need a place each: "):
             await scale(world, 3)
         assert len(world.running()) == 2 and states(world) == {"ready": 1}
         with pytest.raises(InvalidRequest, match="there can be no place for it"):
@@ -430,7 +394,7 @@ def test_engines_are_added_all_or_none_and_the_refusal_says_how_many_there_is_ro
         await until(lambda: states(world) == {"ready": 2})
         await scale(world, 2)
         assert len(world.running()) == 3
-        assert sum(len(world.places.on(group)) for group in DEVICES) == 3
+        assert sum(bool(row.group) for row in world.supervisor.roster.rows.values()) == 3
 
     world.run(scenario())
 
@@ -450,7 +414,6 @@ def test_engines_that_have_nothing_to_do_end_for_those_that_are_added(new_world)
 
 def test_the_next_gateway_goes_on_with_what_was_asked_for(new_world):
     world = new_world(1)
-    world.places.scaled["s-1/tiny/0"] = 2
 
     async def scenario():
         world.left("sampler-s-1-8", replica=0)
@@ -471,12 +434,15 @@ def test_without_a_run_engines_start_when_all_have_a_place(new_world):
         other = world.sampler("s-2")
         await world.router.scale(other, 1, wait=0)
         await world.sample(session_id="s-2")
-        other.engine.demand += 1  # it has something to do
+        (busy,) = engines(world)
+        busy.seconds = 10.0
+        at_work = asyncio.create_task(world.sample(session_id="s-2"))
+        await asyncio.sleep(0.1)
         asked = asyncio.create_task(world.sample())
         await asyncio.sleep(5)
-        assert states(world) == {"idle": 2} and len(world.running()) == 1
+        assert states(world) == {"queued": 2} and len(world.running()) == 1
         assert "a place on group d0 or d1" in world.sampler().explain()
-        other.engine.demand -= 1
+        await at_work
         assert await asked != "worker_start_failed"
         await until(lambda: states(world) == {"ready": 2})
 
@@ -487,17 +453,23 @@ def test_samples_that_wait_for_the_devices_of_an_engine_go_to_one_that_has_nothi
     world, alone = new_world(), new_world(1)
     answers, turn = [], asyncio.Event()
 
-    async def waits_for_its_turn(_lease: Lease) -> None:
+    @asynccontextmanager
+    async def waits_for_its_turn(_key: str):
         await turn.wait()
+        yield
 
     async def scenario():
         first, second = await serving(world)
         sleeper = next(e for e in world.sampler().engines if e.process == second.spec.worker_id)
-        sleeper.lease.enter = partial(waits_for_its_turn, sleeper.lease)
-        sleeper.lease.waiting.append(asyncio.Future())
+        calls = world.supervisor.roster.calls_of(sleeper.key)
+        calls.waiting.append(asyncio.Future())
+        sleeper.supervisor = SimpleNamespace(
+            roster=world.supervisor.roster, use=waits_for_its_turn, release=world.supervisor.release
+        )
         answers.extend(await many(world))
         assert len(first.answered) == 40 and not second.answered
-        sleeper.lease.waiting.clear()
+        calls.waiting.clear()
+        sleeper.supervisor = world.supervisor
 
     async def undisturbed():
         assert await by_one(alone, number=40) == answers

@@ -23,8 +23,8 @@ ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 
 
 class History:
-    """A database with sessions of different ages, each with a run, a sampling session, a worker and
-    a collected weight version."""
+    """A database with sessions of different ages, each with a run of two operations, a sampling
+    session and a collected weight version."""
 
     def __init__(self, database: Database, folder) -> None:
         self.database = database
@@ -51,8 +51,6 @@ class History:
             **about,
             **state,
         )
-        worker = {"id": f"trainer-{session}-0", "kind": "trainer", "session_id": session}
-        await self._insert("workers", **worker, started_at=1.0, state=state["state"], ended_at=at)
         await self._insert(
             "weight_versions", name=f"{run}/v000001-aaaaaaaa", run_id=run, base_model="tiny",
             path="/x", step=1, bytes=1, created_at=1.0, collected_at=at,
@@ -103,7 +101,7 @@ async def history(tmp_path):
 
 
 ONE = {
-    "sessions": 1, "runs": 1, "operations": 2, "sampling_sessions": 1, "workers": 1,
+    "sessions": 1, "runs": 1, "operations": 2, "sampling_sessions": 1,
     "weight_versions": 1,
 }  # fmt: skip
 
@@ -167,7 +165,7 @@ async def test_operations_and_samplers_of_a_run_that_goes_on_for_months_go_too(h
     history.work.most_rows = 0
     await history.retention.remove_old()
     assert await history.rows() == {name: n for name, n in ONE.items() if n > 1} | {
-        "sessions": 1, "runs": 1, "workers": 1, "weight_versions": 1, "operations": 3,
+        "sessions": 1, "runs": 1, "weight_versions": 1, "operations": 3,
     }, "the newest says where the run is"  # fmt: skip
     assert history.work.most_rows == 500, "other writes pass between batches"
 
@@ -178,3 +176,13 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
         await history.database.write(insert(tables.audit), row)
     await history.retention.remove_old()
     assert len(await history.database.read(select(tables.audit))) == 1
+
+
+async def test_changes_of_workers_stay_for_a_week(history):
+    worker = {"key": "s:train:0", "kind": "trainer", "owner": "ann", "session_id": "s"}
+    for days in (8, 6):
+        row = worker | {"at": time.time() - days * DAY, "state": "awake"}
+        await history.database.write(insert(tables.worker_events), row)
+    await history.retention.remove_old()
+    (left,) = await history.database.read(select(tables.worker_events))
+    assert left["at"] > time.time() - 7 * DAY

@@ -123,6 +123,6 @@ def test_of_what_owners_share_each_sees_whose_it_is_if_it_is_its_own(tmp_path: P
     )
     scenario.run_all()
     ann, ben = (each.session_id for each in scenario._clients)
-    assert f"trainer-{ann}-0" in seen["ann"] and ben not in seen["ann"]
+    assert f"trainer-{ann}-" in seen["ann"] and ben not in seen["ann"]
     assert '"worker":"trainer"' in seen["ben"] and ann not in seen["ben"]
     assert ann in seen["root"] and ben in seen["root"]

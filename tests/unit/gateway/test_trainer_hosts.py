@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import MagicMock
 
 import pytest
 
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.placement.asks import Asks
-from gateway.placement.groups import DeviceGroup
 from gateway.runs.trainer_hosts import TrainerHosts
+from gateway.workers.asks import Asks
+from gateway.workers.requested import RequestMaker
 from tandem.errors import InvalidRequest
-from tandem.protocol.devices import parse_device
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
-from tests.support.gateway.placement import Rows, open_on, places_for
+from tests.support.gateway.supervised_places import PlacesWorld, quiet
+from tests.support.gateway.supervised_places import group as group_of
 
 MODEL = BaseModelEntry(name="tiny", path="/tiny", max_length=None)
 
@@ -37,6 +37,11 @@ class Samplers:
     def takes_adapters(self, key: str, *, rank: int) -> bool:
         return rank <= 16 and key != self.busy
 
+    def engine_requests(self, sampler: str, asks: Asks, **_about: object) -> list[object]:
+        return []
+
+    async def release_unused(self, key: str) -> None: ...
+
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
         self.lent.append((key, session_id))
 
@@ -49,21 +54,17 @@ class World:
         self.samplers = Samplers()
         self.hosts: Any = None
 
-    async def open(self, *, workers: int = 2) -> World:
-        group = DeviceGroup(
-            name="gpu",
-            roles=frozenset({"trainer", "sampler"}),
-            devices=(parse_device("cpu:0"),),
-            workers=workers,
-        )
+    async def open(self, *, groups: int = 1) -> World:
+        found = [group_of(f"gpu-{number}", workers=2) for number in range(groups)]
+        self.places = await PlacesWorld(*found).open()
         samplers: Any = self.samplers
-        nothing: Any = None
-        fleet: Any = SimpleNamespace(stop_left_of=AsyncMock())
+        adapter: Any = MagicMock()
+        adapter.worker.return_value = None
         self.hosts = TrainerHosts(
             settings=self.settings,
-            fleet=fleet,
-            places=await open_on(places_for(self.settings, Rows()), group),
-            leases=nothing,
+            supervisor=self.places.supervisor,
+            adapter=adapter,
+            requests=RequestMaker(settings=self.settings, groups=lambda: tuple(found)),
             samplers=samplers,
         )
         return self
@@ -110,15 +111,14 @@ async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_w
     first = here.run("a")
     host = here.hosts.for_new(first)
     assert here.shares(here.run("b")) == "a", "the first is about to have all places"
-    first.trainer = SimpleNamespace(host=host)
-    first.sampler = host.sampler
-    host.place = await here.hosts.places.take(here.hosts.ask_of(first))
+    await here.hosts.place(first, host)
+    await quiet()
     assert here.shares(here.run("c")) == "a"
     assert here.shares(here.run("d", share="never")) == "d"
 
 
-async def test_a_run_that_shares_when_all_is_full_does_not_share_before():
-    here = await World().open(workers=4)
+async def test_a_run_that_shares_when_all_is_full_takes_an_empty_group_before():
+    here = await World().open(groups=2)
     assert [here.shares(here.run(name)) for name in "abc"] == ["a", "b", "a"]
 
 
@@ -142,7 +142,7 @@ async def test_runs_of_a_backend_of_another_package_share_once_a_trainer_says_th
         {"compile": "on"},
         {"tensor_parallel": 2},
         {"priority": -1},
-        {"group": "gpu2"},
+        {"group": "gpu-9"},
     ],
     ids=lambda other: next(iter(other)),
 )

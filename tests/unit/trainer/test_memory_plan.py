@@ -10,8 +10,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from gateway.workers.launchers.kubernetes.model_size import read_size
-from gateway.workers.launchers.kubernetes.resources import TrainerPod
+from gateway.workers.model_sizes import read_size
+from gateway.workers.needs import TrainerNeeds
 from tandem.backends.memory import Available
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
@@ -85,7 +85,7 @@ def test_a_pod_requests_the_parts_of_its_trainer_s_plan(model, group):
     for states in ("float32", "bfloat16"):
         settings = {"parallel_micro_batches": 1, "shard_group_parameters": 1}
         planned = make_rank(model, states=states, **settings).backend.plan.device
-        pod = TrainerPod(
+        pod = TrainerNeeds(
             model=read_size(model),
             trainer=TrainerSettings(device="cpu", **settings),
             training=TrainingSpec(states=states),

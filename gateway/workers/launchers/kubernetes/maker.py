@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
-from gateway.workers.launchers.kubernetes.model_size import read_size
 from gateway.workers.launchers.kubernetes.names import METRICS_PORT, PORT, pool_name
 from gateway.workers.launchers.kubernetes.objects import (
     FOLDERS,
@@ -20,6 +19,7 @@ from gateway.workers.launchers.kubernetes.objects import (
 )
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
+from gateway.workers.model_sizes import read_size
 from tandem.errors import WorkerStartFailed, unusable_directory
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WorkerHandle, WorkerSpec

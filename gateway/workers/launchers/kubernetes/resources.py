@@ -1,20 +1,7 @@
 """The resource requests of a worker's pod: cores, memory, shared memory and files.
 
-The memory is the worker's largest need and so its limit, since a placed pod must be able to sleep.
-It derives from the number of weights in the headers of the model's files:
-
-- trainer: one tensor while loading, or, if larger, the trainer's own formula
-  (`tandem/backends/memory.py`). On a CPU all its parts count. On a GPU its parts on the host count:
-  the snapshot, offloaded parts, and all states while it sleeps.
-- sampler: on a GPU the weights while it sleeps, and those of the next version, which is read while
-  the engine samples. On a CPU the weights, those of the next version, and a KV cache per rank.
-
-The processes are added, one per rank, and the tenth that a trainer's plan leaves free.
-`tandem.host_memory` and `tandem.sampler_host_memory` replace the result.
-
-The process sizes were measured on a CPU only: 367 MiB for a trainer's rank with its libraries,
-160 MiB for its custom losses, 637 MiB for an engine without weights and cache. A custom loss's
-own tensors are not included."""
+The memory is the worker's largest need (`gateway.workers.needs`) and so its limit, since a placed
+pod must be able to sleep. `tandem.host_memory` and `tandem.sampler_host_memory` replace it."""
 
 from __future__ import annotations
 
@@ -25,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gateway.workers.launchers.kubernetes.model_size import known_size, read_size
-from tandem.backends.memory import SPARE, ModelSize, TrainerMemory, compute_width
+from gateway.workers.model_sizes import known_size, read_size
+from gateway.workers.needs import EngineNeeds, TrainerNeeds
+from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest, TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
@@ -35,13 +23,6 @@ from tandem.settings.sharing import MOST_RUNS
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 _MIB, _GIB = 2**20, 2**30
-_STEP = 64 * _MIB
-
-_CPU_RANK, _GPU_RANK = 768 * _MIB, 4 * _GIB
-_CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
-_WEIGHT = 4
-_ADAPTERS_HELD = 4
-"""An engine stores this multiple of its concurrent adapters."""
 
 _CPU_FILES, _GPU_FILES = 2 * _GIB, 10 * _GIB
 """Logs, caches and compiled kernels."""
@@ -70,7 +51,7 @@ def resources_of(
         ranks = trainer.ranks // nodes
         memory = (
             said
-            or TrainerPod(
+            or TrainerNeeds(
                 model=_known(model, spec),
                 trainer=trainer,
                 training=spec.training or TrainingSpec(),
@@ -80,13 +61,19 @@ def resources_of(
                 sleeps=pool.awake > 0,
                 snapshots=settings.recovery_enabled,
                 runs=MOST_RUNS if settings.sharing.lora_runs != "never" else 1,
-            ).memory
+            ).host_bytes
         )
     else:
         sampler = spec.sampler or SamplerSettings.of(settings.sampler)
         ranks = sampler.ranks
-        memory = said or _engine_memory(
-            _known(model, spec), sampler, gpu=pool.has_gpus, sleeps=pool.awake > 0
+        memory = (
+            said
+            or EngineNeeds(
+                model=_known(model, spec),
+                sampler=sampler,
+                gpu=pool.has_gpus,
+                sleeps=pool.awake > 0,
+            ).host_bytes
         )
     shared = _SHARED + (_SHARED_OF_RANK * ranks if ranks > 1 else 0)
     return PodResources(
@@ -127,92 +114,6 @@ def _known(model: ModelSize | None, spec: WorkerSpec) -> ModelSize:
 def _cores(count: float) -> str:
     """Examples: "4", "500m"."""
     return f"{math.ceil(count * 1000)}m" if count % 1 else str(int(count))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerPod:
-    model: ModelSize
-    trainer: TrainerSettings
-    training: TrainingSpec
-    gpu: bool
-    ranks: int
-    nodes: int
-    sleeps: bool
-    snapshots: bool
-    runs: int
-
-    @property
-    def memory(self) -> int:
-        process = _GPU_RANK if self.gpu else _CPU_RANK
-        working = self._of_gpu_rank if self.gpu else self._of_cpu_rank
-        return _rounded(self.ranks * (process + max(self._load, working)))
-
-    @property
-    def _load(self) -> int:
-        return self.model.vocabulary * self.model.hidden * _WEIGHT
-
-    @property
-    def _of_gpu_rank(self) -> int:
-        memory = self.of_rank
-        on_host = memory.on_host()
-        if not self.snapshots:
-            on_host -= {"snapshot"}
-        if self.sleeps:
-            on_host |= {"frozen weights", "weights", "copies", "gradients", "moments"}
-        lasting = memory.lasting(copied=memory.may_copy)
-        return sum(size for name, size in lasting.items() if name in on_host)
-
-    @property
-    def _of_cpu_rank(self) -> int:
-        memory = self.of_rank
-        copied = memory.may_copy
-        parts = memory.parts(memory.wanted_tokens, checkpointed=False, copied=copied)
-        if not self.snapshots:
-            parts.pop("snapshot", None)
-        return sum(parts.values())
-
-    @property
-    def of_rank(self) -> TrainerMemory:
-        training, device = self.training, "cuda" if self.gpu else "cpu"
-        model = self.model.divided(training.layout.tensor_parallel)
-        adapters = training.rank * self.model.adapter_width * self.runs
-        trained = adapters if training.lora else model.parameters
-        size = self.ranks * self.nodes
-        # Only a single CPU rank computes several micro-batches at once.
-        wide = (_width(self.trainer.dtype, gpu=self.gpu), training.states) == (4, "float32")
-        several = size == 1 and wide and not self.gpu and not training.weights_on_host
-        return TrainerMemory(
-            model=model,
-            trained=trained,
-            moments=2 * trained,
-            training=training,
-            settings=self.trainer,
-            device=device,
-            ranks=size,
-            at_once=self.trainer.parallel_micro_batches or 2 if several else 1,
-        )
-
-
-def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sleeps: bool) -> int:
-    width = _width(settings.dtype, gpu=gpu)
-    weights = model.parameters * width
-    held = settings.max_adapters * _ADAPTERS_HELD
-    adapters = settings.max_lora_rank * model.adapter_width * width * held
-    if gpu:
-        engine = settings.ranks * (_GPU_ENGINE + adapters)
-        return _rounded(engine + weights * (2 if sleeps else 1))
-    engine = settings.ranks * (_CPU_ENGINE + adapters + settings.kv_cache_bytes)
-    return _rounded(engine + 2 * weights)
-
-
-def _width(dtype: str, *, gpu: bool) -> int:
-    """Return the bytes of a parameter during computation."""
-    return compute_width(dtype, device="cuda" if gpu else "cpu")
-
-
-def _rounded(size: float) -> int:
-    """Add the spare part and round up."""
-    return math.ceil(size / (1 - SPARE) / _STEP) * _STEP
 
 
 # --- `tandem config --resources` ------------------------------------------------------------------

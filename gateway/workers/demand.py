@@ -1,0 +1,174 @@
+"""The calls of one worker: under way or waiting. They live in memory only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from gateway.workers.adapters import Moved
+from gateway.workers.backoff import Backoff
+from gateway.workers.overview import Demand, WorkerBytes
+from gateway.workers.steps import SleepPlan
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerCalls:
+    """What one gateway knows of a worker beside its row. Times as in `Demand`.
+
+    `open_steps` names the callers whose gradients wait for a step. `busy_seconds` is the time with
+    calls since the worker was last awake, and `used_seconds` all of it, both without the calls that
+    are under way.
+    """
+
+    clock: Callable[[], float]
+    backoff: Backoff = field(default_factory=Backoff)
+    bytes: WorkerBytes = field(default_factory=WorkerBytes)
+    uses: int = 0
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    waiting_since: float = 0.0
+    open_steps: set[str] = field(default_factory=set)
+    busy_since: float = 0.0
+    busy_seconds: float = 0.0
+    used_seconds: float = 0.0
+    idle_since: float = 0.0
+    served_at: float = 0.0
+    started_at: float = 0.0
+    rests_until: float = 0.0
+    stays_until: float = 0.0
+    refused_at: float = 0.0
+    yielding: bool = False
+    crashed: bool = False
+    """Whether the last start ended in a crash."""
+
+    def as_demand(self, *, silent_for: float) -> Demand:
+        return Demand(
+            uses=self.uses,
+            used_seconds=self.used_seconds + self.running_seconds,
+            waiting=len(self.waiting),
+            waiting_since=self.waiting_since,
+            open_step=bool(self.open_steps),
+            idle_since=self.idle_since,
+            served_at=self.served_at,
+            started_at=self.started_at,
+            yielding=self.yielding,
+            silent_since=self.clock() - silent_for if silent_for else 0.0,
+            rests_until=self.rests_until,
+            stays_until=self.stays_until,
+            refused_at=self.refused_at,
+        )
+
+    # --- Calls --------------------------------------------------------------------------------
+
+    def begin_use(self) -> None:
+        if not self.uses:
+            self.busy_since = self.clock()
+        self.uses += 1
+
+    def end_use(self) -> float:
+        """End a call, and return the seconds of work that ended with it."""
+        self.uses -= 1
+        if self.uses:
+            return 0.0
+        self.idle_since = self.clock()
+        seconds = self.idle_since - self.busy_since
+        self.busy_seconds += seconds
+        self.used_seconds += seconds
+        return seconds
+
+    @property
+    def running_seconds(self) -> float:
+        """Seconds since the worker began to work, or 0 if it is idle."""
+        return self.clock() - self.busy_since if self.uses else 0.0
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds for which calls have waited; 0 if none waits."""
+        return self.clock() - self.waiting_since if self.waiting else 0.0
+
+    def wait(self) -> asyncio.Future[None]:
+        """Return a future that is done when a call may begin."""
+        if not self.waiting:
+            self.waiting_since = self.clock()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        return turn
+
+    def give_up(self, turn: asyncio.Future[None]) -> None:
+        """End a wait that was cancelled. If its call had just begun, end the call."""
+        if turn in self.waiting:
+            self.waiting.remove(turn)
+        elif not turn.cancelled() and turn.exception() is None:
+            self.end_use()
+
+    def admit(self) -> None:
+        """Begin all calls that wait."""
+        self.yielding = False
+        turns, self.waiting = self.waiting, []
+        for turn in turns:
+            if not turn.done():  # else its task is cancelled, and has not run since
+                self.begin_use()
+                turn.set_result(None)
+
+    def refuse(self, error: Exception) -> None:
+        """End all waits with an error."""
+        turns, self.waiting = self.waiting, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_exception(error)
+
+    # --- The process --------------------------------------------------------------------------
+
+    def note_started(self, *, on_host: bool) -> None:
+        """A new process has nothing on the host. On cores, it has not told yet."""
+        self.started_at = self.idle_since = self.clock()
+        self.crashed = False
+        self.bytes = WorkerBytes(measured=not on_host)
+
+    def note_reserved(self, plan: SleepPlan) -> None:
+        """The sleep under way may take these bytes."""
+        on_disk = plan.way == "disk"
+        self.bytes = replace(
+            self.bytes,
+            reserved_host=0 if on_disk else plan.most_bytes,
+            reserved_disk=plan.most_bytes if on_disk else 0,
+        )
+
+    def note_not_asleep(self) -> None:
+        """The sleep under way has ended without effect."""
+        self.bytes = replace(self.bytes, reserved_host=0, reserved_disk=0)
+
+    def note_asleep(self, plan: SleepPlan, said: Moved, *, on_host: bool) -> None:
+        pinned = self.bytes.host if plan.way == "host" and not on_host else 0
+        self.bytes = WorkerBytes(
+            measured=True,
+            device=said.device,
+            host=max(pinned, said.host),
+            disk=said.disk,
+            awake=self.bytes.awake,
+            way=plan.way,
+        )
+        self.served_at = self.clock()
+        self.yielding = False
+        self.refused_at = self.stays_until = 0.0
+
+    def note_awake(self, said: Moved, *, on_host: bool) -> None:
+        pinned = 0 if on_host else self.bytes.host
+        self.bytes = WorkerBytes(
+            measured=True, device=said.device, host=max(pinned, said.host), awake=said.device
+        )
+
+    def note_ended(self) -> None:
+        """Nothing is left of the process. Gradients that waited for a step are lost with it."""
+        self.served_at = self.clock()
+        self.open_steps.clear()
+        self.bytes = WorkerBytes()
+        self.yielding = False
+        self.refused_at = self.stays_until = 0.0
+
+    def take_busy_seconds(self) -> float:
+        """Return the seconds of work since the last time, and begin to count anew."""
+        seconds, self.busy_seconds = self.busy_seconds + self.running_seconds, 0.0
+        if self.uses:
+            self.busy_since = self.clock()
+        return seconds

@@ -1,0 +1,211 @@
+"""Holdings: which workers exist, and for whom.
+
+A row exists while somebody holds it: a run its trainer, a sampler its engines. `Supervisor` is the
+interface. This part writes rows, and waits for their groups and for their ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from gateway.workers.carrying_out import StepRunner
+from gateway.workers.placing import find_groups
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.roster import Roster
+from gateway.workers.schedule import WaitReason
+from gateway.workers.table import WorkerRow
+from tandem.errors import InvalidRequest, NoRoom, StorageFailed, WorkerDied
+
+_MAKING_ROOM = 30.0
+"""Seconds for which the end of engines without calls is waited for."""
+_LOOK_SECONDS = 0.05
+"""Between two looks at rows that wait for their groups."""
+
+
+class Holdings:
+    """`poke` lets the supervisor decide soon, and `will_decide` says whether it does. `explain`
+    says why a row waits."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        runner: StepRunner,
+        *,
+        poke: Callable[[], None],
+        will_decide: Callable[[], bool],
+        explain: Callable[[str], WaitReason | None],
+    ) -> None:
+        self.roster = roster
+        self._runner = runner
+        self.poke = poke
+        self._will_decide = will_decide
+        self.explain = explain
+        self._loop = asyncio.get_running_loop()
+
+    def check(self, requests: Sequence[WorkerRequest]) -> None:
+        """Raise `InvalidRequest` for requests that empty groups cannot serve."""
+        overview = self.roster.overview()
+        groups = {name: replace(each, drained=False) for name, each in overview.groups.items()}
+        empty = replace(overview, rows={}, silent=frozenset(), groups=groups)
+        found = find_groups(empty, [WorkerRow(request=request) for request in requests])
+        if isinstance(found, str):
+            raise InvalidRequest(f"there can be no place for it: {found}")
+
+    async def place(self, requests: Sequence[WorkerRequest], *, holder: str) -> None:
+        """Write a row for each request, and return when all are durable.
+
+        Rows that exist get one more holder. Raises `InvalidRequest` for requests that empty groups
+        cannot serve, and `StorageFailed`.
+        """
+        self.check(requests)
+        for request in requests:
+            row = self.roster.rows.get(request.key)
+            if row is not None and row.ends_as == "gone":
+                await self.gone(request.key)
+        now, rows = self.roster.clock(), list[WorkerRow]()
+        for request in requests:
+            row = self.roster.rows.get(request.key) or WorkerRow(request=request, since=now)
+            if holder not in row.holders:
+                others = tuple(each for each in row.holders if each != _leaving(holder))
+                rows.append(replace(row, holders=(*others, holder)))
+        new = [row.key for row in rows if row.key not in self.roster.rows]
+        with self._runner.holding(new):
+            durable = not rows or await self.roster.intend(*rows)()
+        if not durable:
+            self.roster.drop_holder(holder, [row.key for row in rows])
+            raise StorageFailed("the database did not take the request for workers; try again")
+        self.poke()
+
+    async def release(self, key: str, *, holder: str) -> None:
+        """Let go of a worker. After its last holder, return when nothing of it is left. The worker
+        ends also if the caller does not wait for that."""
+        self.let_go(key, holder=holder)
+        row = self.roster.rows.get(key)
+        if row is not None and row.ends_as == "gone":
+            await self.gone(key)
+
+    async def resize(
+        self,
+        holder: str,
+        requests: Sequence[WorkerRequest],
+        *,
+        within: float,
+        keeping: Collection[str] = (),
+    ) -> None:
+        """Make these the holder's engines. New ones get their groups at one moment. If that does
+        not happen `within` seconds, nothing changes. Engines that are left out are released, but
+        for those in `keeping`: they leave, and the holder releases them once it has taken their
+        calls back. The next gateway releases them. Raises `NoRoom`, `InvalidRequest` and
+        `StorageFailed`."""
+        self.check(requests)
+        wanted = [request.key for request in requests]
+        held = self.held_by(holder)
+        new = [request for request in requests if request.key not in held]
+        together = tuple(request.key for request in new)
+        new = [replace(request, together=together) for request in new]
+        coming_back = [key for key in together if key in self.roster.rows]
+        await self.place(new, holder=holder)
+        try:
+            await self._placed(together, within=within)
+            await self._let_leave([key for key in held if key not in wanted], holder, keeping)
+        except BaseException:
+            self.roster.note(*self._leaving_rows(coming_back, holder))
+            for key in together:
+                if key not in coming_back:
+                    self.let_go(key, holder=holder)
+            raise
+        for row in self.roster.rows.values():
+            if row.kind != "engine" and not set(row.request.together).isdisjoint(held):
+                others = [key for key in row.request.together if key not in held]
+                request = replace(row.request, together=(*others, *wanted))
+                self.roster.note(replace(row, request=request))
+
+    async def _let_leave(self, keys: Sequence[str], holder: str, keeping: Collection[str]) -> None:
+        """Release engines, or note that they leave. Return when that is durable."""
+        leaving = self._leaving_rows([key for key in keys if key in keeping], holder)
+        if leaving and not await self.roster.intend(*leaving)():
+            raise StorageFailed("the database did not take the number of engines; try again")
+        for key in keys:
+            if key not in keeping:
+                self.let_go(key, holder=holder)
+
+    def _leaving_rows(self, keys: Sequence[str], holder: str) -> list[WorkerRow]:
+        """Return rows that a holder does not count any more, and has not released yet."""
+        rows = [self.roster.rows[key] for key in keys if key in self.roster.rows]
+        return [
+            replace(
+                row,
+                holders=tuple(_leaving(each) if each == holder else each for each in row.holders),
+            )
+            for row in rows
+        ]
+
+    def held_by(self, holder: str) -> list[str]:
+        """Return the keys of the rows of a holder."""
+        return [row.key for row in self.roster.rows.values() if holder in row.holders]
+
+    async def _placed(self, keys: Sequence[str], *, within: float) -> None:
+        """Wait until these rows have groups. Raises `NoRoom`."""
+        turns = {key: self.roster.calls_of(key).wait() for key in keys}
+        began = self._loop.time()
+        self.poke()
+        try:
+            while not all(self._has_group(key) for key in keys):
+                waited = self._loop.time() - began
+                making_room = self._is_making_room(keys) and waited < _MAKING_ROOM
+                if waited >= within and not making_room:
+                    raise self._no_room(keys)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await self.roster.changed()
+        finally:
+            for key, turn in turns.items():
+                turn.cancel()
+                self.roster.calls_of(key).give_up(turn)
+
+    def _has_group(self, key: str) -> bool:
+        """Whether a row has a group. Raises `WorkerDied` if the row is gone."""
+        if key not in self.roster.rows:
+            raise WorkerDied(f"worker {key} was released")
+        return bool(self.roster.rows[key].group)
+
+    def _is_making_room(self, keys: Sequence[str]) -> bool:
+        """Whether a decision about these rows is coming, or engines end for others."""
+        if self._will_decide() or not self._runner.busy.isdisjoint(keys):
+            return True
+        return any(row.ends_as == "waiting" for row in self.roster.rows.values())
+
+    def _no_room(self, keys: Sequence[str]) -> NoRoom:
+        reason = self.explain(keys[0])
+        why = f": {reason.reason}" if reason is not None else ""
+        what = "engine needs a place" if len(keys) == 1 else "engines need a place each"
+        return NoRoom(
+            f"{len(keys)} more {what}{why}. Nothing has changed. Ask for fewer, wait for others to "
+            "end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)"
+        )
+
+    def let_go(self, key: str, *, holder: str) -> None:
+        """Let go of a worker, and do not wait for its end."""
+        row, names = self.roster.rows.get(key), (holder, _leaving(holder))
+        if row is None or not set(names).intersection(row.holders):
+            return
+        holders = tuple(each for each in row.holders if each not in names)
+        row = replace(row, holders=holders, ends_as=row.ends_as if holders else "gone")
+        self.roster.note(row)
+        if not holders:
+            self.roster.calls_of(key).refuse(WorkerDied(f"worker {key} was released"))
+        self.poke()
+
+    async def gone(self, key: str) -> None:
+        """Return when there is no row of this key."""
+        if key in self.roster.rows:
+            gone = self.roster.gone.setdefault(key, self._loop.create_future())
+            await asyncio.shield(gone)
+
+
+def _leaving(holder: str) -> str:
+    """Return the name of a holder for rows that it does not count any more."""
+    return f"{holder} (leaving)"

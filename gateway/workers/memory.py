@@ -1,0 +1,201 @@
+"""Memory of devices and of the host: may a worker be awake, and where does a sleeper's state go?
+
+On a group of cores, device and host have the same memory. A worker that falls asleep there takes
+nothing on the host and frees nothing, unless its state goes to disk or is dropped.
+"""
+
+from __future__ import annotations
+
+from gateway.workers.overview import Overview
+from gateway.workers.steps import SleepPlan
+from gateway.workers.table import WorkerRow
+
+_GIB = 2**30
+
+
+# --- Devices --------------------------------------------------------------------------------------
+
+
+def why_not_on_device(
+    overview: Overview, row: WorkerRow, *, leaving: frozenset[str] = frozenset()
+) -> str:
+    """Say why a worker cannot have its devices beside the rows that occupy them, or "" if it can.
+
+    Rows that are `leaving` count as asleep.
+    """
+    group = overview.group_of(row)
+    if not group.leased:
+        return ""
+    others = [each for each in overview.on(group) if each.key != row.key]
+    awake = [each for each in others if each.occupies and each.key not in leaving]
+    if len(awake) >= group.awake:
+        return f"{len(awake)} workers are awake on group {group.name}, as many as it allows"
+    if not group.device_bytes or not (awake or row.request.device_bytes):
+        return ""
+    if not row.request.device_bytes:
+        return f"its need is unknown, so it needs group {group.name} alone"
+    if any(not each.request.device_bytes for each in awake):
+        return f"a worker of unknown need has group {group.name} alone"
+    asleep = [each for each in others if each.has_process and each not in awake]
+    needs = sum(each.request.device_bytes + group.context_bytes for each in (row, *awake))
+    left = sum(left_on_device(overview, each) for each in asleep)
+    if needs + left <= group.device_bytes:
+        return ""
+    return (
+        f"awake workers would need {gib(needs)} of a device's {gib(group.device_bytes)} on group "
+        f"{group.name}, and sleepers have left {gib(left)} there"
+    )
+
+
+def left_on_device(overview: Overview, row: WorkerRow) -> int:
+    """Return the bytes that a sleeper leaves on each of its devices.
+
+    An engine cannot tell its own bytes from those of others, so only its context counts.
+    """
+    group = overview.group_of(row)
+    if group.on_host:
+        return 0
+    state = overview.bytes_of(row).device if _leaves_state(row) else 0
+    return group.context_bytes + state // row.request.ranks
+
+
+def _leaves_state(row: WorkerRow) -> bool:
+    return row.state == "asleep" and row.kind != "engine"
+
+
+# --- The host -------------------------------------------------------------------------------------
+
+
+def host_bytes(overview: Overview, row: WorkerRow) -> int:
+    """Return the host memory that a worker has, or may take in the step that is under way."""
+    if not row.has_process:
+        return 0
+    said, on_host = overview.bytes_of(row), overview.group_of(row).on_host
+    has = row.request.host_bytes
+    if said.measured:
+        has = said.host + (said.device if on_host else 0)
+    if on_host and row.occupies:
+        has = max(has, _awake_bytes(overview, row))
+    return max(has, said.reserved_host)
+
+
+def host_bytes_in_use(overview: Overview) -> int:
+    return sum(host_bytes(overview, row) for row in overview.rows.values())
+
+
+def why_not_on_host(overview: Overview, row: WorkerRow) -> str:
+    """Say why the host has no memory for a worker that is to wake, or "" if it has."""
+    grows, budget = _growth(overview, row), overview.budgets.host_bytes
+    if not budget or not grows or host_bytes_in_use(overview) + grows <= budget:
+        return ""
+    return host_shortage(overview)
+
+
+def host_shortage(overview: Overview) -> str:
+    return (
+        f"workers have {gib(host_bytes_in_use(overview))} of the "
+        f"{gib(overview.budgets.host_bytes)} of host memory that they may have "
+        "(TANDEM_HOST_MEMORY_BYTES)"
+    )
+
+
+def _awake_bytes(overview: Overview, row: WorkerRow) -> int:
+    """Return the host memory of a worker that is awake on cores."""
+    return overview.bytes_of(row).awake or row.request.host_bytes
+
+
+def _growth(overview: Overview, row: WorkerRow) -> int:
+    """Return the host memory that a worker takes when it wakes, beside what it has."""
+    if not overview.group_of(row).on_host:
+        return 0
+    return max(0, _awake_bytes(overview, row) - host_bytes(overview, row))
+
+
+def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
+    """Return the sleepers that may end so that a worker can wake, the first one first."""
+    group = overview.group_of(row)
+    asleep = [
+        each for each in overview.rows.values() if each.state == "asleep" and each.key != row.key
+    ]
+    if why_not_on_host(overview, row):
+        found = [each for each in asleep if host_bytes(overview, each)]
+    else:
+        here = [each for each in asleep if each.group == group.name]
+        found = [each for each in here if left_on_device(overview, each) > group.context_bytes]
+    return sorted(found, key=lambda each: overview.demand_of(each).served_at)
+
+
+# --- Ways to sleep --------------------------------------------------------------------------------
+
+
+def sleep_plans(
+    overview: Overview, row: WorkerRow, *, following: WorkerRow | None = None
+) -> tuple[SleepPlan, ...] | str:
+    """Return the ways in which a worker can sleep, the best one first, or say why there is none.
+
+    `following` is the worker that wakes next. Its growth on the host is left free.
+    """
+    plans: list[SleepPlan] = []
+    faults: list[str] = []
+    deeper = _dropped() if row.kind == "engine" else _to_disk(overview, row)
+    for plan in (_to_host(overview, row, following), deeper):
+        if isinstance(plan, str):
+            faults.append(plan)
+        else:
+            plans.append(plan)
+    return tuple(plans) or "; ".join(faults)
+
+
+def _to_host(overview: Overview, row: WorkerRow, following: WorkerRow | None) -> SleepPlan | str:
+    budget = overview.budgets.host_bytes
+    if not budget:
+        return SleepPlan("host")
+    has, said = host_bytes(overview, row), overview.bytes_of(row)
+    grows = _growth(overview, following) if following is not None else 0
+    free = budget - (host_bytes_in_use(overview) - has) - grows
+    if overview.group_of(row).on_host:
+        return SleepPlan("host") if has <= free else host_shortage(overview)
+    if row.kind == "engine":  # it is not told a limit
+        expected = said.host or _state_bytes(overview, row) or overview.group_of(row).device_bytes
+        most = (expected or free) if expected <= free else 0
+    else:
+        most = _grant(free, _state_bytes(overview, row))
+    return SleepPlan("host", most) if most > 0 else host_shortage(overview)
+
+
+def _to_disk(overview: Overview, row: WorkerRow) -> SleepPlan | str:
+    reserved = sum(each.reserved_disk for each in overview.bytes.values())
+    free = overview.budgets.disk_bytes - reserved
+    most = _grant(free, _state_bytes(overview, row))
+    if most > 0:
+        return SleepPlan("disk", most)
+    return f"the disk for its state has {gib(max(0, free))} free (TANDEM_SPILL_DIR)"
+
+
+def _state_bytes(overview: Overview, row: WorkerRow) -> int:
+    """Return the bytes that a worker has on all its devices, as far as is known, or 0."""
+    said, request = overview.bytes_of(row), row.request
+    if overview.group_of(row).on_host:
+        return said.device or request.host_bytes
+    return said.device or request.device_bytes * request.ranks
+
+
+def _dropped() -> SleepPlan:
+    """An engine can always drop its weights and load them again."""
+    return SleepPlan("drop")
+
+
+def _grant(free: int, expected: int) -> int:
+    """Return the bytes that a sleep may take, or 0 or less if there is no room.
+
+    A worker of unknown size may take all. Another one may take its size and half of the rest: it
+    may have grown, and others may want to sleep at the same time.
+    """
+    if expected <= 0:
+        return free
+    return expected + (free - expected) // 2 if expected <= free else 0
+
+
+def gib(size: int) -> str:
+    """Literal example: "43.2 GiB"."""
+    return f"{size / _GIB:.4g} GiB"

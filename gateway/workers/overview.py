@@ -1,0 +1,133 @@
+"""The overview: everything that a decision about workers may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.table import WorkerRow
+from tandem.settings.sharing import SharingSettings
+
+Way = Literal["host", "disk", "drop"]
+"""Where the state of a sleeper goes. A dropped state is loaded again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The calls of one worker. Times are seconds since 1970; 0.0 is never.
+
+    `uses` calls are under way, and calls took `used_seconds` in all. `waiting` calls wait, the
+    oldest since `waiting_since`. In an `open_step`, gradients wait for their optimizer step.
+    `idle_since` is the end of the last call, `served_at` the last time that the worker gave its
+    devices up, and `started_at` the start of its process. A `yielding` worker admits no new call.
+    It has not answered since `silent_since`. `rests_until` delays its next step after a failure.
+    After a sleep that found no room it stays awake until `stays_until`. The first such sleep was at
+    `refused_at`.
+    """
+
+    uses: int = 0
+    used_seconds: float = 0.0
+    waiting: int = 0
+    waiting_since: float = 0.0
+    open_step: bool = False
+    idle_since: float = 0.0
+    served_at: float = 0.0
+    started_at: float = 0.0
+    yielding: bool = False
+    silent_since: float = 0.0
+    rests_until: float = 0.0
+    stays_until: float = 0.0
+    refused_at: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.uses and not self.waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerBytes:
+    """The memory of one worker, as it last said, on all its devices, on the host and on disk.
+
+    `measured` says whether it has told yet. `awake` is its device memory when it was last awake,
+    and `way` the way in which it sleeps. The reserved bytes are those that a sleep under way may
+    take.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    measured: bool = False
+    awake: int = 0
+    way: Way | None = None
+    reserved_host: int = 0
+    reserved_disk: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Limits of the machine. `host_bytes` is the host memory of all workers together, 0 for no
+    limit. `disk_bytes` is free for the state of sleepers. At most `starts` workers of one host
+    start at once. A worker that is silent for `silence` seconds is killed."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    starts: int = 4
+    silence: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """`busy` has the keys of rows with a step under way. `shares` has the seconds of devices that
+    each owner had, divided by its weight. `switch_seconds` is the recent cost of a switch in each
+    group. The launchers in `silent` do not answer."""
+
+    now: float
+    rows: Mapping[str, WorkerRow]
+    groups: Mapping[str, WorkerGroup]
+    settings: SharingSettings
+    budgets: Budgets = Budgets()
+    demand: Mapping[str, Demand] = field(default_factory=dict)
+    bytes: Mapping[str, WorkerBytes] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    switch_seconds: Mapping[str, float] = field(default_factory=dict)
+    busy: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
+
+    def on(self, group: WorkerGroup) -> list[WorkerRow]:
+        """Return the rows of a group."""
+        return [row for row in self.rows.values() if row.group == group.name]
+
+    def group_of(self, row: WorkerRow) -> WorkerGroup:
+        return self.groups[row.group]
+
+    def demand_of(self, row: WorkerRow) -> Demand:
+        return self.demand.get(row.key, _NO_DEMAND)
+
+    def bytes_of(self, row: WorkerRow) -> WorkerBytes:
+        return self.bytes.get(row.key, _NO_BYTES)
+
+    def is_kept(self, row: WorkerRow) -> bool:
+        """Whether a placed trainer keeps this engine."""
+        return any(row.key in other.request.together for other in self._keepers())
+
+    def _keepers(self) -> Iterator[WorkerRow]:
+        return (row for row in self.rows.values() if row.group and row.kind != "engine")
+
+    def with_rows(self, rows: Sequence[WorkerRow]) -> Overview:
+        """Return the overview after rows have changed."""
+        return replace(self, rows={**self.rows, **{row.key: row for row in rows}})
+
+    def with_demand(self, row: WorkerRow, demand: Demand) -> Overview:
+        """Return the overview after the calls of a worker have changed."""
+        return replace(self, demand={**self.demand, row.key: demand})
+
+    def while_ending(self, row: WorkerRow) -> Overview:
+        """Return the overview while a worker ends. A sleeper frees its devices before."""
+        rows = [row.moved("stopping", at=self.now)] if row.occupies_until_it_ends else []
+        return replace(self.with_rows(rows), busy=self.busy | {row.key})
+
+
+_NO_DEMAND = Demand()
+_NO_BYTES = WorkerBytes()

@@ -1,0 +1,337 @@
+"""Placing: which waiting row gets which group.
+
+A row and the waiting rows that it names in `together` get their groups at one moment, or none does.
+Next is a row that eight later ones have overtaken, then the highest priority, then the owner with
+the fewest places, then the first. A row that does not fit is overtaken by rows that fit. If nothing
+fits, engines without calls end that no trainer keeps, the least recently used first.
+
+An engine without calls that no trainer keeps asks for nothing: it waits until it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.memory import gib
+from gateway.workers.overview import Overview
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.steps import PlaceRows, Step, StopWorker, TakeGroup
+from gateway.workers.table import WorkerRow
+
+MOST_OVERTAKEN = 8
+ENGINE_QUANTUM = 60.0
+"""Seconds for which an engine serves before it ends for others."""
+
+
+def place_waiting(overview: Overview) -> tuple[list[Step], Overview]:
+    """Give groups to the rows that fit, in turn."""
+    steps: list[Step] = []
+    while (rows := _next_placed(overview)) is not None:
+        step = PlaceRows(rows)
+        steps.append(step)
+        overview = replace(overview.with_rows(rows), busy=overview.busy.union(step.placed))
+    return steps, overview
+
+
+def _next_placed(overview: Overview) -> tuple[WorkerRow, ...] | None:
+    """Return the changed rows after the next placement, or None if nobody fits."""
+    blocked: list[WorkerRow] = []  # rows that nobody may overtake any more
+    waiting = candidates(overview)
+    for row in waiting:
+        bundle = together_with(overview, row)
+        found = find_groups(overview, bundle)
+        if isinstance(found, str) or any(_compete(overview, each, row) for each in blocked):
+            blocked += [row] if row.overtaken >= MOST_OVERTAKEN else []
+            continue
+        served = {each.key for each in bundle}
+        overtaken = tuple(
+            replace(other, overtaken=other.overtaken + 1)
+            for other in waiting
+            if other.key not in served
+            and _arrival(overview, other) < _arrival(overview, row)
+            and _compete(overview, other, row)
+        )
+        placed = tuple(
+            each.moved("placed", at=overview.now, group=group.name, overtaken=0)
+            for each, group in zip(bundle, found, strict=True)
+        )
+        return (*placed, *overtaken)
+    return None
+
+
+# --- The queue ------------------------------------------------------------------------------------
+
+
+def candidates(overview: Overview) -> list[WorkerRow]:
+    """Return the rows that ask for a group, the next one first."""
+    asking = [
+        row
+        for row in overview.rows.values()
+        if row.state == "waiting" and row.ends_as != "gone" and _asks(overview, row)
+    ]
+    places = Counter(row.owner for row in overview.rows.values() if row.group)
+
+    def rank(row: WorkerRow) -> tuple[float, ...]:
+        arrival = _arrival(overview, row)
+        if row.overtaken >= MOST_OVERTAKEN:
+            return (0, 0, 0, *arrival)
+        return (1, -row.request.priority, places[row.owner], *arrival)
+
+    return sorted(asking, key=rank)
+
+
+def _asks(overview: Overview, row: WorkerRow) -> bool:
+    demand = overview.demand_of(row)
+    if row.key in overview.busy or demand.rests_until > overview.now:
+        return False
+    return row.kind != "engine" or demand.waiting > 0 or overview.is_kept(row)
+
+
+def _arrival(overview: Overview, row: WorkerRow) -> tuple[float, int]:
+    """Return when a row began to ask, and its number among all rows. An engine asks from its first
+    call on."""
+    number = next(n for n, key in enumerate(overview.rows) if key == row.key)
+    return max(row.since, overview.demand_of(row).waiting_since), number
+
+
+def together_with(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
+    """Return the rows that get their groups at the same moment as this one, itself first."""
+    named = (overview.rows.get(key) for key in row.request.together if key != row.key)
+    return [row, *(each for each in named if each is not None and each.state == "waiting")]
+
+
+def _compete(overview: Overview, one: WorkerRow, other: WorkerRow) -> bool:
+    """Whether a group for the one may be what the other one waits for."""
+    ones, others = together_with(overview, one), together_with(overview, other)
+    if overview.budgets.host_bytes and _needs_host(ones) and _needs_host(others):
+        return True
+    groups = set(_names(overview, ones))
+    return not groups.isdisjoint(_names(overview, others))
+
+
+def _needs_host(rows: Iterable[WorkerRow]) -> bool:
+    return any(row.request.host_bytes for row in rows)
+
+
+def _names(overview: Overview, rows: Iterable[WorkerRow]) -> list[str]:
+    return [g.name for row in rows for g in overview.groups.values() if g.suits(row.request)]
+
+
+def families(overview: Overview, row: WorkerRow) -> list[str]:
+    """Return the names, as users know them, of the groups that a row may be placed on."""
+    suiting = (group for group in overview.groups.values() if group.suits(row.request))
+    return list(dict.fromkeys(group.family for group in suiting))
+
+
+# --- Room -----------------------------------------------------------------------------------------
+
+
+def find_groups(overview: Overview, rows: Sequence[WorkerRow]) -> tuple[WorkerGroup, ...] | str:
+    """Return a group for each row, with few workers if possible, or say why there is none."""
+    for row in rows:
+        for key in row.request.together:
+            engine = overview.rows.get(key)
+            if engine is not None and engine.ends_as == "waiting":
+                return "an engine that belongs to it is ending"
+    for row in rows:  # a row that has no group alone has none beside others
+        if isinstance(found := _search(overview, [row]), str):
+            return found
+    return _search(overview, rows)
+
+
+def _search(
+    overview: Overview, rows: Sequence[WorkerRow], last: WorkerRow | None = None
+) -> tuple[WorkerGroup, ...] | str:
+    if not rows:
+        return ()
+    row, why = rows[0], f"no group is for it{_allowed(rows[0].request)}"
+    groups = [group for group in overview.groups.values() if group.suits(row.request)]
+    faults: list[str] = []
+    for group in sorted(groups, key=lambda group: _preference(overview, group)):
+        if fault := why_no_place(overview, row, group):
+            faults.append(fault)
+            continue
+        placed = row.moved("placed", at=overview.now, group=group.name)
+        others = _search(overview.with_rows([placed]), rows[1:], last=row)
+        if not isinstance(others, str):
+            return (group, *others)
+        faults.append(others)
+        if last is not None and _alike(last.request, row.request):
+            break  # it takes as much in each group as the row before it
+    return faults[0] if faults else why
+
+
+def _alike(one: WorkerRequest, other: WorkerRequest) -> bool:
+    return replace(one, key=other.key, together=other.together) == other
+
+
+def _allowed(request: WorkerRequest) -> str:
+    return f" among {', '.join(request.groups)}" if request.groups else ""
+
+
+def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, int]:
+    """Prefer groups with few workers, but use an existing claim before a new one is made."""
+    there = len(overview.on(group))
+    return (bool(group.pool) and not there, there)
+
+
+def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
+    """Say why a row has no place on a group now, or "" if it has."""
+    there, request = overview.on(group), row.request
+    if group.drained:
+        return f"group {group.name} is drained, and takes no more workers"
+    if group.launcher in overview.silent:
+        return f"the {group.launcher} of group {group.name} does not answer"
+    if group.leased and any(
+        request.sampler and each.request.sampler == request.sampler for each in there
+    ):
+        return f"another engine of the same sampler is on group {group.name}"
+    if len(there) >= group.workers > 0:
+        setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
+        return f"{len(there)} workers are there ({setting} workers)"
+    if fault := _why_not_on_devices(request, group, there):
+        return fault
+    return _why_not_in_host_memory(overview, request, group, there)
+
+
+def _why_not_on_devices(
+    request: WorkerRequest, group: WorkerGroup, there: Sequence[WorkerRow]
+) -> str:
+    """Where workers take turns, each must fit beside the contexts of the others, which sleep. Where
+    they do not, all must fit at once."""
+    if not group.device_bytes:
+        return ""
+    needs = [request.device_bytes, *(row.request.device_bytes for row in there)]
+    if there and not group.leased and not all(needs):
+        return f"a worker of unknown need has group {group.name} alone"
+    needed = (max(needs) if group.leased else sum(needs)) + len(needs) * group.context_bytes
+    if max(needs) and needed > group.device_bytes:
+        return (
+            f"{len(needs)} workers would need {gib(needed)} of a device's "
+            f"{gib(group.device_bytes)} on group {group.name}"
+        )
+    return ""
+
+
+def _why_not_in_host_memory(
+    overview: Overview, request: WorkerRequest, group: WorkerGroup, there: Sequence[WorkerRow]
+) -> str:
+    if not request.host_bytes:
+        return ""
+    bounds = (
+        (group.node_bytes, there, "its node's memory", f"on group {group.name}"),
+        (
+            overview.budgets.host_bytes,
+            [row for row in overview.rows.values() if row.group],
+            "the host's memory",
+            "(TANDEM_HOST_MEMORY_BYTES)",
+        ),
+    )
+    for bound, rows, memory, where in bounds:
+        taken = sum(row.request.host_bytes for row in rows)
+        if bound and taken + request.host_bytes > bound:
+            return (
+                f"it needs {gib(request.host_bytes)} of {memory}, and workers have {gib(taken)} "
+                f"of {gib(bound)} {where}"
+            )
+    return ""
+
+
+# --- Making room ----------------------------------------------------------------------------------
+
+
+def make_room(overview: Overview) -> tuple[list[Step], float, Overview]:
+    """End engines without calls where that lets a waiting row in, and on drained groups. An engine
+    without a process loses its place at once.
+
+    An engine serves for a quantum before it ends for others. Return the time of the next look, too.
+    """
+    idle = sorted(
+        (row for row in overview.rows.values() if _may_end(overview, row)),
+        key=lambda row: overview.demand_of(row).idle_since,
+    )
+    ripe = [row for row in idle if _ripe_at(overview, row) <= overview.now]
+    ending = {row.key for row in ripe if _ends_anyway(overview, row)}
+    imagined = _without(overview, [row for row in overview.rows.values() if _ends(row)])
+    imagined = _without(imagined, [row for row in ripe if row.key in ending])
+    blocked: list[WorkerRow] = []
+    asking = candidates(overview)
+    for row in asking:
+        if any(_compete(overview, each, row) for each in blocked):
+            continue
+        bundle, before, chosen = together_with(overview, row), imagined, list[WorkerRow]()
+        found = find_groups(imagined, bundle)
+        helpful = (e for e in ripe if e.key not in ending and _helps(overview, e, bundle))
+        while isinstance(found, str) and (engine := next(helpful, None)) is not None:
+            chosen.append(engine)
+            imagined = _without(imagined, [engine])
+            found = find_groups(imagined, bundle)
+        if isinstance(found, str):
+            imagined = before
+            blocked += [row] if row.overtaken >= MOST_OVERTAKEN else []
+            continue
+        ending.update(engine.key for engine in chosen)
+        imagined = imagined.with_rows(
+            [
+                each.moved("placed", at=overview.now, group=group.name)
+                for each, group in zip(bundle, found, strict=True)
+            ]
+        )
+    steps: list[Step] = [_end_engine(row) for row in ripe if row.key in ending]
+    later = [_ripe_at(overview, row) for row in idle if row not in ripe] if asking else []
+    for row in ripe:
+        if row.key in ending:
+            overview = overview.while_ending(row)
+    return steps, min(later, default=math.inf), overview
+
+
+def _end_engine(row: WorkerRow) -> Step:
+    if not row.has_process:
+        return TakeGroup(row.key)
+    reason = "another worker needs its place"
+    return StopWorker(row.key, reason, at_once=False, ends_as="waiting")
+
+
+def _may_end(overview: Overview, row: WorkerRow) -> bool:
+    return (
+        row.kind == "engine"
+        and row.state in ("placed", "awake", "asleep")
+        and row.ends_as == "placed"
+        and row.key not in overview.busy
+        and overview.demand_of(row).idle
+        and not overview.is_kept(row)
+    )
+
+
+def _ends_anyway(overview: Overview, row: WorkerRow) -> bool:
+    """Whether an engine ends though nobody needs its place: it has no process, or its group is
+    drained."""
+    return not row.has_process or overview.group_of(row).drained
+
+
+def _ripe_at(overview: Overview, row: WorkerRow) -> float:
+    if _ends_anyway(overview, row):
+        return overview.now
+    return overview.demand_of(row).started_at + ENGINE_QUANTUM
+
+
+def _ends(row: WorkerRow) -> bool:
+    return bool(row.group) and row.ends_as != "placed"
+
+
+def _without(overview: Overview, rows: Sequence[WorkerRow]) -> Overview:
+    """Return the overview as if these rows had no group."""
+    return overview.with_rows(
+        [replace(row, state="waiting", group="", ends_as="placed") for row in rows]
+    )
+
+
+def _helps(overview: Overview, engine: WorkerRow, bundle: Sequence[WorkerRow]) -> bool:
+    """Whether the end of an engine may let these rows in."""
+    host = overview.budgets.host_bytes and engine.request.host_bytes
+    group = overview.group_of(engine)
+    return any(group.suits(row.request) or (host and row.request.host_bytes) for row in bundle)

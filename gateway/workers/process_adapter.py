@@ -1,0 +1,174 @@
+"""The part that the adapters of trainers and engines have in common: one process for each row."""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from gateway.workers.adapters import Found, Moved
+from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.processes import Processes
+from gateway.workers.steps import SleepPlan
+from gateway.workers.table import WorkerRow
+from gateway.workers.worker import Worker
+from tandem.errors import TandemError, WorkerMayRun, WorkerStartFailed, describe, from_failure
+from tandem.protocol.worker import WorkerKind, WorkerSpec
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2
+
+_DROP_WEIGHTS = 2
+
+
+class WorkerOwner(Protocol):
+    """Says which process a row needs. A trainer's runs, or a sampler, register one for each row."""
+
+    def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
+        """Return the specification of the row's next process. The adapter adds id, devices and
+        token."""
+        ...
+
+
+Owner = TypeVar("Owner", bound=WorkerOwner)
+
+
+class ProcessAdapter(Generic[Owner]):
+    """Implements `WorkerAdapter` but for the calls that differ by kind. `spill_folder` is for the
+    state of sleepers. A sleep or a wake may take `timeout` seconds."""
+
+    kind: ClassVar[WorkerKind]
+
+    def __init__(self, processes: Processes, *, spill_folder: str, timeout: float) -> None:
+        self._processes = processes
+        self._spill_folder = spill_folder
+        self._timeout = timeout
+        self._workers: dict[str, Worker] = {}
+        self._owners: dict[str, Owner] = {}
+        self._log = get_log()
+
+    def worker(self, key: str) -> Worker | None:
+        """Return the running process of a row; None without one."""
+        worker = self._workers.get(key)
+        return worker if worker is not None and self._processes.has(worker) else None
+
+    def require(self, row: WorkerRow) -> Worker:
+        """Return the process of a row that has one. Raises `WorkerUnavailable`."""
+        worker = self.worker(row.key)
+        if worker is None or worker.worker_id != row.process:
+            raise WorkerUnavailable("its process has ended")
+        return worker
+
+    def register(self, key: str, owner: Owner) -> None:
+        """Let an owner describe the processes of a row."""
+        self._owners[key] = owner
+
+    def unregister(self, key: str) -> None:
+        self._owners.pop(key, None)
+
+    def explain(self, row: WorkerRow) -> str:
+        """Say what a starting process waits for; "" for nothing."""
+        return self._processes.explain(row.process)
+
+    @abstractmethod
+    async def send_sleep(
+        self, worker: Worker, row: WorkerRow, request: common_pb2.SleepRequest
+    ) -> common_pb2.SwitchReply: ...
+
+    @abstractmethod
+    async def send_wake(self, worker: Worker, row: WorkerRow) -> common_pb2.SwitchReply: ...
+
+    # --- The adapter --------------------------------------------------------------------------
+
+    def new_process(self, row: WorkerRow) -> str:
+        """Literal example: "trainer-s-ab12-5f0c91d2"."""
+        return f"{self.kind}-{row.session}-{secrets.token_hex(4)}"
+
+    async def start(self, row: WorkerRow, group: WorkerGroup) -> None:
+        if (owner := self._owners.get(row.key)) is None:
+            raise WorkerStartFailed(f"nobody describes the worker {row.key} any more")
+        spec = owner.specification(row, group).model_copy(
+            update={
+                "worker_id": row.process,
+                "group": group.name,
+                "devices": group.devices_for(row.request.ranks),
+                "lease": row.token if group.leased else 0,
+                "host_memory": row.request.host_bytes,
+                "start_timeout": row.request.start_timeout,
+            }
+        )
+        self._workers[row.key] = await self._processes.start(spec, key=row.key)
+
+    async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
+        worker = self.require(row)
+        worker.lease = row.token
+        return moved_of(await self.send_sleep(worker, row, self.sleep_request(plan)))
+
+    async def wake(self, row: WorkerRow) -> Moved:
+        worker = self.require(row)
+        worker.lease = row.token
+        return moved_of(await self.send_wake(worker, row))
+
+    async def stop(self, row: WorkerRow, *, at_once: bool) -> None:
+        self.forget(row)
+        await self._processes.stop(row.process, at_once=at_once)
+
+    def forget(self, row: WorkerRow) -> None:
+        """Forget the process of a row, which ends or has ended."""
+        worker = self._workers.get(row.key)
+        if worker is not None and worker.worker_id == row.process:
+            del self._workers[row.key]
+
+    async def find(self, row: WorkerRow, group: WorkerGroup) -> Found:
+        """Take up a process. The row's token is its newest. A sleeper is asked to sleep once more,
+        and answers with its bytes. Any other worker has its devices, and is asked to wake, which
+        does nothing to one that is awake."""
+        try:
+            worker = await self._processes.take_up(row.process, key=row.key, lease=row.token)
+            if worker is None:
+                return Found(state="gone")
+            self._workers[row.key] = worker
+            return await self.find_state(worker, row, group)
+        except WorkerMayRun:
+            raise
+        except WorkerUnavailable:  # its launcher says that it runs
+            return Found(state="silent")
+        except TandemError as error:
+            self._log.warning("worker_not_taken_up", worker_id=row.process, reason=describe(error))
+            await self.stop(row, at_once=True)
+            return Found(state="gone")
+
+    async def find_state(self, worker: Worker, row: WorkerRow, group: WorkerGroup) -> Found:
+        """Return the state of a process that an earlier gateway has left."""
+        if not group.leased:
+            return Found(state="awake")
+        if row.state == "asleep":
+            return Found(state="asleep", has=await self.sleep(row, SleepPlan("host")))
+        return Found(state="awake", has=await self.wake(row))
+
+    async def stop_strangers(self, is_known: Callable[[str], bool]) -> None:
+        await self._processes.stop_strangers(self.kind, is_known)
+
+    def silent_for(self, row: WorkerRow) -> float:
+        worker = self.worker(row.key)
+        return worker.silent_for if worker is not None else 0.0
+
+    def sleep_request(self, plan: SleepPlan) -> common_pb2.SleepRequest:
+        return common_pb2.SleepRequest(
+            spill_folder=self._spill_folder if plan.way == "disk" else "",
+            level=_DROP_WEIGHTS if plan.way == "drop" else 0,
+            most_bytes=plan.most_bytes,
+        )
+
+
+def moved_of(reply: common_pb2.SwitchReply) -> Moved:
+    """Raises the failure that a worker reports. Its state has not changed then."""
+    if reply.HasField("failure"):
+        raise from_failure(reply.failure)
+    return Moved(
+        moved=reply.bytes_moved,
+        device=reply.device_bytes,
+        host=reply.host_bytes,
+        disk=reply.disk_bytes,
+    )

@@ -1,0 +1,267 @@
+"""Processes: the running workers of this gateway, with their secrets, channels and heartbeats.
+
+A launcher starts and ends processes. `Processes` gives each a secret, opens a channel to it, asks
+for its heartbeat, and reports the end of a process that was not asked to end. Rows of the table
+name processes by their ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from gateway.metrics import Metrics
+from gateway.workers.epoch import Epoch
+from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
+from gateway.workers.launchers.base import Launcher
+from gateway.workers.worker import Worker, WorkerRecord
+from tandem.errors import GatewaySuperseded, WorkerCrashed
+from tandem.protocol.worker import (
+    WORKER_STOP_TIMEOUT,
+    WorkerExit,
+    WorkerHandle,
+    WorkerSpec,
+    own_version,
+)
+from tandem.settings.gateway import GatewaySettings
+from tandem.telemetry import get_log
+
+_LOOK_SECONDS = 0.5
+"""Between two looks at whether the launcher answers."""
+
+
+class ProcessReports(Protocol):
+    """Hears of processes. The supervisor is one."""
+
+    def note_exit(self, key: str, process: str, reason: str) -> None:
+        """Nothing is left of a process that was not asked to end."""
+        ...
+
+    def note_failure(self, key: str, process: str, reason: str) -> None:
+        """A process is of no use any more, and should end."""
+        ...
+
+    def note_launchers(self, *, answer: bool) -> None:
+        """The launchers answer, or do not."""
+        ...
+
+    def poke(self) -> None:
+        """A process has become silent, or answers again."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Processes:
+    settings: GatewaySettings
+    launcher: Launcher
+    metrics: Metrics
+    epoch: Epoch
+
+    def __post_init__(self) -> None:
+        self._records: dict[str, WorkerRecord] = {}
+        self._left: dict[str, WorkerHandle] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = get_log()
+
+    async def open(self, reports: ProcessReports) -> None:
+        """Find the processes that an earlier gateway has left (`take_up`), and begin to watch. Each
+        of them has heard of this gateway then, or does not answer."""
+        self._reports = reports
+        exits = self.launcher.watch()
+        self._left = {handle.worker_id: handle for handle in await self.launcher.list()}
+        await asyncio.gather(*(self._claim(each) for each in self._left.values()))
+        heartbeats = Heartbeats(
+            settings=self.settings,
+            records=self._records,
+            give_up=self.fail,
+            changed=reports.poke,
+        )
+        self._tasks = [
+            asyncio.create_task(self._note_exits(exits), name="worker-exits"),
+            asyncio.create_task(heartbeats.ask_all(), name="worker-heartbeats"),
+            asyncio.create_task(self._watch_launcher(), name="worker-launcher"),
+        ]
+
+    async def close(self, *, leaving: bool) -> None:
+        """Stop every process, or leave them to the next gateway."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        records = list(self._records.values())
+        self._records.clear()
+        for record in records:
+            if record.worker is not None:
+                await record.worker.channel.close()
+        await self.launcher.close(leaving=leaving)
+
+    def all(self) -> list[WorkerRecord]:
+        """Return the processes that start or serve."""
+        return list(self._records.values())
+
+    def has(self, worker: Worker) -> bool:
+        """Whether a process serves, as far as is known."""
+        record = self._records.get(worker.worker_id)
+        return record is not None and record.worker is worker
+
+    # --- Starts and ends ----------------------------------------------------------------------
+
+    async def start(self, spec: WorkerSpec, *, key: str) -> Worker:
+        """Start a process for a row, and return once it serves. Raises `WorkerStartFailed`, after
+        which nothing is left, or `WorkerMayRun`."""
+        spec = spec.model_copy(
+            update={
+                "secret": secrets.token_urlsafe(32),
+                "log_level": self.settings.log_level,
+                "stop_timeout": WORKER_STOP_TIMEOUT,
+            }
+        )
+        record = self._add_record(spec, key)
+        try:
+            handle = await self.launcher.start(spec)
+            await self.launcher.wait_ready(spec.worker_id)
+            if record.reason:
+                raise WorkerCrashed(record.reason)
+        except BaseException:
+            self._records.pop(spec.worker_id, None)
+            raise
+        self._log.info("worker_ready", worker_id=spec.worker_id, run_id=spec.run_id)
+        return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
+
+    async def take_up(self, process: str, *, key: str, lease: int) -> Worker | None:
+        """Go on with a process that an earlier gateway has left, once it serves; None if there is
+        none. Raises `WorkerStartFailed` or `WorkerMayRun`."""
+        record = self._records.get(process)
+        if record is not None and record.worker is not None:
+            record.worker.lease = lease
+            return record.worker
+        handle = self._left.get(process)
+        if handle is None:
+            return None
+        await self.launcher.wait_ready(process)
+        if self._left.pop(process, None) is None:  # it has ended meanwhile
+            return None
+        self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
+        worker = Worker.of(handle, self.epoch, lease=lease)
+        worker.left = True
+        return self._note_ready(self._add_record(handle, key), worker)
+
+    async def stop(self, process: str, *, at_once: bool) -> None:
+        """Return when nothing is left of a process. Its calls end at once. Raises
+        `WorkerMayRun`."""
+        record = self._records.pop(process, None)
+        if record is not None and record.worker is not None:
+            await record.worker.channel.close()
+        await self.launcher.stop(process, at_once=at_once)
+        self._left.pop(process, None)
+
+    async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
+        """Have the host move the state of a process off its devices. Raises `SuspendFailed`."""
+        await self.launcher.suspend(process, lease=lease, timeout=timeout)
+
+    async def resume(self, process: str, *, lease: int, timeout: float) -> None:
+        """The way back. Raises as `suspend`."""
+        await self.launcher.resume(process, lease=lease, timeout=timeout)
+
+    def explain(self, process: str) -> str:
+        """Say what a starting process waits for; "" for nothing."""
+        return self.launcher.explain(process)
+
+    async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
+        """Stop the processes of a kind that an earlier gateway has left and no row names."""
+        strangers = [
+            handle.worker_id
+            for handle in self._left.values()
+            if handle.kind == kind and not is_known(handle.worker_id)
+        ]
+        for process in strangers:
+            self._log.warning("stranger_stopped", worker_id=process)
+        await asyncio.gather(*(self.stop(each, at_once=True) for each in strangers))
+
+    def fail(self, worker: Worker, reason: str) -> None:
+        """Report that a process is of no use any more."""
+        record = self._records.get(worker.worker_id)
+        if record is not None and record.worker is worker:
+            self._log.error("worker_given_up", worker_id=worker.worker_id, reason=reason)
+            self._reports.note_failure(record.key, worker.worker_id, reason)
+
+    def _add_record(self, about: WorkerHandle | WorkerSpec, key: str) -> WorkerRecord:
+        record = self._records[about.worker_id] = WorkerRecord(
+            worker_id=about.worker_id,
+            key=key,
+            kind=about.kind,
+            session_id=about.session_id,
+            run_id=about.run_id,
+        )
+        return record
+
+    def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
+        record.worker = worker
+        record.details = self.launcher.describe(record.worker_id)
+        record.state = "ready"
+        return worker
+
+    async def _claim(self, handle: WorkerHandle) -> None:
+        """Let a process hear of this gateway's epoch, so that it hears no earlier one any more."""
+        worker = Worker.of(handle, self.epoch)
+        try:
+            with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
+                await worker.check_health(timeout=2 * heartbeat_seconds(self.settings))
+        finally:
+            await worker.channel.close()
+
+    # --- Watching -----------------------------------------------------------------------------
+
+    async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
+        async for exit_ in exits:
+            self._left.pop(exit_.worker_id, None)
+            record = self._records.get(exit_.worker_id)
+            if record is None:
+                continue
+            self.metrics.worker_exits.labels(kind=record.kind).inc()
+            if record.worker is None:  # in the moment when it became ready
+                record.reason = exit_.reason
+                continue
+            del self._records[exit_.worker_id]
+            self._reports.note_exit(record.key, exit_.worker_id, exit_.reason)
+            await record.worker.channel.close()
+
+    async def _watch_launcher(self) -> None:
+        """Report when the launcher stops answering, and when it answers again."""
+        answers = True
+        while True:
+            if answers != self.launcher.reports:
+                answers = self.launcher.reports
+                self._reports.note_launchers(answer=answers)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def await_exit(self, ended: asyncio.Event, *, patience: float) -> None:
+        """Wait until the end of a process whose connection broke has been reported, or it is clear
+        that only the connection broke: the launcher answers, and has not reported it within
+        `patience` seconds."""
+        while not ended.is_set():
+            reports = self.launcher.reports
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await ended.wait()
+            if reports and self.launcher.reports:
+                return
+
+    def warnings(self) -> list[str]:
+        """Return the differences of versions that an operator should know, in sentences."""
+        others: defaultdict[str, list[str]] = defaultdict(list)
+        for record in self._records.values():
+            if record.version not in ("", own_version()):
+                others[record.version].append(record.worker_id)
+        return [
+            f"the gateway has Tandem {own_version()}, and {version} have: {', '.join(those)}; "
+            "workers of an earlier image go on until their session ends, others need an image of "
+            "the gateway's version"
+            for version, those in others.items()
+        ]

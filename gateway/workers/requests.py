@@ -1,0 +1,43 @@
+"""The needs of one worker, as the caller of `place` states them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["trainer", "engine", "job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRequest:
+    """A request for one worker.
+
+    `device_bytes` is its need on each of its devices, and `host_bytes` its need on the host. 0 is
+    an unknown need. `groups` are the allowed groups or families of groups. None allows all.
+    `together` has the keys of rows that get their groups at the same moment as this one, or not at
+    all. A placed trainer keeps the engines among them. `sampler` names the sampler of an engine:
+    two engines of one sampler never share a leased group. `model` is the path of its base model.
+    """
+
+    key: str
+    kind: Kind
+    owner: str
+    session: str
+    model: str = ""
+    ranks: int = 1
+    device_bytes: int = 0
+    host_bytes: int = 0
+    groups: tuple[str, ...] = ()
+    priority: int = 0
+    together: tuple[str, ...] = ()
+    sampler: str = ""
+    start_timeout: float = 300.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> WorkerRequest:
+        lists = {name: tuple(values[name]) for name in ("groups", "together")}
+        return cls(**{**values, **lists})

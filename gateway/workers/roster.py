@@ -1,0 +1,275 @@
+"""The roster: all rows and calls of one gateway in memory, and their writes to the table.
+
+The row in memory is always right. An intention is committed before it is carried out, so the table
+is never behind in a way that matters: after a crash, a row between two states counts as occupying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from gateway.workers.adapters import WorkerAdapter
+from gateway.workers.backoff import Backoff
+from gateway.workers.demand import WorkerCalls
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.overview import Budgets, Overview
+from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
+from tandem.errors import StorageFailed
+from tandem.settings.sharing import SharingSettings
+from tandem.telemetry import get_log
+
+RETRY_SECONDS = 0.5
+"""Until a step that the database refused is tried again."""
+_TOKEN_BITS = 20
+"""Bits of a token that count the steps of one gateway. The bits above are its epoch."""
+_RECENT = 0.3
+"""The weight of the newest of several measurements."""
+
+
+class Observer(Protocol):
+    """Hears of switches and states, for the metrics."""
+
+    def note_state(self, before: WorkerRow | None, after: WorkerRow, waited: float) -> None:
+        """A row has another state. Its calls have waited for so many seconds."""
+        ...
+
+    def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
+        """A worker has fallen asleep or has woken."""
+        ...
+
+    def note_refusal(self, row: WorkerRow) -> None:
+        """A worker had no room to sleep."""
+        ...
+
+
+class Roster:
+    """`clock` tells seconds since 1970. It frees no device. `epoch` is the gateway's."""
+
+    def __init__(
+        self,
+        *,
+        table: WorkerTable,
+        adapters: Mapping[str, WorkerAdapter],
+        settings: SharingSettings,
+        epoch: int,
+        clock: Callable[[], float],
+        groups: Iterable[WorkerGroup] = (),
+        budgets: Budgets | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.table = table
+        self.groups = {group.name: group for group in groups}
+        self.adapters = adapters
+        self.settings = settings
+        self.budgets = budgets or Budgets()
+        self.observer = observer
+        self.clock = clock
+        self.rows: dict[str, WorkerRow] = {}
+        self.silent_launchers: set[str] = set()
+        self.gone: dict[str, asyncio.Future[None]] = {}
+        """Done when nothing is left of a released worker."""
+        self.told_of_ends: dict[str, Callable[[str, str], None]] = {}
+        """By row, who hears of the end of each of its processes."""
+        self._calls: dict[str, WorkerCalls] = {}
+        self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._shares: dict[str, float] = {}
+        self._switch_seconds: dict[str, float] = {}
+        self.switches: Counter[str] = Counter()
+        """By group, the sleeps and wakes since the start."""
+        self._tokens = itertools.count((epoch << _TOKEN_BITS) + 1)
+        self._log = get_log()
+
+    async def read(self) -> None:
+        """Read everything that an earlier gateway has written."""
+        for row in await self.table.read():
+            self.rows[row.key] = self._in_todays_groups(row)
+        for name in await self.table.drained():
+            if name in self.groups:
+                self.groups[name] = replace(self.groups[name], drained=True)
+        for owner, seconds in (await self.table.busy_seconds()).items():
+            self._add_share(owner, seconds)
+
+    def _in_todays_groups(self, row: WorkerRow) -> WorkerRow:
+        """Return a row that leaves its group if the group is gone, or does not suit it any more."""
+        if not row.group:
+            return row
+        if row.group not in self.groups:  # until nothing of its workers is left
+            self.groups[row.group] = WorkerGroup(name=row.group, kinds=frozenset(), drained=True)
+        suits = self.groups[row.group].suits(row.request)
+        return row if suits or row.ends_as == "gone" else replace(row, ends_as="waiting")
+
+    def next_token(self) -> int:
+        return next(self._tokens)
+
+    # --- Rows ---------------------------------------------------------------------------------
+
+    def calls_of(self, key: str) -> WorkerCalls:
+        if key not in self._calls:
+            self._calls[key] = WorkerCalls(clock=self.clock, backoff=Backoff())
+        return self._calls[key]
+
+    def on_host(self, row: WorkerRow) -> bool:
+        return self.groups[row.group].on_host
+
+    def intend(self, *rows: WorkerRow) -> Callable[[], Awaitable[bool]]:
+        """Change rows in memory now. Await the returned function to commit that. If the storage
+        fails, it undoes the change and returns False."""
+        before = {row.key: self.rows.get(row.key) for row in rows}
+        events = self._set(rows)
+        return lambda: self._written(rows, before, events)
+
+    async def _written(
+        self,
+        rows: Iterable[WorkerRow],
+        before: Mapping[str, WorkerRow | None],
+        events: list[WorkerEvent],
+    ) -> bool:
+        try:
+            await self.table.write([*rows], events)
+        except StorageFailed as error:
+            self._log.warning("worker_not_written", workers=[*before], reason=error.message)
+            for row in rows:
+                self._undo(row, before[row.key])
+            return False
+        return True
+
+    def _undo(self, row: WorkerRow, before: WorkerRow | None) -> None:
+        """Take a change back, but keep a release that came meanwhile."""
+        now = self.rows.get(row.key)
+        if now is None:
+            return
+        if before is None:
+            self._forget(row.key)
+            return
+        self.calls_of(row.key).rests_until = self.clock() + RETRY_SECONDS
+        if (now.state, now.token) == (row.state, row.token):
+            self.rows[row.key] = replace(
+                before, holders=now.holders, ends_as=now.ends_as, request=now.request
+            )
+
+    def drop_holder(self, holder: str, keys: Iterable[str]) -> None:
+        """Take back a holder that could not be written. New rows are gone already."""
+        for row in [self.rows[key] for key in keys if key in self.rows]:
+            holders = tuple(each for each in row.holders if each != holder)
+            self.rows[row.key] = replace(row, holders=holders)
+
+    def note(self, *rows: WorkerRow) -> None:
+        """Change rows, and write that soon."""
+        self.table.write_soon(rows, self._set(rows))
+
+    def _set(self, rows: Iterable[WorkerRow]) -> list[WorkerEvent]:
+        events = []
+        for row in rows:
+            before = self.rows.get(row.key)
+            self.rows[row.key] = row
+            if before is None or (before.state, before.group) != (row.state, row.group):
+                seconds = 0.0
+                if before is not None and before.state == "awake":
+                    calls = self.calls_of(row.key)
+                    self._add_share(row.owner, calls.running_seconds)
+                    seconds = calls.take_busy_seconds()
+                events.append(WorkerEvent.of_row(row, busy_seconds=seconds))
+                if self.observer is not None:
+                    self.observer.note_state(before, row, self.calls_of(row.key).waited_seconds)
+            if row.state == "gone":
+                self._forget(row.key)
+        self._change.set_result(None)
+        self._change = asyncio.get_running_loop().create_future()
+        return events
+
+    def _forget(self, key: str) -> None:
+        del self.rows[key]
+        self._calls.pop(key, None)
+        self.told_of_ends.pop(key, None)
+        if (gone := self.gone.pop(key, None)) is not None and not gone.done():
+            gone.set_result(None)
+
+    def note_ended(self, row: WorkerRow, reason: str) -> None:
+        """Note that nothing is left of a row's process."""
+        calls, told = self.calls_of(row.key), self.told_of_ends.get(row.key)
+        if row.ends_as == "placed":
+            calls.rests_until = self.clock() + calls.backoff.failed()
+        self.note(row.ended(at=self.clock(), reason=reason))
+        calls.note_ended()
+        if told is not None:
+            told(row.process, reason)
+
+    async def changed(self) -> None:
+        """Return when some row has changed."""
+        await asyncio.shield(self._change)
+
+    def somebody_waits(self) -> bool:
+        """Whether a call of any worker waits, or a row waits for its group."""
+        return any(calls.waiting for calls in self._calls.values()) or any(
+            row.state == "waiting" and row.kind != "engine" for row in self.rows.values()
+        )
+
+    # --- The overview -------------------------------------------------------------------------
+
+    def overview(self, *, busy: Iterable[str] = ()) -> Overview:
+        """Return all that the next decision may look at."""
+        return Overview(
+            now=self.clock(),
+            rows=dict(self.rows),
+            groups=dict(self.groups),
+            settings=self.settings,
+            budgets=self.budgets,
+            demand={
+                key: self._calls[key].as_demand(silent_for=self._silent_for(row))
+                for key, row in self.rows.items()
+                if key in self._calls
+            },
+            bytes={key: calls.bytes for key, calls in self._calls.items() if key in self.rows},
+            shares={owner: self._share(owner) for owner in {r.owner for r in self.rows.values()}},
+            switch_seconds=dict(self._switch_seconds),
+            busy=frozenset(busy),
+            silent=frozenset(self.silent_launchers),
+        )
+
+    def _silent_for(self, row: WorkerRow) -> float:
+        return self.adapters[row.kind].silent_for(row) if row.state == "awake" else 0.0
+
+    # --- Shares -------------------------------------------------------------------------------
+
+    def end_use(self, row: WorkerRow, calls: WorkerCalls, *, worked: bool) -> None:
+        """End a call of a worker, and count its seconds for the owner."""
+        if worked:
+            calls.backoff.worked()
+        self._add_share(row.owner, calls.end_use())
+
+    def note_active(self, owner: str) -> None:
+        """An owner that wanted nothing for a while does not catch up for that time."""
+        active = {row.owner for row in self.rows.values() if self._is_active(row)}
+        if owner not in active and active:
+            fewest = min(self._share(other) for other in active)
+            self._shares[owner] = max(self._shares.get(owner, 0.0), fewest)
+
+    def _is_active(self, row: WorkerRow) -> bool:
+        return row.occupies or bool(self.calls_of(row.key).waiting)
+
+    def _add_share(self, owner: str, seconds: float) -> None:
+        self._shares[owner] = self._shares.get(owner, 0.0) + seconds / self._weight(owner)
+
+    def _share(self, owner: str) -> float:
+        running = sum(
+            calls.running_seconds
+            for key, calls in self._calls.items()
+            if key in self.rows and self.rows[key].owner == owner
+        )
+        return self._shares.get(owner, 0.0) + running / self._weight(owner)
+
+    def _weight(self, owner: str) -> float:
+        return self.settings.weights.get(owner, 1.0)
+
+    def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
+        """Note the seconds of a sleep or a wake. A switch is one of each."""
+        before = self._switch_seconds.get(row.group, 0.0)
+        self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
+        self.switches[row.group] += 1
+        if self.observer is not None:
+            self.observer.note_switch(row, direction, seconds, moved)

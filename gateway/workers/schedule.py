@@ -1,0 +1,173 @@
+"""The decision: from an overview of all workers to the next steps.
+
+Pure: the same overview gives the same steps. Rows end first, since that makes room. Then waiting
+rows get groups, and placed rows take turns. Each part sees the overview after the steps of the
+parts before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from gateway.workers.memory import why_not_on_device, why_not_on_host
+from gateway.workers.overview import Overview
+from gateway.workers.placing import (
+    candidates,
+    families,
+    find_groups,
+    make_room,
+    place_waiting,
+    together_with,
+)
+from gateway.workers.steps import FindWorker, ForgetRow, Step, StopWorker, TakeGroup
+from gateway.workers.table import UNCERTAIN, WorkerRow
+from gateway.workers.turns import Turns, queue, take_turns, why_not_start
+
+CONTENDED_SILENCE = 15.0
+"""Seconds after which a silent worker is killed if others wait for its devices."""
+
+
+def schedule(overview: Overview) -> tuple[list[Step], float]:
+    """Return the next steps, and the time at which to decide again if nothing happens before."""
+    steps, again_at, overview = _end_rows(overview)
+    placed, overview = place_waiting(overview)
+    ended, at, overview = make_room(overview)
+    steps, again_at = [*steps, *placed, *ended], min(again_at, at)
+    for group in overview.groups.values():
+        more, at, overview = take_turns(overview, group)
+        steps, again_at = [*steps, *more], min(again_at, at)
+    rests = (demand.rests_until for demand in overview.demand.values())
+    return steps, min([again_at, *(at for at in rests if at > overview.now)])
+
+
+def _end_rows(overview: Overview) -> Turns:
+    """End rows that were released, silent workers, and stops that an earlier gateway began."""
+    steps: list[StopWorker | ForgetRow | TakeGroup | FindWorker] = []
+    again_at = math.inf
+    for row in overview.rows.values():
+        if row.key in overview.busy and not (row.state == "starting" and row.ends_as == "gone"):
+            continue
+        ends = row.state == "stopping" or (row.ends_as != "placed" and row.has_process)
+        uncertain = row.state in UNCERTAIN
+        if (ends or uncertain) and overview.demand_of(row).rests_until > overview.now:
+            continue
+        if ends:
+            at_once = row.state in ("starting", "stopping")
+            reason = row.reason or "it was released"
+            steps.append(StopWorker(row.key, reason, at_once=at_once, ends_as=row.ends_as))
+        elif row.ends_as == "gone":
+            steps.append(ForgetRow(row.key))
+        elif row.state == "placed" and row.ends_as == "waiting":
+            steps.append(TakeGroup(row.key))
+        elif uncertain:
+            steps.append(FindWorker(row.key))
+        elif row.state == "awake":
+            silent, at = _end_silent(overview, row)
+            steps, again_at = [*steps, *silent], min(again_at, at)
+    for step in steps:
+        row = overview.rows[step.key]
+        if isinstance(step, StopWorker):
+            overview = overview.while_ending(row)
+        else:
+            overview = replace(overview, busy=overview.busy | {row.key})
+    return [*steps], again_at, overview
+
+
+def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | FindWorker], float]:
+    """Kill a silent worker: sooner while others wait for its devices. If its launcher is silent as
+    well, nobody could kill it, and it is lost unless it is found."""
+    since = overview.demand_of(row).silent_since
+    if not since:
+        return [], math.inf
+    group = overview.group_of(row)
+    patience = overview.budgets.silence
+    if group.leased and any(each.key != row.key for each in queue(overview, group)):
+        patience = min(patience, CONTENDED_SILENCE)
+    if overview.now < since + patience:
+        return [], since + patience
+    if group.launcher in overview.silent:
+        return [FindWorker(row.key)], math.inf
+    seconds = overview.now - since
+    return [StopWorker(row.key, f"it did not answer its heartbeat for {seconds:.0f} s")], math.inf
+
+
+# --- Reasons --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitReason:
+    """Why a worker is not awake yet. `position` is its turn, from 1, or 0 in no queue. The
+    wait, or the state, has lasted for `seconds`."""
+
+    reason: str
+    position: int = 0
+    seconds: float = 0.0
+
+
+def explain_wait(overview: Overview, row: WorkerRow) -> WaitReason | None:
+    """Return why a worker is not awake, or None for one that is."""
+    demand = overview.demand_of(row)
+    since = demand.waiting_since if demand.waiting else row.since
+    seconds = overview.now - since
+    if row.state == "awake" and not demand.waiting:
+        return None
+    if row.state == "waiting":
+        return _explain_placing(overview, row, seconds)
+    if row.state in ("placed", "asleep"):
+        return _explain_turn(overview, row, seconds)
+    doing = {
+        "awake": f"it makes room for another worker on group {row.group}",
+        "starting": "its process is starting",
+        "waking": f"its state moves to the devices of group {row.group}",
+        "falling_asleep": f"it makes room for another worker on group {row.group}",
+        "stopping": "its process is ending",
+        "lost": "neither it nor its launcher answers",
+    }[row.state]
+    return WaitReason(reason=f"{doing}: {row.reason}" if row.reason else doing, seconds=seconds)
+
+
+def _explain_placing(overview: Overview, row: WorkerRow, seconds: float) -> WaitReason:
+    waiting = candidates(overview)
+    led = [each for each in waiting if row.key in (each.key, *each.request.together)]
+    if not led:
+        return WaitReason(reason=row.reason or "nobody uses it now", seconds=seconds)
+    bundle = together_with(overview, led[0])
+    found = find_groups(overview, bundle)
+    why = found if isinstance(found, str) else "others have waited for so long that they are next"
+    position = waiting.index(led[0]) + 1
+    places = [" or ".join(families(overview, each)) for each in bundle]
+    where = " and ".join(f"a place on group {names}" for names in places)
+    return WaitReason(
+        reason=f"{_ordinal(position)} in the queue for {where}: {why}",
+        position=position,
+        seconds=seconds,
+    )
+
+
+def _explain_turn(overview: Overview, row: WorkerRow, seconds: float) -> WaitReason:
+    group, demand = overview.group_of(row), overview.demand_of(row)
+    failed = f"; it failed before: {row.reason}" if row.reason else ""
+    if not demand.waiting:
+        return WaitReason(reason=f"nobody uses it now{failed}", seconds=seconds)
+    if demand.rests_until > overview.now:
+        rest = demand.rests_until - overview.now
+        return WaitReason(reason=f"it starts again in {rest:.1f} s{failed}", seconds=seconds)
+    if row.state == "placed" and (why := why_not_start(overview, row)):
+        return WaitReason(reason=why, seconds=seconds)
+    waiting = queue(overview, group)
+    if row not in waiting:
+        return WaitReason(reason="its last step is ending", seconds=seconds)
+    position = waiting.index(row) + 1
+    why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
+    for other in overview.on(group):
+        if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
+            why = f"a worker of group {group.name} cannot be put to sleep: {other.reason}"
+    reason = f"{_ordinal(position)} in the queue for the devices of group {group.name}: {why}"
+    return WaitReason(reason=reason, position=position, seconds=seconds)
+
+
+def _ordinal(number: int) -> str:
+    """Literal examples: 1st, 2nd, 3rd, 4th, 11th."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else endings.get(number % 10, 'th')}"

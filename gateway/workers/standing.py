@@ -1,0 +1,115 @@
+"""The standing of workers: questions that runs, samplers and the API ask about an overview."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.overview import Demand, Overview, WorkerBytes
+from gateway.workers.placing import candidates
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.schedule import explain_wait
+from gateway.workers.table import WorkerRow
+from gateway.workers.turns import queue
+
+
+def is_place_free(overview: Overview, request: WorkerRequest, *, expected: int = 0) -> bool:
+    """Whether a trainer would have a group for itself, besides so many `expected` ones without a
+    row. A machine with one group has none."""
+    groups = [group for group in overview.groups.values() if group.suits(request)]
+    empty = sum(not overview.on(group) and not group.drained for group in groups)
+    before = sum(
+        row.state == "waiting" and row.kind == request.kind for row in overview.rows.values()
+    )
+    return len(groups) > 1 and empty > before + expected
+
+
+def are_side_by_side(overview: Overview, one: str, other: str) -> bool:
+    """Whether two workers of one rank each are awake on the same device."""
+    rows = [overview.rows.get(key) for key in (one, other)]
+    found = [row for row in rows if row is not None and row.state == "awake"]
+    if len(found) < 2 or any(row.request.ranks > 1 for row in found):
+        return False
+    first, second = found
+    return first.group == second.group and not overview.group_of(first).pool
+
+
+def engines_of(overview: Overview, sampler: str) -> list[WorkerRow]:
+    """Return the rows of the engines that a sampler is to have."""
+    return [row for row in overview.rows.values() if sampler in row.holders]
+
+
+def reason_of_wait(overview: Overview, key: str) -> str:
+    """Say why a worker's calls wait, or why it has no group; "" if nobody waits for it."""
+    row = overview.rows.get(key)
+    if row is None or not (overview.demand_of(row).waiting or _waits_for_group(overview, row)):
+        return ""
+    reason = explain_wait(overview, row)
+    return reason.reason if reason is not None else ""
+
+
+def _waits_for_group(overview: Overview, row: WorkerRow) -> bool:
+    return row.state == "waiting" and any(row.key == each.key for each in candidates(overview))
+
+
+# --- Groups ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A worker on a group, or in the queue for places. `position` is its turn, from 1, or 0 in no
+    queue. It has had the devices, or has waited, for `seconds`, and is expected to wait for
+    `expected_seconds` more."""
+
+    row: WorkerRow
+    state: str
+    demand: Demand
+    bytes: WorkerBytes
+    position: int = 0
+    seconds: float = 0.0
+    expected_seconds: float = 0.0
+    reason: str = ""
+
+
+def standings(overview: Overview, group: WorkerGroup) -> list[Standing]:
+    """Return the workers of a group: those that occupy its devices, those that wait in turn, and
+    the others."""
+    order = {row.key: number for number, row in enumerate(queue(overview, group), start=1)}
+    there = [_standing(overview, row, order.get(row.key, 0)) for row in overview.on(group)]
+    return sorted(there, key=lambda each: (not each.row.occupies, each.position or len(order) + 1))
+
+
+def applicants(overview: Overview) -> list[Standing]:
+    """Return the rows that wait for a group, the next one first."""
+    waiting = candidates(overview)
+    return [_standing(overview, row, number) for number, row in enumerate(waiting, start=1)]
+
+
+def _standing(overview: Overview, row: WorkerRow, position: int) -> Standing:
+    demand, wait = overview.demand_of(row), explain_wait(overview, row)
+    waits = bool(demand.waiting) or row.state == "waiting"
+    seconds = overview.now - row.since if row.occupies else 0.0
+    reason = row.reason
+    if waits and wait is not None:
+        seconds, reason = wait.seconds, wait.reason
+    switch = overview.switch_seconds.get(row.group, 0.0)
+    return Standing(
+        row,
+        state=_state_of(row, demand),
+        demand=demand,
+        bytes=overview.bytes_of(row),
+        position=position,
+        seconds=max(0.0, seconds),
+        expected_seconds=position * (overview.settings.quantum + switch) if row.group else 0.0,
+        reason=reason,
+    )
+
+
+def _state_of(row: WorkerRow, demand: Demand) -> str:
+    """Return the state that users see: `waiting` for the devices, `absent` without a process, or
+    `giving_way` to another worker."""
+    if row.state == "awake" and demand.yielding:
+        return "giving_way"
+    if row.state in ("placed", "asleep") and demand.waiting:
+        return "waiting"
+    return "absent" if row.state == "placed" else row.state

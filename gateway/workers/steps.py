@@ -1,0 +1,109 @@
+"""The steps of workers: everything that a decision may ask of the supervisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.workers.overview import Way
+from gateway.workers.table import EndState, WorkerRow
+
+
+@dataclass(frozen=True)
+class SleepPlan:
+    """One way to put a worker to sleep. Its state may take `most_bytes`, where 0 is no limit."""
+
+    way: Way
+    most_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PlaceRows:
+    """Write these rows in one transaction: some got their groups, and others were overtaken."""
+
+    rows: tuple[WorkerRow, ...]
+
+    @property
+    def placed(self) -> list[str]:
+        """The keys of the rows that got their groups."""
+        return [row.key for row in self.rows if row.group]
+
+
+@dataclass(frozen=True)
+class TakeGroup:
+    """Return a row without a process to the queue: another request needs its group."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class ForgetRow:
+    """Delete a row that was released and has no process."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    key: str
+
+
+@dataclass(frozen=True)
+class WakeWorker:
+    key: str
+
+
+@dataclass(frozen=True)
+class PutToSleep:
+    """Put a worker to sleep in the first of the ways that works. If none does, it stays awake for
+    a while, or is killed (`or_kill`)."""
+
+    key: str
+    plans: tuple[SleepPlan, ...]
+    or_kill: bool = False
+
+
+@dataclass(frozen=True)
+class StopWorker:
+    """End a worker. `at_once` kills it without asking. `ends_as` is the row's state afterwards."""
+
+    key: str
+    reason: str
+    at_once: bool = True
+    ends_as: EndState = "placed"
+
+
+@dataclass(frozen=True)
+class FindWorker:
+    """Ask a lost worker, and its launcher, how it is."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class AskToYield:
+    """Admit no new call to a worker, so that it can sleep after its last one."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class KeepAwake:
+    """Admit calls again. With a reason: the worker had no room to sleep, and is left alone for a
+    while."""
+
+    key: str
+    reason: str = ""
+
+
+Step = (
+    PlaceRows
+    | TakeGroup
+    | ForgetRow
+    | StartWorker
+    | WakeWorker
+    | PutToSleep
+    | StopWorker
+    | FindWorker
+    | AskToYield
+    | KeepAwake
+)

@@ -1,0 +1,338 @@
+"""Turns: which placed worker has the devices of its group now.
+
+A worker keeps its devices until another one needs them more. Then it yields: it admits no new call,
+and sleeps when its last call ends. The next worker wakes only when the bytes and the number of
+occupying rows allow it, so a worker that falls asleep keeps its devices until it has answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gateway.workers.groups import WorkerGroup
+from gateway.workers.memory import (
+    sleep_plans,
+    sleepers_in_the_way,
+    why_not_on_device,
+    why_not_on_host,
+)
+from gateway.workers.overview import Overview
+from gateway.workers.steps import (
+    AskToYield,
+    KeepAwake,
+    PutToSleep,
+    StartWorker,
+    Step,
+    StopWorker,
+    WakeWorker,
+)
+from gateway.workers.table import WorkerRow
+
+ROUND_TRIP = 0.02
+"""Seconds within which a client that was just answered sends its next request."""
+_SWITCHES_PER_QUANTUM = 10
+"""Busy workers spend at most this fraction of their time on switches."""
+
+Turns = tuple[list[Step], float, Overview]
+"""The steps, the time of the next decision, and the overview after the steps."""
+
+
+def take_turns(overview: Overview, group: WorkerGroup) -> Turns:
+    """Decide which workers of one group wake, yield and sleep."""
+    steps, again_at, overview = _admit(overview, group)
+    if not group.leased:
+        return steps, again_at, overview
+    for decide in (_evict, _ask_to_yield, _put_to_sleep):
+        more, at, overview = decide(overview, group)
+        steps, again_at = [*steps, *more], min(again_at, at)
+    return steps, again_at, overview
+
+
+# --- The queue ------------------------------------------------------------------------------------
+
+
+def queue(overview: Overview, group: WorkerGroup) -> list[WorkerRow]:
+    """Return the rows whose calls wait for the devices of a group, the next one first.
+
+    Rows that have waited for the longest wait come first, the oldest before others. Then come
+    higher priority, the owner with the smallest share of the devices, and the row that was served
+    least recently.
+    """
+    waiting = [
+        row
+        for row in overview.on(group)
+        if row.state in ("placed", "asleep")
+        and row.ends_as != "gone"
+        and row.key not in overview.busy
+        and overview.demand_of(row).waiting
+        and overview.demand_of(row).rests_until <= overview.now
+    ]
+    return sorted(waiting, key=lambda row: _rank(overview, row))
+
+
+def _rank(overview: Overview, row: WorkerRow) -> tuple[float, ...]:
+    demand = overview.demand_of(row)
+    if is_overdue(overview, row):
+        return (0, demand.waiting_since, 0, 0, 0)
+    share = overview.shares.get(row.owner, 0.0)
+    return (1, -row.request.priority, share, demand.served_at, demand.waiting_since)
+
+
+def is_overdue(overview: Overview, row: WorkerRow) -> bool:
+    """Whether the calls of a row have waited for the longest wait."""
+    return overview.now >= _overdue_at(overview, row)
+
+
+def _overdue_at(overview: Overview, row: WorkerRow) -> float:
+    return overview.demand_of(row).waiting_since + overview.settings.max_wait
+
+
+def why_not_start(overview: Overview, row: WorkerRow) -> str:
+    """Say why no process may start for a row now, or "" if one may."""
+    group = overview.group_of(row)
+    if group.launcher in overview.silent:
+        return f"the {group.launcher} of group {group.name} does not answer"
+    if not group.host:
+        return ""
+    starting = sum(
+        each.state == "starting" and overview.group_of(each).host == group.host
+        for each in overview.rows.values()
+    )
+    if starting < overview.budgets.starts:
+        return ""
+    return f"{starting} workers are starting on {group.host}"
+
+
+def _may_begin(overview: Overview, row: WorkerRow) -> bool:
+    return row.state == "asleep" or not why_not_start(overview, row)
+
+
+# --- Waking ---------------------------------------------------------------------------------------
+
+
+def _admit(overview: Overview, group: WorkerGroup) -> Turns:
+    """Start or wake workers in turn, as long as the next one fits."""
+    steps: list[Step] = []
+    for row in overview.on(group):
+        demand = overview.demand_of(row)
+        if _is_awake(overview, row) and demand.waiting and not demand.yielding:
+            steps.append(KeepAwake(row.key))  # its calls began to wait during another step
+            overview = _with_calls_admitted(overview, row)
+    for row in queue(overview, group):
+        if not _may_begin(overview, row):
+            continue  # it waits for a process, not for the devices
+        if _lacks_device_bytes(overview, row):
+            continue  # it waits for the end of a sleeper
+        if why_not_on_device(overview, row) or _no_host_room(overview, row):
+            break
+        starts = row.state == "placed"
+        steps.append(StartWorker(row.key) if starts else WakeWorker(row.key))
+        moved = row.moved("starting" if starts else "waking", at=overview.now)
+        overview = overview.with_rows([moved])
+    return steps, math.inf, overview
+
+
+def _no_host_room(overview: Overview, row: WorkerRow) -> bool:
+    """Whether a worker waits for host memory. After the longest wait, it waits only while the end
+    of a sleeper, or a step under way, may free some."""
+    if not why_not_on_host(overview, row):
+        return False
+    under_way = any(overview.rows[key].has_process for key in overview.busy)
+    return under_way or not is_overdue(overview, row) or bool(sleepers_in_the_way(overview, row))
+
+
+def _lacks_device_bytes(overview: Overview, row: WorkerRow) -> bool:
+    """Whether a worker does not fit beside the bytes that sleepers have left, even alone."""
+    there = overview.on(overview.group_of(row))
+    everybody = frozenset(each.key for each in there if each.occupies)
+    return bool(why_not_on_device(overview, row, leaving=everybody))
+
+
+def _evict(overview: Overview, group: WorkerGroup) -> Turns:
+    """End a sleeper whose memory keeps an overdue worker from waking."""
+    blocked = [
+        row
+        for row in queue(overview, group)
+        if _may_begin(overview, row)
+        and (_lacks_device_bytes(overview, row) or _no_host_room(overview, row))
+    ]
+    for row in blocked:
+        sleepers = sleepers_in_the_way(overview, row)
+        if not is_overdue(overview, row) or not sleepers:
+            continue
+        if any(sleeper.key in overview.busy for sleeper in sleepers):
+            break  # one ends already
+        reason = "another worker needs the memory that it kept while it slept"
+        return [StopWorker(sleepers[0].key, reason)], math.inf, overview.while_ending(sleepers[0])
+    overdue = (_overdue_at(overview, row) for row in blocked)
+    return [], min((at for at in overdue if at > overview.now), default=math.inf), overview
+
+
+def _with_calls_admitted(overview: Overview, row: WorkerRow) -> Overview:
+    """Return the overview after the waiting calls of an awake worker began."""
+    demand = overview.demand_of(row)
+    uses = demand.uses + demand.waiting
+    return overview.with_demand(row, replace(demand, uses=uses, waiting=0, yielding=False))
+
+
+# --- Yielding -------------------------------------------------------------------------------------
+
+
+def _ask_to_yield(overview: Overview, group: WorkerGroup) -> Turns:
+    """Ask as many workers to yield as the waiting ones need, or none any more if none waits."""
+    waiting = _waiting_for_devices(overview, group)
+    awake = [row for row in overview.on(group) if _is_awake(overview, row)]
+    steps: list[Step] = []
+    if not waiting:
+        for row in awake:
+            demand = overview.demand_of(row)
+            if demand.yielding and not demand.idle:
+                steps.append(KeepAwake(row.key))
+                overview = _with_calls_admitted(overview, row)
+        return steps, math.inf, overview
+    leaving = frozenset(row.key for row in overview.on(group) if _is_leaving(overview, row))
+    due = sorted((_yields_at(overview, row, waiting), row.key) for row in awake)
+    woken: list[WorkerRow] = []
+    for row in waiting:
+        imagined = overview.with_rows(woken)
+        while why_not_on_device(imagined, row, leaving=leaving):
+            found = _next_to_yield(overview, row, due, leaving)
+            if found is None:
+                times = [at for at, key in due if key not in leaving]
+                times.append(_overdue_at(overview, row))
+                again_at = min((at for at in times if at > overview.now), default=math.inf)
+                return steps, again_at, _yielding(overview, steps)
+            leaving |= {found}
+            steps.append(AskToYield(found))
+        woken.append(row.moved("starting" if row.state == "placed" else "waking", at=overview.now))
+    return steps, math.inf, _yielding(overview, steps)
+
+
+def _yielding(overview: Overview, steps: Sequence[Step]) -> Overview:
+    """Return the overview after workers were asked to yield."""
+    for step in steps:
+        if isinstance(step, AskToYield):
+            row = overview.rows[step.key]
+            demand = replace(overview.demand_of(row), yielding=True)
+            overview = overview.with_demand(row, demand)
+    return overview
+
+
+def _waiting_for_devices(overview: Overview, group: WorkerGroup) -> list[WorkerRow]:
+    """Return the waiting rows that other workers can make room for."""
+    return [
+        row
+        for row in queue(overview, group)
+        if _may_begin(overview, row) and not _lacks_device_bytes(overview, row)
+    ]
+
+
+def _is_awake(overview: Overview, row: WorkerRow) -> bool:
+    return row.state == "awake" and row.key not in overview.busy
+
+
+def _is_leaving(overview: Overview, row: WorkerRow) -> bool:
+    gives_up = row.state in ("falling_asleep", "stopping")
+    return gives_up or (row.state == "awake" and overview.demand_of(row).yielding)
+
+
+def _next_to_yield(
+    overview: Overview,
+    waiter: WorkerRow,
+    due: Sequence[tuple[float, str]],
+    leaving: frozenset[str],
+) -> str | None:
+    for at, key in due:
+        if at > overview.now:
+            return None
+        holder = overview.rows[key]
+        idle = not overview.demand_of(holder).uses
+        if key not in leaving and (idle or _goes_before(overview, waiter, holder)):
+            return key
+    return None
+
+
+def _goes_before(overview: Overview, waiter: WorkerRow, holder: WorkerRow) -> bool:
+    """Whether a busy worker that yields would not get its devices back at once."""
+    again = replace(overview.demand_of(holder), waiting_since=overview.now, served_at=overview.now)
+    imagined = overview.with_demand(holder, again)
+    return _rank(imagined, waiter) <= _rank(imagined, holder)
+
+
+def _yields_at(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> float:
+    """Return the time at which a worker yields to the waiting ones, as far as is known now."""
+    demand, settings = overview.demand_of(row), overview.settings
+    switch = overview.switch_seconds.get(row.group, 0.0)
+    patience = max(ROUND_TRIP, switch)
+    quantum = max(settings.quantum, _SWITCHES_PER_QUANTUM * switch)
+    at = math.inf if demand.open_step else row.since + quantum
+    if not demand.uses:
+        wait = max(settings.quantum, patience) if demand.open_step else patience
+        at = min(at, max(demand.idle_since, row.since) + wait)
+    overdue = min(_overdue_at(overview, each) for each in waiting)
+    at = min(at, max(overdue, row.since + settings.quantum))
+    return max(at, demand.stays_until)
+
+
+def _sleeps_at(overview: Overview, row: WorkerRow) -> float:
+    """Return the time at which a worker sleeps though nobody waits."""
+    demand, settings = overview.demand_of(row), overview.settings
+    policy = "eager" if overview.group_of(row).drained else settings.policy
+    idle_since = max(demand.idle_since, row.since)
+    if not demand.idle or policy == "deferred":
+        return math.inf
+    if policy == "idle_after":
+        return max(idle_since + settings.idle_after, demand.stays_until)
+    patience = max(ROUND_TRIP, overview.switch_seconds.get(row.group, 0.0))
+    return math.inf if demand.open_step else max(idle_since + patience, demand.stays_until)
+
+
+# --- Sleeping -------------------------------------------------------------------------------------
+
+
+def _put_to_sleep(overview: Overview, group: WorkerGroup) -> Turns:
+    """Put idle workers to sleep that yield, or whose policy says so."""
+    steps: list[Step] = []
+    again_at = math.inf
+    for row in overview.on(group):
+        demand = overview.demand_of(row)
+        if not _is_awake(overview, row) or demand.uses:
+            continue
+        at = overview.now if demand.yielding else _sleeps_at(overview, row)
+        if at > overview.now:
+            again_at = min(again_at, at)
+            continue
+        step, overview = _sleep(overview, row, _waiting_for_devices(overview, group))
+        steps.append(step)
+    return steps, again_at, overview
+
+
+def _sleep(
+    overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]
+) -> tuple[Step, Overview]:
+    plans = sleep_plans(overview, row, following=waiting[0] if waiting else None)
+    too_long = _refused_for_long(overview, row, waiting)
+    if isinstance(plans, str) and not too_long:
+        return KeepAwake(row.key, plans), overview
+    if isinstance(plans, str):
+        reason = f"others need its devices, and it could not sleep: {plans}"
+        return StopWorker(row.key, reason), overview.while_ending(row)
+    first, said = plans[0], overview.bytes_of(row)
+    if first.way == "host":
+        said = replace(said, reserved_host=first.most_bytes)
+    else:
+        said = replace(said, reserved_disk=first.most_bytes)
+    asleep = overview.with_rows([row.moved("falling_asleep", at=overview.now)])
+    asleep = replace(asleep, bytes={**overview.bytes, row.key: said})
+    return PutToSleep(row.key, plans, or_kill=too_long), asleep
+
+
+def _refused_for_long(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> bool:
+    """Whether others have waited for the longest wait since a worker found no room to sleep."""
+    refused_at = overview.demand_of(row).refused_at
+    if not refused_at or not waiting:
+        return False
+    overdue = min(_overdue_at(overview, each) for each in waiting)
+    return overview.now >= max(overdue, refused_at + overview.settings.max_wait)

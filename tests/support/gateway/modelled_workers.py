@@ -1,0 +1,202 @@
+"""Workers on the devices of a group, as a model: processes that sleep, wake, freeze, die and get
+calls late. They notice when more are awake than may be, and when they have more of the host's
+memory than they may."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+
+from gateway.workers.clients import WorkerUnavailable
+from tandem.errors import OutOfMemory, StorageFailed, StorageFull
+
+
+@dataclass(frozen=True)
+class SwitchPlan:
+    """How a worker is put to sleep: into host memory, unless it drops its weights, or writes a file
+    in `spill_folder`. It may take `most_bytes` there; 0 is no limit."""
+
+    drop: bool = False
+    spill_folder: str = ""
+    most_bytes: int = 0
+
+
+_TO_HOST_MEMORY = SwitchPlan()
+
+
+@dataclass(frozen=True)
+class Switched:
+    """A worker's answer to a switch."""
+
+    bytes_moved: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Process:
+    """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
+    directions that end in an error. A `frozen` one does nothing until it is killed; one that is
+    `unreachable` is dead, and nobody has said so yet. It has `host`
+    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device, of
+    which `stuck` never leave it."""
+
+    devices: Devices
+    newest: int
+    size: int = 0
+    host: int = 0
+    disk: int = 0
+    left: int = 0
+    stuck: int = 0
+    epoch: int = 0
+    delay: float = 0.001
+    work: float = 0.05
+    fails: set[str] = field(default_factory=set)
+    alive: bool = True
+    frozen: bool = False
+    unreachable: bool = False
+    awake: bool = True
+
+    def __post_init__(self) -> None:
+        self.host = self.size if self.devices.on_host else 0
+
+    def refusal(self, plan: SwitchPlan) -> Exception | None:
+        """Why it stays awake instead."""
+        if plan.drop or (self.devices.on_host and not plan.spill_folder):
+            return None
+        if plan.spill_folder and self.devices.disk_fails:
+            return StorageFailed("the disk fails")
+        if plan.spill_folder and self.size > min(plan.most_bytes, self.devices.disk):
+            return StorageFull("the disk is full")
+        if 0 < plan.most_bytes < self.size:
+            return OutOfMemory("its state is larger")
+        return None
+
+    def become(
+        self, awake: bool, token: int, epoch: int, plan: SwitchPlan, says: asyncio.Future[None]
+    ) -> None:
+        """What happens when a call arrives, however late, wherever its sender is by now."""
+        if not self.alive or self.frozen or epoch < self.epoch:
+            return
+        if token < self.newest:
+            return
+        self.newest = token
+        if awake == self.awake:
+            return
+        if not awake and (refusal := self.refusal(plan)) is not None:
+            if not says.cancelled():
+                says.set_exception(refusal)
+            return
+        self.awake = awake
+        moves = self.size - self.stuck
+        self.left = 0 if awake else self.size - moves
+        if awake:
+            self.host, self.disk = max(self.host, self.devices.on_host * self.size), 0
+        elif plan.drop or plan.spill_folder:
+            self.host, self.disk = 0, 0 if plan.drop else moves
+        else:
+            self.host = max(self.host, moves)
+        self.devices.check()
+
+
+@dataclass
+class Devices:
+    most: int
+    on_host: bool = False
+    budget: int = 0
+    disk: int = 0
+    memory: int = 0
+    disk_fails: bool = False
+    """What has room, and takes nothing."""
+    processes: list[Process] = field(default_factory=list)
+
+    def start(self, token: int, **about) -> Process:
+        process = Process(self, token, **about)
+        self.processes.append(process)
+        self.check()
+        return process
+
+    def check(self) -> None:
+        awake = [each for each in self.processes if each.alive and each.awake]
+        assert len(awake) <= self.most, f"{len(awake)} workers are awake at once"
+        alive = [each for each in self.processes if each.alive]
+        there = sum(each.size if each.awake else each.left for each in alive)
+        assert not self.memory or there <= self.memory, f"{there} bytes are on the device"
+        used = sum(each.host for each in self.processes if each.alive)
+        assert not self.budget or used <= self.budget, f"{used} bytes of {self.budget} are used"
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker, whose process comes and goes."""
+
+    key: str
+    devices: Devices
+    kind: str = "trainer"
+    size: int = 0
+    says: int = 0
+    process: Process | None = None
+    silent_for: float = 0.0
+    log: list[str] = field(default_factory=list)
+    killed_for: list[str] = field(default_factory=list)
+
+    async def sleep(self, token: int, plan: SwitchPlan) -> Switched:
+        return await self._switch("sleep", token, plan)
+
+    async def wake(self, token: int) -> Switched:
+        return await self._switch("wake", token)
+
+    async def _switch(
+        self, direction: str, token: int, plan: SwitchPlan = _TO_HOST_MEMORY
+    ) -> Switched:
+        process = self.process
+        assert process is not None
+        if process.unreachable:
+            raise WorkerUnavailable("the connection broke")
+        loop = asyncio.get_running_loop()
+        says: asyncio.Future[None] = loop.create_future()
+        arrives = partial(
+            process.become,
+            direction == "wake",
+            token,
+            process.epoch,
+            plan,
+            says,
+        )
+        loop.call_later(process.delay, arrives)
+        await asyncio.sleep(process.delay + process.work)
+        if not process.alive:
+            raise ConnectionError("the worker died")
+        if process.frozen:
+            await asyncio.sleep(1e6)
+        if direction in process.fails:
+            raise ConnectionError(f"{direction} failed")
+        if says.done() and (refusal := says.exception()) is not None:
+            self.log.append("refuse")
+            raise refusal
+        self.log.append(direction if not process.disk else "spill")
+        on_device = process.size if process.awake else process.left
+        if self.devices.on_host:
+            return Switched(bytes_moved=1, device_bytes=process.host, disk_bytes=process.disk)
+        return Switched(
+            bytes_moved=1,
+            device_bytes=on_device,
+            host_bytes=0 if process.awake else process.host,
+            disk_bytes=process.disk,
+        )
+
+    def die(self) -> None:
+        if self.process is not None:
+            self.process.alive, self.process, self.silent_for = False, None, 0.0
+
+    def freeze(self) -> None:
+        """Its process does nothing any more; the gateway notices in the end, whoever waits."""
+        if self.process is not None and not self.process.frozen:
+            self.process.frozen, self.silent_for = True, 1e3
+            asyncio.get_running_loop().call_later(300, self._give_up, self.process)
+
+    def _give_up(self, process: Process) -> None:
+        if self.process is process:
+            self.die()

@@ -1,0 +1,365 @@
+"""The model of `modelled_workers` under a supervisor.
+
+Beside the model's own checks, each decision is checked against the rules of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from gateway.workers.adapters import Found, Moved
+from gateway.workers.groups import CONTEXT_BYTES, WorkerGroup
+from gateway.workers.memory import host_bytes_in_use, left_on_device
+from gateway.workers.overview import Budgets, Overview
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.roster import Roster
+from gateway.workers.steps import SleepPlan
+from gateway.workers.supervisor import Supervisor
+from gateway.workers.table import WorkerRow
+from gateway.workers.turns import queue
+from tandem.errors import WorkerDied, WorkerMayRun, WorkerStartFailed
+from tandem.settings.sharing import SharingSettings
+from tests.support.gateway.memory_table import MemoryTable
+from tests.support.gateway.modelled_workers import (
+    Devices,
+    Process,
+    Switched,
+    SwitchPlan,
+    Worker,
+)
+
+_STATES = {"awake": "held", "falling_asleep": "sleeping", "waking": "waking"}
+
+
+class CheckedSupervisor(Supervisor):
+    """Checks the rules after each decision. The event loop hides exceptions of its callbacks, so
+    `fault` keeps the first one."""
+
+    fault: Exception | None = None
+
+    def check_more(self, overview: Overview) -> None:
+        """Check the rules of one test."""
+
+    def _decide(self) -> None:
+        try:
+            super()._decide()
+            overview = self.overview()
+            check_rules(overview)
+            self.check_more(overview)
+        except Exception as error:
+            self.fault = self.fault or error
+            raise
+
+    def raise_fault(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+
+def check_rules(overview: Overview) -> None:
+    """Fail where an overview breaks a rule of `docs/design/workers.md`."""
+    for group in overview.groups.values():
+        rows = overview.on(group)
+        occupying = [row for row in rows if row.occupies]
+        if not group.leased:
+            continue
+        assert len(occupying) <= group.awake, "more workers are awake than the group allows"
+        needs = [row.request.device_bytes for row in occupying]
+        if group.device_bytes:
+            assert all(needs) or len(needs) == 1, "a worker of unknown need is not alone"
+            asleep = [row for row in rows if row.state == "asleep"]
+            left = sum(left_on_device(overview, row) for row in asleep)
+            used = sum(needs) + group.context_bytes * len(needs) + left
+            assert not all(needs) or used <= group.device_bytes, "a device has too little memory"
+    for row in overview.rows.values():
+        assert bool(row.group) == (row.state != "waiting")
+        assert row.overtaken <= 8
+        assert not row.has_process or row.process
+
+
+@dataclass(eq=False)
+class WorldAdapter:
+    """Reaches the model's processes, as the adapter of each kind."""
+
+    world: SupervisedWorld
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def _note_token(self, row: WorkerRow) -> None:
+        assert row.token >= self.tokens.get(row.key, 0), "a token is older than one before"
+        self.tokens[row.key] = row.token
+        assert self.world.table.rows[row.key].token == row.token, "a token was not committed"
+
+    async def start(self, row: WorkerRow, _group: WorkerGroup) -> None:
+        self._note_token(row)
+        worker = self.world.workers[row.key]
+        await asyncio.sleep(self.world.start_seconds)
+        if self.world.failing_starts:
+            self.world.failing_starts -= 1
+            raise WorkerStartFailed("the model cannot be read")
+        assert worker.process is None, "two processes of one worker"
+        try:
+            worker.process = worker.devices.start(row.token, size=worker.size)
+        except AssertionError as error:
+            self.world.supervisor.fault = self.world.supervisor.fault or error
+            raise
+        worker.process_name = row.process
+
+    async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
+        self._note_token(row)
+        spill = "/spill" if plan.way == "disk" else ""
+        asked = SwitchPlan(drop=plan.way == "drop", spill_folder=spill, most_bytes=plan.most_bytes)
+        return _moved(await self.world.workers[row.key].sleep(row.token, asked))
+
+    async def wake(self, row: WorkerRow) -> Moved:
+        self._note_token(row)
+        return _moved(await self.world.workers[row.key].wake(row.token))
+
+    async def stop(self, row: WorkerRow, *, at_once: bool) -> None:
+        worker = self.world.workers[row.key]
+        if worker.process is not None:
+            worker.killed_for.append(row.reason)
+        await asyncio.sleep(0.05)
+        if self.world.launcher_silent:
+            raise WorkerMayRun("the agent does not answer")
+        worker.die()
+
+    def new_process(self, row: WorkerRow) -> str:
+        return f"{row.key}:{uuid.uuid4().hex[:8]}"
+
+    async def find(self, row: WorkerRow, group: WorkerGroup) -> Found:
+        worker = self.world.workers[row.key]
+        process = worker.process
+        await asyncio.sleep(0.01)
+        if self.world.launcher_silent and (process is None or process.frozen):
+            raise WorkerMayRun("the agent does not answer")
+        if process is None or worker.process is not process or worker.process_name != row.process:
+            return Found(state="gone")
+        if process.frozen:
+            return Found(state="silent")
+        return Found(state="awake" if process.awake else "asleep", has=_moved(_has(process)))
+
+    def silent_for(self, row: WorkerRow) -> float:
+        return self.world.workers[row.key].silent_for
+
+
+def _has(process: Process) -> Switched:
+    on_host = process.devices.on_host
+    on_device = process.host if on_host else process.size if process.awake else process.left
+    host = 0 if on_host or process.awake else process.host
+    return Switched(device_bytes=on_device, host_bytes=host, disk_bytes=process.disk)
+
+
+def _moved(said: Switched) -> Moved:
+    return Moved(
+        moved=said.bytes_moved,
+        device=said.device_bytes,
+        host=said.host_bytes,
+        disk=said.disk_bytes,
+    )
+
+
+class SupervisedWorker(Worker):
+    """A worker of the model, and its callers. `process_name` is the name of its process. Each has
+    a place, whatever the host has: these tests are about turns."""
+
+    world: SupervisedWorld
+    process_name = ""
+    owner = "ann"
+    priority = 0
+
+    @property
+    def row(self) -> WorkerRow:
+        return self.world.supervisor.roster.rows[self.key]
+
+    async def placed(self) -> None:
+        await self.world.opened()
+        roster = self.world.supervisor.roster
+        if self.key not in roster.rows:
+            request = WorkerRequest(
+                key=self.key,
+                kind="engine" if self.kind == "sampler" else "trainer",
+                owner=self.owner,
+                session="s",
+                device_bytes=self.says or (0 if self.world.device_memory else self.size),
+                host_bytes=self.size,
+                priority=self.priority,
+            )
+            keeper = replace(
+                request, key="keeper", kind="trainer", together=tuple(self.world.workers)
+            )
+            for each in (request, keeper):  # so that an idle engine keeps its place
+                roster.note(WorkerRow(request=each, state="placed", group="g", holders=("run",)))
+
+    def die(self) -> None:
+        if self.process is not None:
+            super().die()
+            if not self.world.launcher_silent:
+                self.world.supervisor.note_exit(self.key, self.process_name, "it died")
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.world.supervisor.poke()
+
+    async def compute(self, seconds: float, *, begins_step: str = "", ends_step: str = "") -> None:
+        self.world.supervisor.raise_fault()
+        await self.placed()
+        mark: Any = "begin" if begins_step else "end" if ends_step else ""
+        while True:
+            use = self.world.supervisor.use(self.key, step=mark, caller=begins_step or ends_step)
+            try:
+                async with use as row:
+                    if await self._computed(seconds, row):
+                        return
+            except WorkerStartFailed:
+                await asyncio.sleep(0.1)
+
+    async def _computed(self, seconds: float, row: WorkerRow) -> bool:
+        process, left = self.process, 4
+        if process is None:  # nobody has reported its end yet
+            await asyncio.sleep(0.1)
+            return False
+        assert self.process_name == row.process
+        while left and process.alive:
+            await asyncio.sleep(seconds / 4)
+            if not process.frozen:
+                left -= 1
+                assert process.awake or not process.alive, "it computed while asleep"
+        return not left
+
+
+@dataclass(eq=False)
+class LeaseView:
+    """A row, as the tests of leases look at it."""
+
+    worker: SupervisedWorker
+
+    @property
+    def owner(self) -> str:
+        return self.worker.owner
+
+    @property
+    def state(self) -> str:
+        return _STATES.get(self.worker.row.state, "free")
+
+    @property
+    def in_step(self) -> set[str]:
+        return self.worker.world.supervisor.roster.calls_of(self.worker.key).open_steps
+
+    @property
+    def seconds(self) -> float:
+        calls = self.worker.world.supervisor.roster.calls_of(self.worker.key)
+        events = self.worker.world.table.events
+        past = sum(event.busy_seconds for event in events if event.key == self.worker.key)
+        return past + calls.busy_seconds + calls.running_seconds
+
+    def explain(self) -> str:
+        explained = self.worker.world.supervisor.explain(self.worker.key)
+        waits = self.worker.world.supervisor.roster.calls_of(self.worker.key).waiting
+        return explained.reason if explained is not None and waits else ""
+
+
+@dataclass
+class SupervisedWorld:
+    """One group, and the gateways that supervise it one after the other. `device_memory` is beside
+    the contexts of so many `processes`."""
+
+    awake: int = 1
+    settings: SharingSettings = field(default_factory=lambda: SharingSettings(quantum=0.5))
+    on_host: bool = False
+    budget: int = 0
+    disk: int = 0
+    device_memory: int = 0
+    processes: int = 0
+    start_seconds: float = 0.002
+    failing_starts: int = 0
+    launcher_silent: bool = False
+
+    def __post_init__(self) -> None:
+        self.table = MemoryTable(commit_seconds=0.002)
+        self.records = self.table
+        self.epoch = 0
+        self.adapter = WorldAdapter(self)
+        memory = self.device_memory
+        self.devices = Devices(self.awake, self.on_host, self.budget, self.disk, memory)
+        self.workers: dict[str, SupervisedWorker] = {}
+        self.new_gateway()
+
+    def new_gateway(self) -> None:
+        self.epoch += 1
+        spare = self.processes * CONTEXT_BYTES
+        group = WorkerGroup(
+            name="g",
+            kinds=frozenset({"trainer", "engine"}),
+            awake=self.awake,
+            workers=99,
+            device_bytes=self.device_memory and self.device_memory + spare,
+            on_host=self.on_host,
+            host="here",
+        )
+        roster = Roster(
+            table=self.table,
+            groups=[group],
+            adapters={"trainer": self.adapter, "engine": self.adapter},
+            settings=self.settings,
+            budgets=Budgets(starts=99, silence=60),
+            epoch=self.epoch,
+            clock=asyncio.get_running_loop().time,
+        )
+        self.supervisor = CheckedSupervisor(roster, free_on_disk=self._free_for_state)
+        self._opening = asyncio.create_task(self._open())
+        self.group = SimpleNamespace(queue=self._queue)
+
+    async def _open(self) -> None:
+        await self.supervisor.open()
+        roster = self.supervisor.roster
+        roster.budgets = Budgets(
+            host_bytes=self.budget, disk_bytes=self.devices.disk, starts=99, silence=60
+        )
+
+    async def opened(self) -> None:
+        await asyncio.shield(self._opening)
+
+    async def _free_for_state(self) -> int:
+        await asyncio.sleep(0.001)
+        return self.devices.disk
+
+    def _queue(self) -> list[WorkerRow]:
+        overview = self.supervisor.overview()
+        return queue(overview, overview.groups["g"])
+
+    @property
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(used=host_bytes_in_use(self.supervisor.overview()))
+
+    async def restart(self) -> None:
+        await self._opening
+        await self.supervisor.close()
+        for worker in self.workers.values():
+            if worker.process is not None:
+                worker.process.epoch += 1
+        self.new_gateway()
+        await self._opening
+
+    def worker(
+        self,
+        key: str,
+        *,
+        owner: str = "ann",
+        priority: int = 0,
+        kind: str = "trainer",
+        size: int = 0,
+        says: int = 0,
+    ) -> SupervisedWorker:
+        if self.device_memory:
+            says = min(says, self.device_memory)
+        worker = SupervisedWorker(key, self.devices, kind, size, says)
+        worker.world, worker.owner, worker.priority = self, owner, priority
+        self.workers[key] = worker
+        worker.lease = LeaseView(worker)
+        return worker
+
+
+__all__ = ["SupervisedWorld", "WorkerDied"]

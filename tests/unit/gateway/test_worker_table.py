@@ -1,0 +1,118 @@
+"""The table of workers: rows and events, in memory and in the database."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.storage.database import Database
+from gateway.workers.requests import WorkerRequest
+from gateway.workers.table import (
+    OCCUPYING,
+    TRANSITIONS,
+    DatabaseTable,
+    WorkerEvent,
+    WorkerRow,
+)
+from tandem.errors import IllegalTransition
+from tests.support.gateway.memory_table import MemoryTable
+from tests.support.postgres import url_for
+
+pytestmark = pytest.mark.usefixtures("each_database")
+
+REQUEST = WorkerRequest(
+    key="s/qwen/16#1",
+    kind="engine",
+    owner="ann",
+    session="s",
+    groups=("g", "h"),
+    together=("s/qwen/16",),
+    priority=-1,
+    model="models/qwen",
+)
+ROW = WorkerRow(
+    request=REQUEST,
+    group="g",
+    state="waking",
+    token=(7 << 20) + 3,
+    process="p:1",
+    reason="it is next",
+    since=12.5,
+    holders=("s",),
+    ends_as="waiting",
+    overtaken=2,
+)
+
+
+@pytest.fixture(params=["memory", "database"])
+async def table(request, tmp_path):
+    if request.param == "memory":
+        yield MemoryTable()
+        return
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    await database.open()
+    yield DatabaseTable(database)
+    await database.close()
+
+
+async def test_a_row_comes_back_as_it_was_and_is_deleted_when_it_is_gone(table):
+    await table.write([ROW], [WorkerEvent.of_row(ROW)])
+    assert await table.read() == [ROW]
+    changed = replace(ROW, state="awake", reason="", since=13.0)
+    await table.write([changed], [])
+    assert await table.read() == [changed]
+    table.write_soon([replace(ROW, state="gone")], [])
+    await table.write([], [])
+    assert await table.read() == []
+
+
+async def test_rows_come_in_the_order_of_their_since(table):
+    rows = [replace(ROW, request=replace(REQUEST, key=str(n)), since=9.0 - n) for n in range(3)]
+    await table.write(rows, [])
+    assert [row.key for row in await table.read()] == ["2", "1", "0"]
+
+
+async def test_events_add_up_to_the_seconds_of_each_owner(table):
+    for owner, seconds in (("ann", 2.0), ("bob", 1.0), ("ann", 0.5)):
+        row = replace(ROW, request=replace(REQUEST, owner=owner))
+        await table.write([], [WorkerEvent.of_row(row, busy_seconds=seconds)])
+    assert await table.busy_seconds() == {"ann": 2.5, "bob": 1.0}
+
+
+async def test_drained_groups_are_kept(table):
+    await table.set_drained("g", drained=True)
+    await table.set_drained("g", drained=True)
+    await table.set_drained("h", drained=True)
+    await table.set_drained("h", drained=False)
+    assert await table.drained() == ["g"]
+
+
+def test_a_row_moves_only_along_its_transitions():
+    for state, followers in TRANSITIONS.items():
+        for other in TRANSITIONS:
+            row = replace(ROW, state=state)
+            if other in followers:
+                assert row.moved(other, at=20.0).since == 20.0
+            else:
+                with pytest.raises(IllegalTransition):
+                    row.moved(other, at=20.0)
+
+
+def test_only_the_end_of_a_process_or_its_sleep_frees_devices():
+    freeing = {
+        (state, after)
+        for state in OCCUPYING
+        for after in TRANSITIONS[state]
+        if after not in OCCUPYING
+    }
+    assert {after for _, after in freeing} == {"asleep", "placed", "waiting", "gone"}
+
+
+def test_after_its_end_a_row_is_placed_waits_or_is_gone():
+    stopping = replace(ROW, state="stopping")
+    waiting = stopping.ended(at=20.0)
+    assert (waiting.state, waiting.group, waiting.ends_as) == ("waiting", "", "placed")
+    placed = replace(stopping, ends_as="placed").ended(at=20.0)
+    assert (placed.state, placed.group, placed.process) == ("placed", "g", "")
+    assert replace(stopping, ends_as="gone").ended(at=20.0).state == "gone"
