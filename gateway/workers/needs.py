@@ -1,21 +1,20 @@
-"""Needs: the bytes that a worker may come to have on its devices and on its host.
+"""Needs: the most bytes of a worker on its devices and on its host.
 
 They follow from the headers of the model's files, without torch:
 
-    trainer   each rank reads its part of one tensor after the other. Then it has the parts of the
-              trainer's own formula (`tandem/trainer_memory.py`): on a CPU all of them on the host;
-              on a GPU the snapshot and the offloaded parts on the host, and all states while the
-              trainer sleeps there
-    engine    on a GPU the weights and a KV cache; on the host the weights of the next version, and
-              its own weights while it sleeps there. On a CPU all of that is on the host
+    trainer   The formula of `tandem/backends/memory.py` gives the parts. A CPU rank has all parts
+              on the host. A GPU rank has the snapshot and offloaded parts there, and all states
+              while it sleeps. Before that, a rank reads one tensor at a time.
+    engine    A GPU has the weights and a KV cache. The host has the weights of the next version,
+              and the engine's own weights while it sleeps. A CPU engine has all of this on the
+              host.
 
-Each rank adds a process. A tenth more is left free. Adapters of as many runs as may share a trainer
-count.
+Each rank adds a process. A tenth more is left free. The adapters of all runs that may share the
+trainer count. Tensors of custom losses do not.
 
-The processes of a CPU were measured: 367 MiB for a trainer's rank with its libraries, 160 MiB for
-its process of custom losses, 637 MiB for an engine without weights and cache. Those of a GPU are
-estimates. Tensors of custom losses do not count.
-"""
+CPU processes were measured: 367 MiB for a trainer's rank with its libraries, 160 MiB for its
+process of custom losses, 637 MiB for an engine without weights and cache. GPU processes are
+estimates."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _LEFT_PART = 4
 _WEIGHT = 4
 """Bytes of a parameter in float32."""
 _ADAPTERS_HELD = 4
-"""An engine keeps so many times the adapters that it computes with at once."""
+"""An engine keeps four times as many adapters as it computes with at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerNeeds:
-    """The needs of a trainer with so many `ranks` on each of its `nodes`. It has up to `runs` runs,
-    and takes `snapshots`. `sleeps` says that its state may come to lie on the host."""
+    """The needs of a trainer with `ranks` on each of its `nodes`, for up to `runs` runs. It takes
+    `snapshots`. If it `sleeps`, its state may move to the host."""
 
     model: ModelSize
     trainer: TrainerSettings
@@ -93,8 +92,7 @@ class TrainerNeeds:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes on each GPU: the smallest micro-batch that is planned without checkpointed
-        blocks has to fit."""
+        """The bytes on each GPU, with the smallest micro-batch that has no checkpointed blocks."""
         tokens = min(self.of_rank.wanted_tokens, PLAIN_TOKENS)
         return _rounded(_ON_DEVICE + self._all_of_rank(tokens))
 
@@ -114,7 +112,7 @@ class TrainerNeeds:
         return sum(size for name, size in lasting.items() if name in on_host)
 
     def _all_of_rank(self, tokens: int = 0) -> int:
-        """Return the bytes of all parts that are not on the host of a GPU. Without `tokens`, the
+        """Return the bytes of all parts, except those on the host of a GPU. Without `tokens`, the
         micro-batch has the wanted size."""
         memory = self.of_rank
         tokens = tokens or memory.wanted_tokens
@@ -148,8 +146,8 @@ class TrainerNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineNeeds:
-    """The needs of an engine. `sleeps` says that its weights may come to lie on the host.
-    `capacity` is the memory of a GPU; 0 is unknown."""
+    """The needs of an engine. If it `sleeps`, its weights may move to the host. `capacity` is the
+    memory of a GPU, where 0 is unknown."""
 
     model: ModelSize
     sampler: SamplerSettings
@@ -233,11 +231,10 @@ def engine_needs(model: ModelSize, *, group: WorkerGroup, sampler: SamplerSettin
 
 
 def engine_share(group: WorkerGroup, request: WorkerRequest) -> int:
-    """Return the bytes of each device that an engine may use; 0 is its own choice.
+    """Return the bytes of each device that an engine may use, or 0 for its own choice.
 
-    Beside an awake trainer it has its need. Otherwise it has its part of the device, less the
-    contexts of the sleepers that may be there, or at most a quarter.
-    """
+    Beside awake trainers it gets its need. Otherwise it gets an equal part of the device, after
+    room for the contexts of sleepers, at most a quarter, is subtracted."""
     if group.on_host or not group.device_bytes:
         return 0
     if not group.leased or (group.awake > 1 and "trainer" in group.kinds):
@@ -247,8 +244,8 @@ def engine_share(group: WorkerGroup, request: WorkerRequest) -> int:
 
 
 def _counted(needs: Needs, group: WorkerGroup) -> Needs:
-    """Where workers take turns, a sleeper's state can go to disk: host memory does not bound the
-    places there, and is counted as each worker tells it."""
+    """Drop the host bytes where workers take turns. A sleeper's state can go to disk there, so host
+    memory bounds its sleep and not its place."""
     return Needs(device_bytes=needs.device_bytes) if group.leased else needs
 
 

@@ -65,8 +65,8 @@ class GroupOccupancy(Answer):
 
 
 class HostMemoryUse(Answer):
-    """Workers of leased groups use `used_bytes` of host memory, switches in progress included, of
-    `budget_bytes` (0: unlimited)."""
+    """Workers use `used_bytes` of host memory, switches in progress included, of `budget_bytes`
+    (0: unlimited)."""
 
     budget_bytes: int
     used_bytes: int
@@ -92,7 +92,7 @@ class GroupList(Answer):
 
 @router.operation("GET", "/groups", role="reader")
 async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
-    """List the device groups, the lease holders and the queue."""
+    """List the device groups, their workers, and the queue for places."""
     overview = gateway.supervisor.overview()
     return GroupList(
         groups=[_described(group, gateway, caller) for group in gateway.groups()],
