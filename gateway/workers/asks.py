@@ -1,7 +1,8 @@
-"""What a session asks for: the `tandem.…` names in the `user_metadata` of a run and of its session.
+"""Asks: the wishes of users, as `tandem.…` names in the `user_metadata` of runs and sessions.
 
-What a run says counts before what its session says, and that before the defaults of its model
-(`TANDEM_MODEL_DEFAULTS`) and those of the platform. It is settled when the run is created."""
+A value of the run counts before one of its session. Both count before the defaults of the model
+(`TANDEM_MODEL_DEFAULTS`), and these before the settings of the gateway. The wishes are settled when
+the run is created."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tandem.settings.workers import SamplerSettings, TrainerSettings
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
 _COMPILING = 600.0
-"""Seconds: minutes on a busy machine, before anything is kept."""
+"""Seconds that a first compilation adds to a start: minutes on a busy machine."""
 _SIZE = "a number of bytes, such as 17179869184 or 16GiB"
 
 _ALLOWED: Mapping[str, str] = {
@@ -52,7 +53,7 @@ _ALLOWED: Mapping[str, str] = {
 _ROLES: Mapping[Kind, str] = {"trainer": "trainer", "engine": "sampler"}
 """The words of users for kinds of workers."""
 _OF_RUNS_ALONE = ("recovery",)
-"""Names that are read elsewhere."""
+"""Names that other code reads."""
 
 
 def _sampler(value: object) -> object:
@@ -60,14 +61,14 @@ def _sampler(value: object) -> object:
 
 
 class Asks(BaseModel):
-    """What a run needs of the devices, and its session's sampler with it.
+    """The wishes of a run for its trainer and its session's sampler.
 
-    `sampler` False: the run only trains. `replicas` is how many engines serve the session, each
-    with `sampler_ranks` devices of its own. `shards` is how many of the `ranks` hold one copy of
-    the model; None, until it is settled, means those of a node. Of these, `tensor_parallel` divide
-    the matrices and compute the same datums. `share` says when a run that trains
-    adapters shares the trainer of others, and their engine. Without a group, any will do. The sizes
-    are bytes on each device and on the host; 0 is unknown, and not counted."""
+    With `sampler` False, the run only trains. `replicas` engines serve the session, each with
+    `sampler_ranks` devices. `shards` of the `ranks` hold one copy of the model. None means the
+    ranks of a node, until it is settled. Of the shards, `tensor_parallel` ranks divide the matrices
+    and compute the same datums. `share` says when a LoRA run shares a trainer and its engines.
+    Without a group, all groups are allowed. The sizes are bytes on each device and on the host. 0
+    means that they are computed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,11 +109,11 @@ class Asks(BaseModel):
 
     @property
     def trainer_start_timeout(self) -> float:
-        """In seconds; with the time to compile, which nobody has to ask for."""
+        """Seconds, with the time to compile."""
         return self.start_timeout + (0.0 if self.compile == "off" else _COMPILING)
 
     def training(self, training: TrainingSpec) -> TrainingSpec:
-        """Return what the run trains, with the states and the layout that it asks for."""
+        """Return the training with the wanted states and layout."""
         return training.model_copy(
             update={
                 "states": self.states,
@@ -126,7 +127,7 @@ class Asks(BaseModel):
 
 
 def default_asks(settings: GatewaySettings) -> Asks:
-    """Return what a run asks for that says nothing."""
+    """Return the asks of a run without any wishes."""
     return Asks(
         ranks=settings.trainer.ranks,
         sampler_ranks=settings.sampler.ranks,
@@ -148,11 +149,11 @@ def asks_of(
     admin: bool,
     trains: bool = True,
 ) -> Asks:
-    """Return what is asked for by the `user_metadata` of a run and of its session; without
-    `trains`, of a session or its sampler alone.
+    """Return the asks in the `user_metadata` of a run and its session. Without `trains`, they are
+    for a sampler alone.
 
-    Raises `InvalidRequest` for a name or a value that is unknown, and for what no group has, and
-    `PermissionDenied` for what is for administrators."""
+    Raises `InvalidRequest` for an unknown name or value, and if no group can meet the request.
+    Raises `PermissionDenied` for wishes of administrators."""
     asks = default_asks(settings)
     asks = _changed(
         asks, settings.model_defaults.get(model, {}), f"TANDEM_MODEL_DEFAULTS of {model}"
@@ -180,13 +181,14 @@ def asks_of(
 
 
 def sampled_on_cpu(asks: Asks, groups: Sequence[WorkerGroup]) -> bool:
-    """Return whether all groups that a session's engines may be on compute on a CPU."""
+    """Whether all allowed groups of a session's engines compute on a CPU."""
     found = _named(groups, "engine", asks.sampler_group, "sampler_group")
     return all(group.on_host and not group.pool for group in found)
 
 
 def _check_ranks(ranks: int, groups: Sequence[WorkerGroup], name: str) -> None:
-    """Raise `InvalidRequest` if no group has a device for each rank; `name` is of the setting."""
+    """Raise `InvalidRequest` if no group has a device for each rank. `name` is that of the
+    setting."""
     if not any(group.has_devices_for(ranks) for group in groups):
         raise InvalidRequest(
             f"a trainer with {ranks} ranks ({name}) needs a group with as many devices; there is: "
@@ -203,8 +205,7 @@ def _check_sampler_ranks(ranks: int, groups: Sequence[WorkerGroup], name: str) -
 
 
 def _check_backend(backend: str, groups: Sequence[WorkerGroup], name: str) -> None:
-    """Raise `InvalidRequest` for a trainer backend that is not installed, or that several packages
-    register."""
+    """Raise `InvalidRequest` for a trainer backend that is absent or was registered twice."""
     known = {each: why for group in groups for each, why in group.backends.items()}
     if known and backend not in known:
         raise InvalidRequest(
@@ -219,11 +220,11 @@ def _described(groups: Sequence[WorkerGroup]) -> str:
 
 
 def _shards_of(asks: Asks, groups: Sequence[WorkerGroup]) -> int:
-    """Return how many ranks hold one copy of the model: as many as are on one node of any of the
-    `groups` that they may be on, unless the run says it. Raises `InvalidRequest`."""
+    """Return the number of ranks that hold one copy of the model. Unless the run says it, these are
+    the ranks of one node, on the `groups` that suit. Raises `InvalidRequest`."""
     ranks = asks.ranks
     if asks.shards is None:
-        if asks.backend != Asks.model_fields["backend"].default:  # others may know one copy alone
+        if asks.backend != Asks.model_fields["backend"].default:  # may know a single copy only
             return ranks
         return min(
             ranks // group.nodes_for(ranks) for group in groups if group.has_devices_for(ranks)
@@ -249,8 +250,8 @@ def settled_asks(
     training: TrainingSpec | None = None,
     max_lora_rank: int = 0,
 ) -> Asks:
-    """Return what a run asks for, or, without `training`, a sampler alone: as `asks_of`, with what
-    its pods will request. The size of the model was read (`read_ahead`)."""
+    """Return as `asks_of`, with the memory that pods will request. Without `training`, the asks are
+    for a sampler alone. Call `read_ahead` for the model before."""
     asks = asks_of(
         run,
         session,
@@ -274,11 +275,11 @@ def settled_asks(
 def _with_what_applies(
     asks: Asks, training: TrainingSpec, run: Mapping[str, object] | None
 ) -> Asks:
-    """Return what is asked for, without what does not apply to what the run trains: states of
-    adapters or of dimuon are those that these have, and on the device, though the frozen weights
-    under adapters need not be; and adapters are published whole. What a session or the defaults of
-    a model say of this does not concern such a run. Raises `InvalidRequest` if it says so
-    itself."""
+    """Return the asks without wishes that do not apply to this training.
+
+    States of adapters and of dimuon are in float32 on the device, and adapters are published whole.
+    Frozen weights under adapters may be offloaded. Such wishes of a session or a model are ignored.
+    Raises `InvalidRequest` for those of the run itself."""
     if training.lora is not None:
         if _asked(run).get("delta") == "on":
             raise InvalidRequest(
@@ -311,9 +312,10 @@ def with_pod_memory(
     training: TrainingSpec | None = None,
     max_lora_rank: int = 0,
 ) -> Asks:
-    """Return what is asked for with what the pods of a run, or of a sampler alone, will request,
-    where workers are pods: so it is counted, whether anybody said it or not. Raises
-    `InvalidRequest` for a model whose size cannot be read."""
+    """Return the asks with the memory that pods will request, so that places count it.
+
+    Where workers are no pods, the asks stay as they are. Raises `InvalidRequest` for a model of
+    unknown size."""
     if settings.launcher != "kubernetes":
         return asks
     about = {"model_name": Path(model_path).name, "model_path": model_path}
@@ -340,8 +342,8 @@ def with_pod_memory(
 
 
 def check_defaults(settings: GatewaySettings, groups: Sequence[WorkerGroup]) -> None:
-    """Raise `InvalidRequest` for settings that nobody could ask for: so a gateway that could start
-    no trainer, or no engine, does not start."""
+    """Raise `InvalidRequest` for default settings that no group can meet. A gateway without room
+    for a trainer or an engine does not start."""
     usual = default_asks(settings)
     trainers = _named(groups, "trainer", "", "group")
     samplers = _named(groups, "engine", "", "sampler_group")
@@ -387,7 +389,7 @@ def _refused(where: str, name: str, value: object) -> InvalidRequest:
 
 
 def _named(groups: Sequence[WorkerGroup], kind: Kind, chosen: str, name: str) -> list[WorkerGroup]:
-    """Return the groups for a kind of workers, or the chosen one of them."""
+    """Return the groups for a kind of workers, or only those with the chosen name."""
     suiting = [group for group in groups if kind in group.kinds]
     found = [group for group in suiting if group.is_meant_by(chosen)]
     if not found:

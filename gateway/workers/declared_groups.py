@@ -1,16 +1,15 @@
-"""The groups of a gateway: those of its settings, or those that follow from its host.
+"""The groups of a gateway: declared groups, or the groups of an undeclared host.
 
 `TANDEM_GROUPS` declares groups of local devices. Without it:
 
     no NVIDIA device   `cpu`: the whole machine, where all workers stay awake
     one                `gpu`: that device, for a trainer and an engine side by side if both fit
-    several, one rank  `gpu-N`: each device, for everything; a new run takes the emptiest
-    several, R ranks   `train-N`: R devices each, as many as leave a device for an engine each;
-                       `sample-N`: each other device
+    several, one rank  `gpu-N`: each device, for trainers and engines
+    several, R ranks   `train-N`: R devices each; `sample-N`: one device each. There are at least
+                       as many `sample-N` as `train-N`. R devices or fewer are one group `gpu`.
 
 Where workers are pods, `TANDEM_CLAIM_POOLS` declares pools. Each claim of a pool is a group, also
-before it is made.
-"""
+before it is made."""
 
 from __future__ import annotations
 
@@ -31,22 +30,22 @@ from tandem.settings.sharing import GroupSettings
 from tandem.settings.workers import TrainerSettings
 
 _AWAKE_ON_GPU = 2
-"""A trainer and an engine, if their bytes allow it."""
+"""A trainer and an engine, if both fit."""
 _KINDS: dict[str, frozenset[Kind]] = {
     "trainer": frozenset({"trainer", "job"}),
     "sampler": frozenset({"engine"}),
 }
-"""The kinds of workers for each role of the settings."""
+"""The kinds of workers of each role."""
 _LEAST_STARTS = 2
 MOST_STARTS = 8
-"""Workers of one host that start at once: half as many as it has cores, within these bounds."""
+"""Half as many workers of a host start at once as it has cores, within these bounds."""
 
 
 def groups_of(settings: GatewaySettings, host: Host) -> tuple[WorkerGroup, ...]:
     """Return the declared groups, or those of an undeclared host. Raises `InvalidRequest` for
-    groups that the host, or a cluster, cannot have."""
+    groups that host or cluster cannot have."""
     backends = host.backends
-    if settings.launcher == "kubernetes":  # an image is not asked: its administrator is believed
+    if settings.launcher == "kubernetes":  # nobody asks an image for its backends
         said = [settings.trainer.backend, TrainerSettings.model_fields["backend"].default]
         said += [
             str(each["backend"]) for each in settings.model_defaults.values() if "backend" in each
@@ -187,7 +186,7 @@ def _accelerator(device: Device, host: Host) -> Accelerator:
 
 
 def _check_disjoint(groups: Sequence[WorkerGroup]) -> None:
-    """Raise `InvalidRequest` for a device, or a core, that is there twice."""
+    """Raise `InvalidRequest` if two groups, or one group twice, name a device or a core."""
     seen: dict[str, str] = {}
     for group in groups:
         every: list[str] = []
@@ -214,7 +213,7 @@ def _of_host(settings: GatewaySettings, host: Host) -> tuple[WorkerGroup, ...]:
 
 
 def _whole_machine(kinds: frozenset[Kind], settings: GatewaySettings, host: Host) -> WorkerGroup:
-    """Host memory and starts at once bound its workers."""
+    """Return the group `cpu`. Host memory and the number of starts bound its workers."""
     return WorkerGroup(
         name="cpu",
         kinds=kinds,
@@ -253,6 +252,6 @@ def _of_gpus(kinds: frozenset[Kind], host: Host, *, ranks: int) -> list[WorkerGr
 
 
 def _split(group: WorkerGroup, name: str, gpus: Sequence[str], *, each: int) -> list[WorkerGroup]:
-    """Return a group for so many devices each."""
+    """Return groups with `each` devices."""
     parts = [tuple(gpus[at : at + each]) for at in range(0, len(gpus), each)]
     return [replace(group, name=f"{name}-{n}", devices=part) for n, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""The calls of one worker: under way or waiting. They live in memory only."""
+"""Demand: the running and waiting calls of one worker, in memory only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from gateway.workers.steps import SleepPlan
 
 @dataclass(eq=False, kw_only=True)
 class WorkerCalls:
-    """What one gateway knows of a worker beside its row. Times as in `Demand`.
+    """One gateway's knowledge of a worker beside its row. Times are as in `Demand`.
 
     `open_steps` names the callers whose gradients wait for a step. `busy_seconds` is the time with
-    calls since the worker was last awake, and `used_seconds` all of it, both without the calls that
-    are under way.
-    """
+    calls since the worker woke, and `used_seconds` the time in all. Neither counts running
+    calls."""
 
     clock: Callable[[], float]
     backoff: Backoff = field(default_factory=Backoff)
@@ -66,7 +65,7 @@ class WorkerCalls:
         self.uses += 1
 
     def end_use(self) -> float:
-        """End a call, and return the seconds of work that ended with it."""
+        """End a call. Return the seconds of work if it was the last one, else 0."""
         self.uses -= 1
         if self.uses:
             return 0.0
@@ -83,7 +82,7 @@ class WorkerCalls:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds for which calls have waited; 0 if none waits."""
+        """Seconds since the oldest waiting call began to wait, or 0 without one."""
         return self.clock() - self.waiting_since if self.waiting else 0.0
 
     def wait(self) -> asyncio.Future[None]:
@@ -102,16 +101,16 @@ class WorkerCalls:
             self.end_use()
 
     def admit(self) -> None:
-        """Begin all calls that wait."""
+        """Begin all waiting calls."""
         self.yielding = False
         turns, self.waiting = self.waiting, []
         for turn in turns:
-            if not turn.done():  # else its task is cancelled, and has not run since
+            if not turn.done():  # otherwise its task was cancelled just now
                 self.begin_use()
                 turn.set_result(None)
 
     def refuse(self, error: Exception) -> None:
-        """End all waits with an error."""
+        """Fail all waiting calls."""
         turns, self.waiting = self.waiting, []
         for turn in turns:
             if not turn.done():
@@ -120,13 +119,13 @@ class WorkerCalls:
     # --- The process --------------------------------------------------------------------------
 
     def note_started(self, *, on_host: bool) -> None:
-        """A new process has nothing on the host. On cores, it has not told yet."""
+        """Note a new process. It has nothing on the host. On cores, it has not measured yet."""
         self.started_at = self.idle_since = self.clock()
         self.crashed = False
         self.bytes = WorkerBytes(measured=not on_host)
 
     def note_reserved(self, plan: SleepPlan) -> None:
-        """The sleep under way may take these bytes."""
+        """Reserve the bytes of the sleep under way."""
         on_disk = plan.way == "disk"
         self.bytes = replace(
             self.bytes,
@@ -135,7 +134,7 @@ class WorkerCalls:
         )
 
     def note_not_asleep(self) -> None:
-        """The sleep under way has ended without effect."""
+        """Note that the sleep under way failed."""
         self.bytes = replace(self.bytes, reserved_host=0, reserved_disk=0)
 
     def note_asleep(self, plan: SleepPlan, said: Moved, *, on_host: bool) -> None:
@@ -159,7 +158,7 @@ class WorkerCalls:
         )
 
     def note_ended(self) -> None:
-        """Nothing is left of the process. Gradients that waited for a step are lost with it."""
+        """Note that nothing is left of the process. Gradients without a step are lost."""
         self.served_at = self.clock()
         self.open_steps.clear()
         self.bytes = WorkerBytes()
@@ -167,7 +166,7 @@ class WorkerCalls:
         self.refused_at = self.stays_until = 0.0
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of work since the last time, and begin to count anew."""
+        """Return the seconds of work since the last call of this method."""
         seconds, self.busy_seconds = self.busy_seconds + self.running_seconds, 0.0
         if self.uses:
             self.busy_since = self.clock()

@@ -16,7 +16,7 @@ from tandem.errors import WorkerDied
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _ON_ITS_WAY = (sampler_pb2.SAMPLER_STATE_LOADING, sampler_pb2.SAMPLER_STATE_WAKING)
-"""States of an engine that another one follows soon."""
+"""States that end by themselves soon."""
 _LOOK_SECONDS = 0.1
 
 
@@ -28,16 +28,16 @@ class EngineOwner(WorkerOwner, Protocol):
         ...
 
     def note_woken(self, version: str) -> None:
-        """The engine has this version after its wake."""
+        """Note the version that the engine has after its wake."""
         ...
 
     def note_found(self, about: sampler_pb2.DescribeSamplerReply) -> None:
-        """An engine that an earlier gateway has left says this of itself."""
+        """Note the description of an earlier gateway's engine."""
         ...
 
 
 class EngineAdapter(ProcessAdapter[EngineOwner]):
-    """Implements `WorkerAdapter`. A load of an earlier gateway may take `load_timeout` seconds."""
+    """Implements `WorkerAdapter`. An earlier gateway's load may take `load_timeout` seconds."""
 
     kind = "sampler"
 
@@ -48,7 +48,7 @@ class EngineAdapter(ProcessAdapter[EngineOwner]):
         self._load_timeout = load_timeout
         self._abouts: dict[str, sampler_pb2.DescribeSamplerReply] = {}
         self._looked_at: dict[str, float] = {}
-        """By process of an earlier gateway, the time of the first look at it."""
+        """The time of the first look at each process of an earlier gateway."""
 
     def register(self, key: str, owner: EngineOwner) -> None:
         super().register(key, owner)
@@ -68,8 +68,7 @@ class EngineAdapter(ProcessAdapter[EngineOwner]):
         return await call_worker(worker, stub.Sleep, request, timeout=self._timeout)
 
     async def send_wake(self, worker: Worker, row: WorkerRow) -> common_pb2.SwitchReply:
-        """Load the wanted version at once, instead of the one before. That one serves if the load
-        fails."""
+        """Wake the engine with the wanted version. The previous one serves if that load fails."""
         owner = self._owners.get(row.key)
         version = owner.wanted_version() if owner is not None else None
         stub = sampler_pb2_grpc.SamplerStub(worker.channel)
@@ -85,14 +84,14 @@ class EngineAdapter(ProcessAdapter[EngineOwner]):
         if not asleep and about.state != sampler_pb2.SAMPLER_STATE_AWAKE:
             raise WorkerDied("its engine has failed")
         if asleep and not group.leased:
-            raise WorkerDied("its engine is asleep, and nobody on its group sleeps any more")
+            raise WorkerDied("its engine is asleep, and its group takes no turns any more")
         return await super().find_state(worker, row, group)
 
     async def _describe_when_settled(
         self, worker: Worker, key: str
     ) -> sampler_pb2.DescribeSamplerReply:
-        """Return the answer of an engine that has ended a load or a wake. Raises `WorkerDied` if it
-        takes too long."""
+        """Return an engine's description once it has ended a load or a wake. Raises `WorkerDied` if
+        it takes too long."""
         now = asyncio.get_running_loop().time
         first_look = self._looked_at.setdefault(worker.worker_id, now())
         stub = sampler_pb2_grpc.SamplerStub(worker.channel)

@@ -1,4 +1,4 @@
-"""The gateway's epoch, which its calls to agents and workers carry."""
+"""The gateway's epoch. Its calls to agents and workers carry it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.telemetry import get_log
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """`superseded` is called when a call is refused because another gateway took over."""
+    """`superseded` is called when a worker refuses a call because another gateway took over."""
 
     number: int
     superseded: Callable[[], object]
@@ -34,7 +34,8 @@ class Epoch:
 
 
 def epoch_without_lease(*, of_cluster: bool = False) -> int:
-    """Return the epoch of a gateway with SQLite, which has no lease: milliseconds since the machine
-    started. Agents and workers do not outlive that, and a changed clock does not lower it. Pods do,
-    so a cluster uses milliseconds since 1970."""
+    """Return the epoch of a gateway with SQLite, which has no lease.
+
+    It is the machine's uptime in milliseconds. A changed clock does not lower it, and agents and
+    workers end with the machine. Pods do not, so a cluster uses milliseconds since 1970."""
     return (time.time_ns() if of_cluster else time.monotonic_ns()) // 10**6

@@ -1,4 +1,4 @@
-"""Groups: devices that workers share, and how they share them."""
+"""Groups: devices that workers share, and the rules of sharing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EVERYTHING: frozenset[Kind] = frozenset({"trainer", "engine", "job"})
 class WorkerGroup:
     """Devices for workers of these `kinds`.
 
-    At most `workers` rows are placed here, and at most `awake` of them occupy the devices at once.
-    `awake` 0 means that nobody takes turns: all workers stay awake. `device_bytes` is the memory of
-    each device, where 0 is unknown or unbounded. `on_host` says that the devices are cores,
-    whose memory is the host's.
+    At most `workers` rows are placed here (0: any number), and at most `awake` of them occupy the
+    devices at once. `awake` 0 means that nobody takes turns: all workers stay awake. `device_bytes`
+    is the memory of each device, where 0 is unknown or unbounded. `on_host` means that the devices
+    are cores, with the memory of the host.
 
     A group without `devices` is a whole machine, for workers of up to `most_ranks` ranks. A group
     of a `pool` is one claim of a cluster. It may have several `nodes`, each with these devices and
@@ -30,9 +30,8 @@ class WorkerGroup:
     Workers on one `host` share its memory and start a few at a time; "" names none. `launcher`
     names the launcher of the group's workers. A `drained` group takes no more workers.
 
-    `backends` are the trainer backends of its host, each with the reason why it cannot be used, or
-    "". It is empty if that is not known.
-    """
+    `backends` are the trainer backends of its host, each with the reason against its use, or "".
+    It is empty if nobody knows them."""
 
     name: str
     kinds: frozenset[Kind]
@@ -57,13 +56,13 @@ class WorkerGroup:
 
     @property
     def roles(self) -> list[str]:
-        """The words of users for its kinds of workers."""
+        """Its kinds of workers, in the words of users."""
         words = {"trainer": "trainer", "engine": "sampler"}
         return [words[kind] for kind in words if kind in self.kinds]
 
     @property
     def family(self) -> str:
-        """The name that users know: the pool, whose groups are alike, or the group's own."""
+        """The name for users: that of the pool, whose groups are alike, or the group's own."""
         return self.pool or self.name
 
     @property

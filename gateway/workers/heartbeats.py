@@ -1,4 +1,4 @@
-"""Heartbeats: they find workers that are silent or have another version."""
+"""Heartbeats find silent workers and workers of another version."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heartbeats:
     changed: Callable[[], None] = lambda: None
 
     async def ask_all(self) -> None:
-        """Ask all workers again and again. A silent worker is shown."""
+        """Ask all workers again and again. Note each silent worker."""
         while True:
             await asyncio.sleep(heartbeat_seconds(self.settings))
             ready = [(r, r.worker) for r in self.records.values() if r.worker is not None]

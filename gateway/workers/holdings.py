@@ -1,8 +1,7 @@
-"""Holdings: which workers exist, and for whom.
+"""Holdings: the workers of each holder.
 
 A row exists while somebody holds it: a run its trainer, a sampler its engines. `Supervisor` is the
-interface. This part writes rows, and waits for their groups and for their ends.
-"""
+interface. This part writes rows, and waits for their groups and for their ends."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from gateway.workers.table import WorkerRow
 from tandem.errors import InvalidRequest, NoRoom, StorageFailed, WorkerDied
 
 _MAKING_ROOM = 30.0
-"""Seconds for which the end of engines without calls is waited for."""
+"""Seconds of patience for the end of engines without calls."""
 _LOOK_SECONDS = 0.05
 """Between two looks at rows that wait for their groups."""
 
 
 class Holdings:
-    """`poke` lets the supervisor decide soon, and `will_decide` says whether it does. `explain`
-    says why a row waits."""
+    """`poke` lets the supervisor decide soon, and `will_decide` returns whether it will. `explain`
+    returns why a row waits."""
 
     def __init__(
         self,
@@ -58,8 +57,7 @@ class Holdings:
         """Write a row for each request, and return when all are durable.
 
         Rows that exist get one more holder. Raises `InvalidRequest` for requests that empty groups
-        cannot serve, and `StorageFailed`.
-        """
+        cannot serve, and `StorageFailed`."""
         self.check(requests)
         for request in requests:
             row = self.roster.rows.get(request.key)
@@ -80,8 +78,8 @@ class Holdings:
         self.poke()
 
     async def release(self, key: str, *, holder: str) -> None:
-        """Let go of a worker. After its last holder, return when nothing of it is left. The worker
-        ends also if the caller does not wait for that."""
+        """Let go of a worker. After its last holder, return when nothing of it is left. It also
+        ends if the caller is cancelled."""
         self.let_go(key, holder=holder)
         row = self.roster.rows.get(key)
         if row is not None and row.ends_as == "gone":
@@ -95,11 +93,11 @@ class Holdings:
         within: float,
         keeping: Collection[str] = (),
     ) -> None:
-        """Make these the holder's engines. New ones get their groups at one moment. If that does
-        not happen `within` seconds, nothing changes. Engines that are left out are released, but
-        for those in `keeping`: they leave, and the holder releases them once it has taken their
-        calls back. The next gateway releases them. Raises `NoRoom`, `InvalidRequest` and
-        `StorageFailed`."""
+        """Make these the holder's engines. New ones get their groups at one moment.
+
+        If that does not happen `within` seconds, nothing changes. All other engines are released,
+        except those in `keeping`. These leave: the holder takes their calls back and releases them,
+        or the next gateway does. Raises `NoRoom`, `InvalidRequest` and `StorageFailed`."""
         self.check(requests)
         wanted = [request.key for request in requests]
         held = self.held_by(holder)
@@ -133,7 +131,7 @@ class Holdings:
                 self.let_go(key, holder=holder)
 
     def _leaving_rows(self, keys: Sequence[str], holder: str) -> list[WorkerRow]:
-        """Return rows that a holder does not count any more, and has not released yet."""
+        """Return rows with the note that their holder lets them leave."""
         rows = [self.roster.rows[key] for key in keys if key in self.roster.rows]
         return [
             replace(
@@ -173,7 +171,7 @@ class Holdings:
         return bool(self.roster.rows[key].group)
 
     def _is_making_room(self, keys: Sequence[str]) -> bool:
-        """Whether a decision about these rows is coming, or engines end for others."""
+        """Whether a decision about these rows will follow, or engines end for others."""
         if self._will_decide() or not self._runner.busy.isdisjoint(keys):
             return True
         return any(row.ends_as == "waiting" for row in self.roster.rows.values())
@@ -207,5 +205,5 @@ class Holdings:
 
 
 def _leaving(holder: str) -> str:
-    """Return the name of a holder for rows that it does not count any more."""
+    """Return the name of a holder in its leaving rows."""
     return f"{holder} (leaving)"
