@@ -1,8 +1,7 @@
-"""Memory of devices and of the host: may a worker be awake, and where does a sleeper's state go?
+"""Memory of devices and host: room for workers, and ways to sleep.
 
-On a group of cores, device and host have the same memory. A worker that falls asleep there takes
-nothing on the host and frees nothing, unless its state goes to disk or is dropped.
-"""
+On a group of cores, device and host have the same memory. A worker that falls asleep there frees
+nothing, unless its state goes to disk or is dropped."""
 
 from __future__ import annotations
 
@@ -19,10 +18,9 @@ _GIB = 2**30
 def why_not_on_device(
     overview: Overview, row: WorkerRow, *, leaving: frozenset[str] = frozenset()
 ) -> str:
-    """Say why a worker cannot have its devices beside the rows that occupy them, or "" if it can.
+    """Return why a worker cannot have its devices beside the occupying rows, or "".
 
-    Rows that are `leaving` count as asleep.
-    """
+    Rows that are `leaving` count as asleep."""
     group = overview.group_of(row)
     if not group.leased:
         return ""
@@ -50,8 +48,7 @@ def why_not_on_device(
 def left_on_device(overview: Overview, row: WorkerRow) -> int:
     """Return the bytes that a sleeper leaves on each of its devices.
 
-    An engine cannot tell its own bytes from those of others, so only its context counts.
-    """
+    An engine cannot measure its own bytes beside those of others, so only its context counts."""
     group = overview.group_of(row)
     if group.on_host:
         return 0
@@ -67,7 +64,7 @@ def _leaves_state(row: WorkerRow) -> bool:
 
 
 def host_bytes(overview: Overview, row: WorkerRow) -> int:
-    """Return the host memory that a worker has, or may take in the step that is under way."""
+    """Return a worker's host memory, with the bytes that its present step may take."""
     if not row.has_process:
         return 0
     said, on_host = overview.bytes_of(row), overview.group_of(row).on_host
@@ -84,7 +81,7 @@ def host_bytes_in_use(overview: Overview) -> int:
 
 
 def why_not_on_host(overview: Overview, row: WorkerRow) -> str:
-    """Say why the host has no memory for a worker that is to wake, or "" if it has."""
+    """Return why the host has no memory to wake a worker, or ""."""
     grows, budget = _growth(overview, row), overview.budgets.host_bytes
     if not budget or not grows or host_bytes_in_use(overview) + grows <= budget:
         return ""
@@ -100,19 +97,20 @@ def host_shortage(overview: Overview) -> str:
 
 
 def _awake_bytes(overview: Overview, row: WorkerRow) -> int:
-    """Return the host memory of a worker that is awake on cores."""
+    """Return the host memory of an awake worker on cores."""
     return overview.bytes_of(row).awake or row.request.host_bytes
 
 
 def _growth(overview: Overview, row: WorkerRow) -> int:
-    """Return the host memory that a worker takes when it wakes, beside what it has."""
+    """Return the host memory that a worker takes when it wakes, beyond its present bytes."""
     if not overview.group_of(row).on_host:
         return 0
     return max(0, _awake_bytes(overview, row) - host_bytes(overview, row))
 
 
 def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
-    """Return the sleepers that may end so that a worker can wake, the first one first."""
+    """Return the sleepers that may end so that a worker can wake, the least recently served
+    first."""
     group = overview.group_of(row)
     asleep = [
         each for each in overview.rows.values() if each.state == "asleep" and each.key != row.key
@@ -131,10 +129,9 @@ def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
 def sleep_plans(
     overview: Overview, row: WorkerRow, *, following: WorkerRow | None = None
 ) -> tuple[SleepPlan, ...] | str:
-    """Return the ways in which a worker can sleep, the best one first, or say why there is none.
+    """Return the ways in which a worker can sleep, the best first, or the reason against all.
 
-    `following` is the worker that wakes next. Its growth on the host is left free.
-    """
+    `following` is the worker that wakes next. Its growth on the host is left free."""
     plans: list[SleepPlan] = []
     faults: list[str] = []
     deeper = _dropped() if row.kind == "engine" else _to_disk(overview, row)
@@ -155,7 +152,7 @@ def _to_host(overview: Overview, row: WorkerRow, following: WorkerRow | None) ->
     free = budget - (host_bytes_in_use(overview) - has) - grows
     if overview.group_of(row).on_host:
         return SleepPlan("host") if has <= free else host_shortage(overview)
-    if row.kind == "engine":  # it is not told a limit
+    if row.kind == "engine":  # it gets no limit
         expected = said.host or _state_bytes(overview, row) or overview.group_of(row).device_bytes
         most = (expected or free) if expected <= free else 0
     else:
@@ -173,7 +170,7 @@ def _to_disk(overview: Overview, row: WorkerRow) -> SleepPlan | str:
 
 
 def _state_bytes(overview: Overview, row: WorkerRow) -> int:
-    """Return the bytes that a worker has on all its devices, as far as is known, or 0."""
+    """Return a worker's bytes on all its devices, or 0 if they are unknown."""
     said, request = overview.bytes_of(row), row.request
     if overview.group_of(row).on_host:
         return said.device or request.host_bytes
@@ -188,9 +185,8 @@ def _dropped() -> SleepPlan:
 def _grant(free: int, expected: int) -> int:
     """Return the bytes that a sleep may take, or 0 or less if there is no room.
 
-    A worker of unknown size may take all. Another one may take its size and half of the rest: it
-    may have grown, and others may want to sleep at the same time.
-    """
+    A worker of unknown size may take all. Another worker may take its size and half of the rest: it
+    may have grown, and others may want to sleep at the same time."""
     if expected <= 0:
         return free
     return expected + (free - expected) // 2 if expected <= free else 0

@@ -14,14 +14,14 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.weights.model_config import model_files, text_config
 
 _LARGEST_HEADER = 100 * 2**20
-"""Of a safetensors file, in bytes."""
+"""The largest header of a safetensors file, in bytes."""
 
 
 _read: dict[Path, ModelSize | str] = {}
 
 
 def known_size(path: Path) -> ModelSize:
-    """Return a model's size after `read_ahead`. Raises `InvalidRequest`."""
+    """Return a model's size after `read_ahead`. Raises `InvalidRequest` or `KeyError`."""
     known = _read[path]
     if isinstance(known, str):
         raise InvalidRequest(known)
@@ -29,8 +29,8 @@ def known_size(path: Path) -> ModelSize:
 
 
 async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
-    """Read a model's size in a thread, if it is unknown, or `anew`. An error appears when the size
-    is needed."""
+    """Read a model's size in a thread, if it is unknown, or `anew`. `known_size` raises the
+    error."""
     path = settings.data_dir / model_path
     if anew or not isinstance(_read.get(path), ModelSize):
         with suppress(InvalidRequest):

@@ -1,4 +1,4 @@
-"""The overview: everything that a decision about workers may look at."""
+"""The overview: the input of a decision about workers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ Way = Literal["host", "disk", "drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The calls of one worker. Times are seconds since 1970; 0.0 is never.
+    """The calls of one worker. Times are seconds since 1970, and 0.0 is never.
 
     `uses` calls are under way, and calls took `used_seconds` in all. `waiting` calls wait, the
     oldest since `waiting_since`. In an `open_step`, gradients wait for their optimizer step.
-    `idle_since` is the end of the last call, `served_at` the last time that the worker gave its
-    devices up, and `started_at` the start of its process. A `yielding` worker admits no new call.
-    It has not answered since `silent_since`. `rests_until` delays its next step after a failure.
-    After a sleep that found no room it stays awake until `stays_until`. The first such sleep was at
-    `refused_at`.
-    """
+    `idle_since` is the end of the last call, `started_at` the start of its process, and `served_at`
+    the last time when the worker gave up its devices. A `yielding` worker admits no new call. A
+    silent worker has not answered since `silent_since`. `rests_until` delays its next step after a
+    failure. After a sleep without room the worker stays awake until `stays_until`. The first such
+    sleep was at `refused_at`."""
 
     uses: int = 0
     used_seconds: float = 0.0
@@ -48,12 +47,10 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerBytes:
-    """The memory of one worker, as it last said, on all its devices, on the host and on disk.
+    """The memory of one worker on all its devices, on the host and on disk, by its last answer.
 
-    `measured` says whether it has told yet. `awake` is its device memory when it was last awake,
-    and `way` the way in which it sleeps. The reserved bytes are those that a sleep under way may
-    take.
-    """
+    Before its first answer, it is not `measured`. `awake` is its device memory when it was last
+    awake, and `way` the way of its sleep. A sleep under way may take the reserved bytes."""
 
     device: int = 0
     host: int = 0
@@ -67,9 +64,9 @@ class WorkerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Limits of the machine. `host_bytes` is the host memory of all workers together, 0 for no
-    limit. `disk_bytes` is free for the state of sleepers. At most `starts` workers of one host
-    start at once. A worker that is silent for `silence` seconds is killed."""
+    """Limits of the machine. `host_bytes` bounds the host memory of all workers together, where 0
+    is no limit. `disk_bytes` are free for the state of sleepers. At most `starts` workers of a host
+    start at once. After `silence` seconds without an answer, a worker is killed."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -79,9 +76,9 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """`busy` has the keys of rows with a step under way. `shares` has the seconds of devices that
-    each owner had, divided by its weight. `switch_seconds` is the recent cost of a switch in each
-    group. The launchers in `silent` do not answer."""
+    """`busy` has the keys of rows with a step under way. `shares` has the device seconds of each
+    owner, divided by its weight. `switch_seconds` is the recent cost of a switch in each group. The
+    launchers in `silent` do not answer."""
 
     now: float
     rows: Mapping[str, WorkerRow]
@@ -124,7 +121,7 @@ class Overview:
         return replace(self, demand={**self.demand, row.key: demand})
 
     def while_ending(self, row: WorkerRow) -> Overview:
-        """Return the overview while a worker ends. A sleeper frees its devices before."""
+        """Return the overview while a worker ends. A sleeper has freed its devices already."""
         rows = [row.moved("stopping", at=self.now)] if row.occupies_until_it_ends else []
         return replace(self.with_rows(rows), busy=self.busy | {row.key})
 

@@ -1,12 +1,11 @@
-"""Placing: which waiting row gets which group.
+"""Placing gives groups to waiting rows.
 
-A row and the waiting rows that it names in `together` get their groups at one moment, or none does.
-Next is a row that eight later ones have overtaken, then the highest priority, then the owner with
-the fewest places, then the first. A row that does not fit is overtaken by rows that fit. If nothing
-fits, engines without calls end that no trainer keeps, the least recently used first.
+A row and the waiting rows in its `together` get their groups at one moment, or none does. A row
+that eight later rows have overtaken comes first, then the highest priority, then the owner with the
+fewest places, then the oldest request. Rows that fit overtake rows that do not. If nothing fits,
+idle engines end that no trainer keeps, the least recently used first.
 
-An engine without calls that no trainer keeps asks for nothing: it waits until it is used.
-"""
+An idle engine that no trainer keeps does not ask for a group."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from gateway.workers.table import WorkerRow
 
 MOST_OVERTAKEN = 8
 ENGINE_QUANTUM = 60.0
-"""Seconds for which an engine serves before it ends for others."""
+"""Seconds of service before an engine ends for others."""
 
 
 def place_waiting(overview: Overview) -> tuple[list[Step], Overview]:
@@ -38,8 +37,8 @@ def place_waiting(overview: Overview) -> tuple[list[Step], Overview]:
 
 
 def _next_placed(overview: Overview) -> tuple[WorkerRow, ...] | None:
-    """Return the changed rows after the next placement, or None if nobody fits."""
-    blocked: list[WorkerRow] = []  # rows that nobody may overtake any more
+    """Return the changed rows of the next placement, or None if nobody fits."""
+    blocked: list[WorkerRow] = []  # rows that nobody may overtake
     waiting = candidates(overview)
     for row in waiting:
         bundle = together_with(overview, row)
@@ -92,20 +91,20 @@ def _asks(overview: Overview, row: WorkerRow) -> bool:
 
 
 def _arrival(overview: Overview, row: WorkerRow) -> tuple[float, int]:
-    """Return when a row began to ask, and its number among all rows. An engine asks from its first
-    call on."""
+    """Return the time of a row's request, and its number among all rows. An engine asks from its
+    first call on."""
     number = next(n for n, key in enumerate(overview.rows) if key == row.key)
     return max(row.since, overview.demand_of(row).waiting_since), number
 
 
 def together_with(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
-    """Return the rows that get their groups at the same moment as this one, itself first."""
+    """Return the rows that get their groups at one moment with this row, itself first."""
     named = (overview.rows.get(key) for key in row.request.together if key != row.key)
     return [row, *(each for each in named if each is not None and each.state == "waiting")]
 
 
 def _compete(overview: Overview, one: WorkerRow, other: WorkerRow) -> bool:
-    """Whether a group for the one may be what the other one waits for."""
+    """Whether two rows may want the same group or the same host memory."""
     ones, others = together_with(overview, one), together_with(overview, other)
     if overview.budgets.host_bytes and _needs_host(ones) and _needs_host(others):
         return True
@@ -122,7 +121,7 @@ def _names(overview: Overview, rows: Iterable[WorkerRow]) -> list[str]:
 
 
 def families(overview: Overview, row: WorkerRow) -> list[str]:
-    """Return the names, as users know them, of the groups that a row may be placed on."""
+    """Return the names, in the words of users, of the groups that suit a row."""
     suiting = (group for group in overview.groups.values() if group.suits(row.request))
     return list(dict.fromkeys(group.family for group in suiting))
 
@@ -131,13 +130,13 @@ def families(overview: Overview, row: WorkerRow) -> list[str]:
 
 
 def find_groups(overview: Overview, rows: Sequence[WorkerRow]) -> tuple[WorkerGroup, ...] | str:
-    """Return a group for each row, with few workers if possible, or say why there is none."""
+    """Return a group for each row, with few workers if possible, or the reason against it."""
     for row in rows:
         for key in row.request.together:
             engine = overview.rows.get(key)
             if engine is not None and engine.ends_as == "waiting":
                 return "an engine that belongs to it is ending"
-    for row in rows:  # a row that has no group alone has none beside others
+    for row in rows:  # without a group alone, it has none beside others
         if isinstance(found := _search(overview, [row]), str):
             return found
     return _search(overview, rows)
@@ -161,7 +160,7 @@ def _search(
             return (group, *others)
         faults.append(others)
         if last is not None and _alike(last.request, row.request):
-            break  # it takes as much in each group as the row before it
+            break  # it needs as much in each group as the row before it
     return faults[0] if faults else why
 
 
@@ -174,13 +173,13 @@ def _allowed(request: WorkerRequest) -> str:
 
 
 def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, int]:
-    """Prefer groups with few workers, but use an existing claim before a new one is made."""
+    """Prefer groups with few workers, but existing claims before new ones."""
     there = len(overview.on(group))
     return (bool(group.pool) and not there, there)
 
 
 def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
-    """Say why a row has no place on a group now, or "" if it has."""
+    """Return why a row can have no place on a group now, or ""."""
     there, request = overview.on(group), row.request
     if group.drained:
         return f"group {group.name} is drained, and takes no more workers"
@@ -201,8 +200,8 @@ def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
 def _why_not_on_devices(
     request: WorkerRequest, group: WorkerGroup, there: Sequence[WorkerRow]
 ) -> str:
-    """Where workers take turns, each must fit beside the contexts of the others, which sleep. Where
-    they do not, all must fit at once."""
+    """Where workers take turns, each must fit beside the contexts of sleepers. Elsewhere all must
+    fit at once."""
     if not group.device_bytes:
         return ""
     needs = [request.device_bytes, *(row.request.device_bytes for row in there)]
@@ -245,11 +244,10 @@ def _why_not_in_host_memory(
 
 
 def make_room(overview: Overview) -> tuple[list[Step], float, Overview]:
-    """End engines without calls where that lets a waiting row in, and on drained groups. An engine
-    without a process loses its place at once.
+    """End idle engines where that makes room for a waiting row, and on drained groups.
 
-    An engine serves for a quantum before it ends for others. Return the time of the next look, too.
-    """
+    An engine serves for a quantum before it ends for others. Without a process it loses its place
+    at once. Return also the time of the next look."""
     idle = sorted(
         (row for row in overview.rows.values() if _may_end(overview, row)),
         key=lambda row: overview.demand_of(row).idle_since,
@@ -308,8 +306,8 @@ def _may_end(overview: Overview, row: WorkerRow) -> bool:
 
 
 def _ends_anyway(overview: Overview, row: WorkerRow) -> bool:
-    """Whether an engine ends though nobody needs its place: it has no process, or its group is
-    drained."""
+    """Whether an engine ends even if nobody needs its place: without a process, or on a drained
+    group."""
     return not row.has_process or overview.group_of(row).drained
 
 
@@ -331,7 +329,7 @@ def _without(overview: Overview, rows: Sequence[WorkerRow]) -> Overview:
 
 
 def _helps(overview: Overview, engine: WorkerRow, bundle: Sequence[WorkerRow]) -> bool:
-    """Whether the end of an engine may let these rows in."""
+    """Whether the end of an engine may make room for these rows."""
     host = overview.budgets.host_bytes and engine.request.host_bytes
     group = overview.group_of(engine)
     return any(group.suits(row.request) or (host and row.request.host_bytes) for row in bundle)

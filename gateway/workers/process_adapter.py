@@ -1,4 +1,4 @@
-"""The part that the adapters of trainers and engines have in common: one process for each row."""
+"""The common part of the adapters of trainers and engines: one process for each row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DROP_WEIGHTS = 2
 
 
 class WorkerOwner(Protocol):
-    """Says which process a row needs. A trainer's runs, or a sampler, register one for each row."""
+    """Describes the processes of a row. Runs and samplers register one for each of their rows."""
 
     def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
         """Return the specification of the row's next process. The adapter adds id, devices and
@@ -35,8 +35,8 @@ Owner = TypeVar("Owner", bound=WorkerOwner)
 
 
 class ProcessAdapter(Generic[Owner]):
-    """Implements `WorkerAdapter` but for the calls that differ by kind. `spill_folder` is for the
-    state of sleepers. A sleep or a wake may take `timeout` seconds."""
+    """Implements `WorkerAdapter` except for the calls of each kind. `spill_folder` is for the state
+    of sleepers. A sleep or a wake may take `timeout` seconds."""
 
     kind: ClassVar[WorkerKind]
 
@@ -49,7 +49,7 @@ class ProcessAdapter(Generic[Owner]):
         self._log = get_log()
 
     def worker(self, key: str) -> Worker | None:
-        """Return the running process of a row; None without one."""
+        """Return the running process of a row, if any."""
         worker = self._workers.get(key)
         return worker if worker is not None and self._processes.has(worker) else None
 
@@ -68,7 +68,7 @@ class ProcessAdapter(Generic[Owner]):
         self._owners.pop(key, None)
 
     def explain(self, row: WorkerRow) -> str:
-        """Say what a starting process waits for; "" for nothing."""
+        """Return why a starting process waits, or ""."""
         return self._processes.explain(row.process)
 
     @abstractmethod
@@ -115,15 +115,16 @@ class ProcessAdapter(Generic[Owner]):
         await self._processes.stop(row.process, at_once=at_once)
 
     def forget(self, row: WorkerRow) -> None:
-        """Forget the process of a row, which ends or has ended."""
+        """Forget a row's process, since it ends."""
         worker = self._workers.get(row.key)
         if worker is not None and worker.worker_id == row.process:
             del self._workers[row.key]
 
     async def find(self, row: WorkerRow, group: WorkerGroup) -> Found:
-        """Take up a process. The row's token is its newest. A sleeper is asked to sleep once more,
-        and answers with its bytes. Any other worker has its devices, and is asked to wake, which
-        does nothing to one that is awake."""
+        """Take up a process of an earlier gateway, with the row's token.
+
+        A sleeper is asked to sleep once more, and answers with its bytes. Any other worker is asked
+        to wake. If it is awake, that does nothing."""
         try:
             worker = await self._processes.take_up(row.process, key=row.key, lease=row.token)
             if worker is None:
@@ -132,7 +133,7 @@ class ProcessAdapter(Generic[Owner]):
             return await self.find_state(worker, row, group)
         except WorkerMayRun:
             raise
-        except WorkerUnavailable:  # its launcher says that it runs
+        except WorkerUnavailable:  # it runs, as its launcher says
             return Found(state="silent")
         except TandemError as error:
             self._log.warning("worker_not_taken_up", worker_id=row.process, reason=describe(error))
@@ -140,7 +141,7 @@ class ProcessAdapter(Generic[Owner]):
             return Found(state="gone")
 
     async def find_state(self, worker: Worker, row: WorkerRow, group: WorkerGroup) -> Found:
-        """Return the state of a process that an earlier gateway has left."""
+        """Return the state of an earlier gateway's process."""
         if not group.leased:
             return Found(state="awake")
         if row.state == "asleep":
@@ -163,7 +164,7 @@ class ProcessAdapter(Generic[Owner]):
 
 
 def moved_of(reply: common_pb2.SwitchReply) -> Moved:
-    """Raises the failure that a worker reports. Its state has not changed then."""
+    """Return a worker's answer, or raise its failure. After a failure its state is unchanged."""
     if reply.HasField("failure"):
         raise from_failure(reply.failure)
     return Moved(

@@ -1,9 +1,8 @@
 """Processes: the running workers of this gateway, with their secrets, channels and heartbeats.
 
-A launcher starts and ends processes. `Processes` gives each a secret, opens a channel to it, asks
-for its heartbeat, and reports the end of a process that was not asked to end. Rows of the table
-name processes by their ids.
-"""
+A launcher starts and ends processes. `Processes` gives each process a secret, opens a channel to
+it, asks for its heartbeat, and reports its unexpected end. Rows of the table name processes by
+their ids."""
 
 from __future__ import annotations
 
@@ -34,18 +33,18 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _LOOK_SECONDS = 0.5
-"""Between two looks at whether the launcher answers."""
+"""Seconds between two looks at the launcher."""
 
 
 class ProcessReports(Protocol):
-    """Hears of processes. The supervisor is one."""
+    """Receives reports about processes. The supervisor implements it."""
 
     def note_exit(self, key: str, process: str, reason: str) -> None:
-        """Nothing is left of a process that was not asked to end."""
+        """Nothing is left of a process that ended by itself."""
         ...
 
     def note_failure(self, key: str, process: str, reason: str) -> None:
-        """A process is of no use any more, and should end."""
+        """A process is useless, and should end."""
         ...
 
     def note_launchers(self, *, answer: bool) -> None:
@@ -71,8 +70,8 @@ class Processes:
         self._log = get_log()
 
     async def open(self, reports: ProcessReports) -> None:
-        """Find the processes that an earlier gateway has left (`take_up`), and begin to watch. Each
-        of them has heard of this gateway then, or does not answer."""
+        """Find the processes of an earlier gateway for `take_up`, and begin to watch. On return,
+        each of them has heard of this gateway, or does not answer."""
         self._reports = reports
         exits = self.launcher.watch()
         self._left = {handle.worker_id: handle for handle in await self.launcher.list()}
@@ -106,7 +105,7 @@ class Processes:
         return list(self._records.values())
 
     def has(self, worker: Worker) -> bool:
-        """Whether a process serves, as far as is known."""
+        """Whether a process serves: its end was not reported."""
         record = self._records.get(worker.worker_id)
         return record is not None and record.worker is worker
 
@@ -135,8 +134,8 @@ class Processes:
         return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
 
     async def take_up(self, process: str, *, key: str, lease: int) -> Worker | None:
-        """Go on with a process that an earlier gateway has left, once it serves; None if there is
-        none. Raises `WorkerStartFailed` or `WorkerMayRun`."""
+        """Return a process of an earlier gateway once it serves, or None if there is none. Raises
+        `WorkerStartFailed` or `WorkerMayRun`."""
         record = self._records.get(process)
         if record is not None and record.worker is not None:
             record.worker.lease = lease
@@ -145,7 +144,7 @@ class Processes:
         if handle is None:
             return None
         await self.launcher.wait_ready(process)
-        if self._left.pop(process, None) is None:  # it has ended meanwhile
+        if self._left.pop(process, None) is None:  # it ended meanwhile
             return None
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
         worker = Worker.of(handle, self.epoch, lease=lease)
@@ -162,19 +161,19 @@ class Processes:
         self._left.pop(process, None)
 
     async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
-        """Have the host move the state of a process off its devices. Raises `SuspendFailed`."""
+        """Let the host move a process's state off its devices. Raises `SuspendFailed`."""
         await self.launcher.suspend(process, lease=lease, timeout=timeout)
 
     async def resume(self, process: str, *, lease: int, timeout: float) -> None:
-        """The way back. Raises as `suspend`."""
+        """Let the host move the state back. Raises `SuspendFailed`."""
         await self.launcher.resume(process, lease=lease, timeout=timeout)
 
     def explain(self, process: str) -> str:
-        """Say what a starting process waits for; "" for nothing."""
+        """Return why a starting process waits, or ""."""
         return self.launcher.explain(process)
 
     async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
-        """Stop the processes of a kind that an earlier gateway has left and no row names."""
+        """Stop processes of a kind that an earlier gateway started and no row names."""
         strangers = [
             handle.worker_id
             for handle in self._left.values()
@@ -185,7 +184,7 @@ class Processes:
         await asyncio.gather(*(self.stop(each, at_once=True) for each in strangers))
 
     def fail(self, worker: Worker, reason: str) -> None:
-        """Report that a process is of no use any more."""
+        """Report a useless process."""
         record = self._records.get(worker.worker_id)
         if record is not None and record.worker is worker:
             self._log.error("worker_given_up", worker_id=worker.worker_id, reason=reason)
@@ -208,7 +207,7 @@ class Processes:
         return worker
 
     async def _claim(self, handle: WorkerHandle) -> None:
-        """Let a process hear of this gateway's epoch, so that it hears no earlier one any more."""
+        """Send a process this gateway's epoch, so that it refuses earlier gateways."""
         worker = Worker.of(handle, self.epoch)
         try:
             with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
@@ -225,7 +224,7 @@ class Processes:
             if record is None:
                 continue
             self.metrics.worker_exits.labels(kind=record.kind).inc()
-            if record.worker is None:  # in the moment when it became ready
+            if record.worker is None:  # just before it becomes ready
                 record.reason = exit_.reason
                 continue
             del self._records[exit_.worker_id]
@@ -242,9 +241,9 @@ class Processes:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def await_exit(self, ended: asyncio.Event, *, patience: float) -> None:
-        """Wait until the end of a process whose connection broke has been reported, or it is clear
-        that only the connection broke: the launcher answers, and has not reported it within
-        `patience` seconds."""
+        """Return when a process with a broken connection has `ended`, or only the connection broke.
+
+        In the second case the launcher answers, and reports no end within `patience` seconds."""
         while not ended.is_set():
             reports = self.launcher.reports
             with suppress(TimeoutError):
@@ -254,7 +253,7 @@ class Processes:
                 return
 
     def warnings(self) -> list[str]:
-        """Return the differences of versions that an operator should know, in sentences."""
+        """Return a sentence for each other version among the workers."""
         others: defaultdict[str, list[str]] = defaultdict(list)
         for record in self._records.values():
             if record.version not in ("", own_version()):

@@ -140,8 +140,8 @@ class SampleStream:
     """One stream of requests and replies under one lease.
 
     Requests of one event loop turn form one message, because single messages would cost more than
-    all the rest. Cancelling an answer cancels its request. A break raises its error in all answers.
-    """
+    all the rest. Cancelling an answer cancels its request. A break raises its error in all
+    answers."""
 
     def __init__(self, worker: Worker, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:
         self.lease = worker.lease
@@ -192,7 +192,7 @@ class SampleStream:
                         if answer is not None and not answer.done():
                             answer.set_result(reply)
             raise WorkerUnavailable("the sampler has ended the stream of samples")
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+        except Exception as error:  # noqa: BLE001 - all waiting calls must get the error
             self.ended = True
             for answer in [*self._awaited.values()]:
                 if not answer.done():

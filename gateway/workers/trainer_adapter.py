@@ -14,15 +14,14 @@ from tandem.errors import CannotSleep
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 
 _IDLE_SECONDS = 0.1
-"""Between two looks at whether a trainer has ended the calls of an earlier gateway."""
+"""Seconds between two looks at a trainer with calls of an earlier gateway."""
 
 
 class TrainerAdapter(ProcessAdapter[WorkerOwner]):
-    """Implements `WorkerAdapter`. The host suspends a trainer whose backend cannot sleep.
+    """Implements `WorkerAdapter`. If a backend cannot sleep, the host suspends the trainer.
 
-    A process of an earlier gateway may still be at calls of that one. It ends them before it
-    sleeps.
-    """
+    A process of an earlier gateway may still be at that gateway's calls. It ends them before it
+    sleeps."""
 
     kind = "trainer"
 
@@ -30,7 +29,7 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
         try:
             return await super().sleep(row, plan)
         except CannotSleep:
-            if plan.way == "disk":  # a suspended process stays in host memory, which has no room
+            if plan.way == "disk":  # suspended state needs host memory, which has no room
                 raise
             await self._processes.suspend(row.process, lease=row.token, timeout=self._timeout)
             return Moved(host=row.request.host_bytes)  # nobody measures it
@@ -56,8 +55,8 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
         return await call_worker(worker, stub.Wake, request, timeout=self._timeout)
 
     async def _until_idle(self, worker: Worker) -> None:
-        """Return when a process has ended the calls that an earlier gateway has sent it: two looks
-        in succession find its runs idle, after the same calls."""
+        """Return when a process has ended the calls of an earlier gateway. Two looks in succession
+        must find its runs idle after the same calls."""
         stub, last = trainer_pb2_grpc.TrainerStub(worker.channel), dict[str, int]()
         hosted = await self._describe(worker, "")
         while True:

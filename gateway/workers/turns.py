@@ -1,9 +1,8 @@
-"""Turns: which placed worker has the devices of its group now.
+"""Turns: placed workers of a group take turns on its devices.
 
-A worker keeps its devices until another one needs them more. Then it yields: it admits no new call,
-and sleeps when its last call ends. The next worker wakes only when the bytes and the number of
-occupying rows allow it, so a worker that falls asleep keeps its devices until it has answered.
-"""
+A worker keeps its devices until another worker needs them more. Then it yields: it admits no new
+call, and sleeps when its last call ends. The next worker wakes only when the bytes and the number
+of occupying rows allow it. So a worker keeps its devices until it has answered that it sleeps."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ from gateway.workers.steps import (
 from gateway.workers.table import WorkerRow
 
 ROUND_TRIP = 0.02
-"""Seconds within which a client that was just answered sends its next request."""
+"""Seconds from an answer to the client's next request."""
 _SWITCHES_PER_QUANTUM = 10
-"""Busy workers spend at most this fraction of their time on switches."""
+"""A quantum is at least ten switches, so that busy workers spend a tenth of it on them."""
 
 Turns = tuple[list[Step], float, Overview]
 """The steps, the time of the next decision, and the overview after the steps."""
@@ -124,7 +123,7 @@ def _admit(overview: Overview, group: WorkerGroup) -> Turns:
         if not _may_begin(overview, row):
             continue  # it waits for a process, not for the devices
         if _lacks_device_bytes(overview, row):
-            continue  # it waits for the end of a sleeper
+            continue  # it waits until a sleeper ends
         if why_not_on_device(overview, row) or _no_host_room(overview, row):
             break
         starts = row.state == "placed"
@@ -135,8 +134,8 @@ def _admit(overview: Overview, group: WorkerGroup) -> Turns:
 
 
 def _no_host_room(overview: Overview, row: WorkerRow) -> bool:
-    """Whether a worker waits for host memory. After the longest wait, it waits only while the end
-    of a sleeper, or a step under way, may free some."""
+    """Whether a worker waits for host memory. After the longest wait, it waits only while a
+    sleeper's end or a step under way may free some."""
     if not why_not_on_host(overview, row):
         return False
     under_way = any(overview.rows[key].has_process for key in overview.busy)
@@ -151,7 +150,7 @@ def _lacks_device_bytes(overview: Overview, row: WorkerRow) -> bool:
 
 
 def _evict(overview: Overview, group: WorkerGroup) -> Turns:
-    """End a sleeper whose memory keeps an overdue worker from waking."""
+    """End a sleeper if an overdue worker needs its memory."""
     blocked = [
         row
         for row in queue(overview, group)
@@ -163,8 +162,8 @@ def _evict(overview: Overview, group: WorkerGroup) -> Turns:
         if not is_overdue(overview, row) or not sleepers:
             continue
         if any(sleeper.key in overview.busy for sleeper in sleepers):
-            break  # one ends already
-        reason = "another worker needs the memory that it kept while it slept"
+            break  # a sleeper ends already
+        reason = "another worker needs its memory"
         return [StopWorker(sleepers[0].key, reason)], math.inf, overview.while_ending(sleepers[0])
     overdue = (_overdue_at(overview, row) for row in blocked)
     return [], min((at for at in overdue if at > overview.now), default=math.inf), overview
@@ -181,7 +180,7 @@ def _with_calls_admitted(overview: Overview, row: WorkerRow) -> Overview:
 
 
 def _ask_to_yield(overview: Overview, group: WorkerGroup) -> Turns:
-    """Ask as many workers to yield as the waiting ones need, or none any more if none waits."""
+    """Ask workers to yield to waiting ones. If nobody waits, let yielding workers go on."""
     waiting = _waiting_for_devices(overview, group)
     awake = [row for row in overview.on(group) if _is_awake(overview, row)]
     steps: list[Step] = []
@@ -221,7 +220,7 @@ def _yielding(overview: Overview, steps: Sequence[Step]) -> Overview:
 
 
 def _waiting_for_devices(overview: Overview, group: WorkerGroup) -> list[WorkerRow]:
-    """Return the waiting rows that other workers can make room for."""
+    """Return the waiting rows for which other workers can make room."""
     return [
         row
         for row in queue(overview, group)
@@ -255,14 +254,14 @@ def _next_to_yield(
 
 
 def _goes_before(overview: Overview, waiter: WorkerRow, holder: WorkerRow) -> bool:
-    """Whether a busy worker that yields would not get its devices back at once."""
+    """Whether a waiting worker is next if a busy one yields to it."""
     again = replace(overview.demand_of(holder), waiting_since=overview.now, served_at=overview.now)
     imagined = overview.with_demand(holder, again)
     return _rank(imagined, waiter) <= _rank(imagined, holder)
 
 
 def _yields_at(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> float:
-    """Return the time at which a worker yields to the waiting ones, as far as is known now."""
+    """Return the time at which a worker yields to waiting ones, by present knowledge."""
     demand, settings = overview.demand_of(row), overview.settings
     switch = overview.switch_seconds.get(row.group, 0.0)
     patience = max(ROUND_TRIP, switch)
@@ -277,7 +276,7 @@ def _yields_at(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow])
 
 
 def _sleeps_at(overview: Overview, row: WorkerRow) -> float:
-    """Return the time at which a worker sleeps though nobody waits."""
+    """Return the time at which a worker sleeps although nobody waits."""
     demand, settings = overview.demand_of(row), overview.settings
     policy = "eager" if overview.group_of(row).drained else settings.policy
     idle_since = max(demand.idle_since, row.since)
@@ -293,7 +292,7 @@ def _sleeps_at(overview: Overview, row: WorkerRow) -> float:
 
 
 def _put_to_sleep(overview: Overview, group: WorkerGroup) -> Turns:
-    """Put idle workers to sleep that yield, or whose policy says so."""
+    """Put idle workers to sleep if they yield, or if the policy says so."""
     steps: list[Step] = []
     again_at = math.inf
     for row in overview.on(group):
@@ -330,7 +329,7 @@ def _sleep(
 
 
 def _refused_for_long(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> bool:
-    """Whether others have waited for the longest wait since a worker found no room to sleep."""
+    """Whether others waited for the longest wait after a worker found no room to sleep."""
     refused_at = overview.demand_of(row).refused_at
     if not refused_at or not waiting:
         return False
