@@ -1,9 +1,8 @@
 """Carrying out: one step of one row, from its intention to its result.
 
-The row's new state is in memory as soon as a step begins, and is committed before the worker hears
+The row's new state is in memory as soon as a step begins. It is committed before the worker hears
 of it. A step has a deadline. A worker that fails a step is killed, and keeps its devices until its
-launcher says that nothing is left of it.
-"""
+launcher says that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -43,16 +42,16 @@ from tandem.errors import (
 from tandem.telemetry import get_log
 
 ASK_AGAIN_SECONDS = 5.0
-"""Until a worker without room to sleep, or a launcher that did not answer, is asked again."""
+"""Seconds until a worker without room to sleep, or a silent launcher, is asked again."""
 _NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
-"""Errors of a worker that found no room to sleep, and is awake."""
+"""Errors of a worker that found no room to sleep and is still awake."""
 
 _Commit = Callable[[], Awaitable[bool]]
 
 
 async def _unless_connection_breaks(call: Callable[[], Awaitable[Moved]]) -> Moved:
-    """Make a call again if only its connection broke: a worker that has done it answers at once.
-    The end of a worker that has died is reported meanwhile, with its cause."""
+    """Repeat a call if only its connection broke. After the first one had its effect, the worker
+    answers at once. If the worker died, its end is reported meanwhile, with the cause."""
     given_up = 0
     while True:
         try:
@@ -75,7 +74,7 @@ class StepRunner:
         self._roster = roster
         self._on_end = on_end
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By row, the step under way. A placement has several rows."""
+        """By row, its step under way. A placement has several rows."""
         self._stopping: set[str] = set()
         self._held: frozenset[str] = frozenset()
         self._log = get_log()
@@ -85,14 +84,14 @@ class StepRunner:
         return frozenset(self._tasks) | self._held
 
     async def await_steps(self, keys: Iterable[str]) -> None:
-        """Return when the steps of these rows have ended that are under way now."""
+        """Return when the present steps of these rows have ended."""
         tasks = {self._tasks[key] for key in keys if key in self._tasks}
         if tasks:
             await asyncio.wait(tasks)
 
     @contextmanager
     def holding(self, keys: Collection[str]) -> Iterator[None]:
-        """Begin no step of these rows within the block."""
+        """Begin no step of these rows during the block."""
         self._held |= frozenset(keys)
         try:
             yield
@@ -100,7 +99,7 @@ class StepRunner:
             self._held -= frozenset(keys)
 
     async def close(self) -> None:
-        """Cancel all steps, and leave everything to the next gateway."""
+        """Cancel all steps, and leave the workers to the next gateway."""
         tasks = {*self._tasks.values()}
         self._tasks.clear()
         for task in tasks:
@@ -110,7 +109,7 @@ class StepRunner:
     # --- Beginning ----------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Change the row in memory, and begin whatever takes time."""
+        """Change the row in memory, and begin the rest of the step as a task."""
         match step:
             case PlaceRows(rows):
                 commit = self._roster.intend(*rows)
@@ -143,7 +142,7 @@ class StepRunner:
                 self._begin([key], lambda: self._find(key))
 
     def find(self, key: str) -> None:
-        """Ask how the worker of an earlier gateway is."""
+        """Ask a worker of an earlier gateway for its state."""
         self.begin(FindWorker(key))
 
     def _begin(self, keys: list[str], work: Callable[[], Awaitable[None]]) -> None:
@@ -178,8 +177,8 @@ class StepRunner:
         self._roster.note(self._row(key).moved(state, at=self._now(), reason=reason))
 
     def _intend(self, key: str, state: State, *, durable: bool = True, **changes: str) -> _Commit:
-        """Move a row to a state between two others, with a new token. If that need not be
-        `durable`, it is written soon."""
+        """Move a row to a state between two others, with a new token. Unless that is `durable`, it
+        is written soon, and nobody waits for it."""
         token = self._roster.next_token()
         row = self._row(key).moved(state, at=self._now(), token=token, **changes)
         if durable:
@@ -204,7 +203,7 @@ class StepRunner:
         try:
             async with asyncio.timeout(row.request.start_timeout):
                 await self._adapter(row).start(row, self._roster.groups[row.group])
-        except Exception as error:  # noqa: BLE001 - whatever failed, it does not serve
+        except Exception as error:  # noqa: BLE001 - after any error it does not serve
             await self._end_start(key, self._why_not_started(row, error))
             return
         calls.note_started(on_host=self._roster.on_host(row))
@@ -223,8 +222,8 @@ class StepRunner:
         return WorkerStartFailed(error.message)
 
     async def _end_start(self, key: str, error: WorkerStartFailed) -> None:
-        """Kill a worker that did not start. The waiting calls fail; but after one crash in native
-        code, they wait for another start."""
+        """Kill a worker that did not start, and fail its waiting calls. After a first crash in
+        native code they wait for another start."""
         calls, crashed = self._roster.calls_of(key), isinstance(error, WorkerCrashed)
         if not crashed or calls.crashed:
             calls.refuse(error)
@@ -261,7 +260,7 @@ class StepRunner:
                 commit = self._intend(key, "falling_asleep")
             if not await commit():
                 calls.note_not_asleep()
-                if faults:  # the first way was refused, so the worker is awake
+                if faults:  # the worker refused the first way, so it is awake
                     self._note_awake(key)
                 return
             try:
@@ -300,10 +299,9 @@ class StepRunner:
     async def _switched(
         self, row: WorkerRow, name: str, call: Callable[[], Awaitable[Moved]]
     ) -> Moved | None:
-        """Return the answer to a sleep or a wake, or None if the worker was killed for it.
+        """Return the answer to a sleep or a wake, or None if the worker failed it and was killed.
 
-        Raises an error of `_NO_ROOM` if the worker did not fall asleep and is awake.
-        """
+        Raises an error of `_NO_ROOM` if the worker found no room and is awake."""
         began, limit = self._now(), self._roster.settings.switch_timeout
         try:
             async with asyncio.timeout(limit):
@@ -347,13 +345,13 @@ class StepRunner:
         self._roster.note(replace(row, reason=reason, ends_as=ends_as))
 
     async def _stop(self, key: str, *, at_once: bool) -> None:
-        """End a process. If nobody can say that it is gone, the row stays as it is for a while."""
+        """End a process. If nobody can confirm its end, the row keeps its state for a while."""
         row = self._row(key)
         self._stopping.add(key)
         try:
             async with asyncio.timeout(self._roster.settings.switch_timeout):
                 await self._adapter(row).stop(row, at_once=at_once)
-        except Exception as error:  # noqa: BLE001 - it is asked again until it is known to be gone
+        except Exception as error:  # noqa: BLE001 - the stop is repeated until it is confirmed
             why = describe(error) or "its launcher does not answer"
             self._log.error("worker_not_stopped", worker=key, reason=why)
             self._roster.calls_of(key).rests_until = self._now() + ASK_AGAIN_SECONDS
@@ -363,12 +361,12 @@ class StepRunner:
         self._roster.note_ended(self._row(key), row.reason)
 
     def note_exit(self, key: str, process: str, reason: str) -> None:
-        """Note that a launcher says: nothing is left of this process."""
+        """Note a launcher's report that nothing is left of this process."""
         row = self._roster.rows.get(key)
         if row is None or row.process != process or not row.has_process:
             return
         if key in self._stopping:
-            return  # the answer to its stop says so, too
+            return  # the answer to its stop follows
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
         if row.state == "starting":
@@ -392,7 +390,7 @@ class StepRunner:
         await self._take_up(key, found)
 
     async def _take_up(self, key: str, found: Found) -> None:
-        """Go on with a worker from the state in which it was found."""
+        """Continue with a worker in the state that was found."""
         row, calls = self._row(key), self._roster.calls_of(key)
         if found.state == "gone":
             self._roster.note_ended(row, "it ended while no gateway was there")

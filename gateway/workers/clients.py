@@ -57,8 +57,8 @@ class HasHeader(Protocol):
 
 
 class CallOrder:
-    """The unanswered operations of one trainer process, in order. The trainer works on the first,
-    as far as is known since `since` (event loop time). Operations from an earlier gateway are
+    """The unanswered operations of one trainer process, in order. The trainer works on the first
+    one. `since` is the event loop time of its last progress. Operations of an earlier gateway are
     unknown."""
 
     def __init__(self) -> None:

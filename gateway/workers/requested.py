@@ -1,8 +1,7 @@
-"""The requests of runs and samplers: what they ask for, with the needs of their models.
+"""The requests of runs and samplers: their asks, and the needs of their models.
 
-A number that somebody says counts. Otherwise it follows from the headers of the model
-(`gateway.workers.needs`). A model whose headers cannot be read has unknown needs.
-"""
+Explicit bytes count. Otherwise they follow from the headers of the model
+(`gateway.workers.needs`). A model with unreadable headers has unknown needs."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from tandem.settings.workers import SamplerSettings
 
 
 def engine_key(sampler: str, number: int) -> str:
-    """Return the key of a sampler's engine of this number: "s-ab12/qwen/16" has the engines
-    "s-ab12/qwen/16", "s-ab12/qwen/16#1" and so on."""
+    """Return the key of a sampler's engine with this number. Literal examples: "s-ab12/qwen/16",
+    then "s-ab12/qwen/16#1"."""
     return f"{sampler}#{number}" if number else sampler
 
 
 def sampler_of(key: str) -> str:
-    """Return the key of the sampler that has the engine of this key."""
+    """Return the key of the sampler of the engine with this key."""
     return key.partition("#")[0]
 
 
@@ -51,8 +50,8 @@ class RequestMaker:
         training: TrainingSpec,
         engines: Sequence[str],
     ) -> WorkerRequest:
-        """Return the request of a trainer of the model at a path. It gets its group together with
-        these engines."""
+        """Return the request of a trainer of the model at a path. It gets its group at one moment
+        with these engines."""
         may_share = training.lora is not None and asks.share != "never"
 
         def needs_on(group: WorkerGroup, size: ModelSize) -> Needs:
@@ -118,7 +117,8 @@ class RequestMaker:
     def _with_needs(
         self, request: WorkerRequest, needs_on: Callable[[WorkerGroup, ModelSize], Needs]
     ) -> WorkerRequest:
-        """Return the request with needs that cover each of its groups. Pods say theirs."""
+        """Return the request with needs that cover each of its groups. Requests for pods have
+        theirs already."""
         if self.settings.launcher == "kubernetes":
             return request
         try:

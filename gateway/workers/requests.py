@@ -1,4 +1,4 @@
-"""The needs of one worker, as the caller of `place` states them."""
+"""Requests: the caller of `place` states the needs of one worker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class WorkerRequest:
     """A request for one worker.
 
     `device_bytes` is its need on each of its devices, and `host_bytes` its need on the host. 0 is
-    an unknown need. `groups` are the allowed groups or families of groups. None allows all.
-    `together` has the keys of rows that get their groups at the same moment as this one, or not at
-    all. A placed trainer keeps the engines among them. `sampler` names the sampler of an engine:
-    two engines of one sampler never share a leased group. `model` is the path of its base model.
-    """
+    an unknown need. `groups` are the allowed groups or families of groups. Without them, all are
+    allowed. `together` has the keys of rows that get their groups at one moment with this one, or
+    not at all. A placed trainer keeps the engines among them. `sampler` names the sampler of an
+    engine: two engines of one sampler never share a leased group. `model` is the path of its base
+    model."""
 
     key: str
     kind: Kind

@@ -1,8 +1,7 @@
 """The roster: all rows and calls of one gateway in memory, and their writes to the table.
 
-The row in memory is always right. An intention is committed before it is carried out, so the table
-is never behind in a way that matters: after a crash, a row between two states counts as occupying.
-"""
+The row in memory is always right. An intention is committed before it is carried out, so after a
+crash the table shows a row between two states. Such a row counts as occupying."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
 RETRY_SECONDS = 0.5
-"""Until a step that the database refused is tried again."""
+"""Seconds until a step that the database refused is tried again."""
 _TOKEN_BITS = 20
 """Bits of a token that count the steps of one gateway. The bits above are its epoch."""
 _RECENT = 0.3
@@ -32,10 +31,10 @@ _RECENT = 0.3
 
 
 class Observer(Protocol):
-    """Hears of switches and states, for the metrics."""
+    """Receives switches and states, for the metrics."""
 
     def note_state(self, before: WorkerRow | None, after: WorkerRow, waited: float) -> None:
-        """A row has another state. Its calls have waited for so many seconds."""
+        """A row has another state. Its calls have waited for `waited` seconds."""
         ...
 
     def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
@@ -48,7 +47,7 @@ class Observer(Protocol):
 
 
 class Roster:
-    """`clock` tells seconds since 1970. It frees no device. `epoch` is the gateway's."""
+    """`clock` returns seconds since 1970. It frees no device. `epoch` is the gateway's."""
 
     def __init__(
         self,
@@ -72,9 +71,9 @@ class Roster:
         self.rows: dict[str, WorkerRow] = {}
         self.silent_launchers: set[str] = set()
         self.gone: dict[str, asyncio.Future[None]] = {}
-        """Done when nothing is left of a released worker."""
+        """By released row, a future that is done when nothing is left of the worker."""
         self.told_of_ends: dict[str, Callable[[str, str], None]] = {}
-        """By row, who hears of the end of each of its processes."""
+        """By row, the function to call at the end of each of its processes."""
         self._calls: dict[str, WorkerCalls] = {}
         self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._shares: dict[str, float] = {}
@@ -85,7 +84,7 @@ class Roster:
         self._log = get_log()
 
     async def read(self) -> None:
-        """Read everything that an earlier gateway has written."""
+        """Read the rows and events of earlier gateways."""
         for row in await self.table.read():
             self.rows[row.key] = self._in_todays_groups(row)
         for name in await self.table.drained():
@@ -95,7 +94,7 @@ class Roster:
             self._add_share(owner, seconds)
 
     def _in_todays_groups(self, row: WorkerRow) -> WorkerRow:
-        """Return a row that leaves its group if the group is gone, or does not suit it any more."""
+        """Return a row that leaves its group if the group is gone or does not suit it."""
         if not row.group:
             return row
         if row.group not in self.groups:  # until nothing of its workers is left
@@ -117,7 +116,7 @@ class Roster:
         return self.groups[row.group].on_host
 
     def intend(self, *rows: WorkerRow) -> Callable[[], Awaitable[bool]]:
-        """Change rows in memory now. Await the returned function to commit that. If the storage
+        """Change rows in memory now. Call and await the result to commit that. If the storage
         fails, it undoes the change and returns False."""
         before = {row.key: self.rows.get(row.key) for row in rows}
         events = self._set(rows)
@@ -139,7 +138,7 @@ class Roster:
         return True
 
     def _undo(self, row: WorkerRow, before: WorkerRow | None) -> None:
-        """Take a change back, but keep a release that came meanwhile."""
+        """Take a change back, but not a release that came meanwhile."""
         now = self.rows.get(row.key)
         if now is None:
             return
@@ -153,13 +152,13 @@ class Roster:
             )
 
     def drop_holder(self, holder: str, keys: Iterable[str]) -> None:
-        """Take back a holder that could not be written. New rows are gone already."""
+        """Take back a holder after a failed write. New rows are gone already."""
         for row in [self.rows[key] for key in keys if key in self.rows]:
             holders = tuple(each for each in row.holders if each != holder)
             self.rows[row.key] = replace(row, holders=holders)
 
     def note(self, *rows: WorkerRow) -> None:
-        """Change rows, and write that soon."""
+        """Change rows in memory, and write them soon."""
         self.table.write_soon(rows, self._set(rows))
 
     def _set(self, rows: Iterable[WorkerRow]) -> list[WorkerEvent]:
@@ -200,7 +199,7 @@ class Roster:
             told(row.process, reason)
 
     async def changed(self) -> None:
-        """Return when some row has changed."""
+        """Return when a row has changed."""
         await asyncio.shield(self._change)
 
     def somebody_waits(self) -> bool:
@@ -212,7 +211,7 @@ class Roster:
     # --- The overview -------------------------------------------------------------------------
 
     def overview(self, *, busy: Iterable[str] = ()) -> Overview:
-        """Return all that the next decision may look at."""
+        """Return the input of the next decision."""
         return Overview(
             now=self.clock(),
             rows=dict(self.rows),
@@ -243,7 +242,7 @@ class Roster:
         self._add_share(row.owner, calls.end_use())
 
     def note_active(self, owner: str) -> None:
-        """An owner that wanted nothing for a while does not catch up for that time."""
+        """Note that an owner wants devices. It does not catch up for idle time before."""
         active = {row.owner for row in self.rows.values() if self._is_active(row)}
         if owner not in active and active:
             fewest = min(self._share(other) for other in active)
@@ -267,7 +266,7 @@ class Roster:
         return self.settings.weights.get(owner, 1.0)
 
     def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
-        """Note the seconds of a sleep or a wake. A switch is one of each."""
+        """Note the seconds of a sleep or a wake. A switch consists of both."""
         before = self._switch_seconds.get(row.group, 0.0)
         self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
         self.switches[row.group] += 1

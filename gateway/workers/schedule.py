@@ -1,9 +1,8 @@
 """The decision: from an overview of all workers to the next steps.
 
-Pure: the same overview gives the same steps. Rows end first, since that makes room. Then waiting
-rows get groups, and placed rows take turns. Each part sees the overview after the steps of the
-parts before.
-"""
+It is pure: the same overview gives the same steps. Rows end first, since that makes room. Then
+waiting rows get groups, and placed rows take turns. Each part sees the overview after the steps of
+the parts before."""
 
 from __future__ import annotations
 
@@ -75,8 +74,8 @@ def _end_rows(overview: Overview) -> Turns:
 
 
 def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | FindWorker], float]:
-    """Kill a silent worker: sooner while others wait for its devices. If its launcher is silent as
-    well, nobody could kill it, and it is lost unless it is found."""
+    """Kill a silent worker, sooner while others wait for its devices. If its launcher is silent
+    too, look for the worker instead."""
     since = overview.demand_of(row).silent_since
     if not since:
         return [], math.inf
@@ -97,7 +96,7 @@ def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | F
 
 @dataclass(frozen=True, kw_only=True)
 class WaitReason:
-    """Why a worker is not awake yet. `position` is its turn, from 1, or 0 in no queue. The
+    """The reason why a worker is not awake. `position` is its turn, from 1, or 0 in no queue. The
     wait, or the state, has lasted for `seconds`."""
 
     reason: str
@@ -106,7 +105,7 @@ class WaitReason:
 
 
 def explain_wait(overview: Overview, row: WorkerRow) -> WaitReason | None:
-    """Return why a worker is not awake, or None for one that is."""
+    """Return why a worker is not awake, or None if it is."""
     demand = overview.demand_of(row)
     since = demand.waiting_since if demand.waiting else row.since
     seconds = overview.now - since

@@ -14,7 +14,7 @@ def spill_folder(settings: GatewaySettings) -> Path:
 
 
 async def free_on_disk(settings: GatewaySettings) -> int:
-    """Return the bytes that the state of sleepers may take. Raises `OSError`."""
+    """Return the free bytes for the state of sleepers. Raises `OSError`."""
 
     def ask(folder: Path) -> int:
         there = next(each for each in (folder, *folder.parents) if each.exists())

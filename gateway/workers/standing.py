@@ -1,4 +1,4 @@
-"""The standing of workers: questions that runs, samplers and the API ask about an overview."""
+"""The standing of workers: answers for runs, samplers and the API, from an overview."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gateway.workers.turns import queue
 
 
 def is_place_free(overview: Overview, request: WorkerRequest, *, expected: int = 0) -> bool:
-    """Whether a trainer would have a group for itself, besides so many `expected` ones without a
-    row. A machine with one group has none."""
+    """Whether a trainer can have a group for itself, after `expected` trainers without a row. A
+    machine with one group has none."""
     groups = [group for group in overview.groups.values() if group.suits(request)]
     empty = sum(not overview.on(group) and not group.drained for group in groups)
     before = sum(
@@ -35,12 +35,12 @@ def are_side_by_side(overview: Overview, one: str, other: str) -> bool:
 
 
 def engines_of(overview: Overview, sampler: str) -> list[WorkerRow]:
-    """Return the rows of the engines that a sampler is to have."""
+    """Return the rows of a sampler's engines, without leaving ones."""
     return [row for row in overview.rows.values() if sampler in row.holders]
 
 
 def reason_of_wait(overview: Overview, key: str) -> str:
-    """Say why a worker's calls wait, or why it has no group; "" if nobody waits for it."""
+    """Return why a worker's calls wait, or why it has no group, or "" if nobody waits for it."""
     row = overview.rows.get(key)
     if row is None or not (overview.demand_of(row).waiting or _waits_for_group(overview, row)):
         return ""
@@ -58,7 +58,7 @@ def _waits_for_group(overview: Overview, row: WorkerRow) -> bool:
 @dataclass(frozen=True)
 class Standing:
     """A worker on a group, or in the queue for places. `position` is its turn, from 1, or 0 in no
-    queue. It has had the devices, or has waited, for `seconds`, and is expected to wait for
+    queue. It has had the devices, or has waited, for `seconds`. It will wait for about
     `expected_seconds` more."""
 
     row: WorkerRow
@@ -72,8 +72,7 @@ class Standing:
 
 
 def standings(overview: Overview, group: WorkerGroup) -> list[Standing]:
-    """Return the workers of a group: those that occupy its devices, those that wait in turn, and
-    the others."""
+    """Return the workers of a group: occupying ones, waiting ones in turn, others."""
     order = {row.key: number for number, row in enumerate(queue(overview, group), start=1)}
     there = [_standing(overview, row, order.get(row.key, 0)) for row in overview.on(group)]
     return sorted(there, key=lambda each: (not each.row.occupies, each.position or len(order) + 1))

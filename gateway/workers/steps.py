@@ -1,4 +1,4 @@
-"""The steps of workers: everything that a decision may ask of the supervisor."""
+"""Steps: the orders of a decision to the supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.workers.table import EndState, WorkerRow
 
 @dataclass(frozen=True)
 class SleepPlan:
-    """One way to put a worker to sleep. Its state may take `most_bytes`, where 0 is no limit."""
+    """A way to put a worker to sleep. Its state may take `most_bytes`, where 0 is no limit."""
 
     way: Way
     most_bytes: int = 0
@@ -54,8 +54,8 @@ class WakeWorker:
 
 @dataclass(frozen=True)
 class PutToSleep:
-    """Put a worker to sleep in the first of the ways that works. If none does, it stays awake for
-    a while, or is killed (`or_kill`)."""
+    """Put a worker to sleep in the first way that works. If none does, it stays awake for a while,
+    or is killed (`or_kill`)."""
 
     key: str
     plans: tuple[SleepPlan, ...]
@@ -74,7 +74,7 @@ class StopWorker:
 
 @dataclass(frozen=True)
 class FindWorker:
-    """Ask a lost worker, and its launcher, how it is."""
+    """Ask a lost worker and its launcher for its state."""
 
     key: str
 
@@ -88,7 +88,7 @@ class AskToYield:
 
 @dataclass(frozen=True)
 class KeepAwake:
-    """Admit calls again. With a reason: the worker had no room to sleep, and is left alone for a
+    """Admit calls again. With a `reason`, the worker had no room to sleep, and stays awake for a
     while."""
 
     key: str

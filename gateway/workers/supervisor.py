@@ -1,8 +1,7 @@
 """The supervisor: the loop that decides and acts, and the interface of all workers.
 
 Only the active gateway has one. Callers know keys and holders. They know no group, token or
-launcher. See `docs/design/workers.md`.
-"""
+launcher. See `docs/design/workers.md`."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ from tandem.errors import (
 )
 
 _DISK_SECONDS = 5.0
-"""Between two looks at the free bytes of the disk for sleepers."""
+"""Seconds between two looks at the free bytes on the disk for sleepers."""
 _SETTLE_SECONDS = 10.0
-"""For which the start of a gateway waits for the ends of workers that nobody needs."""
+"""Seconds that the start of a gateway waits for the ends of needless workers."""
 _SHORTEST_PAUSE = 0.001
-"""Seconds between two decisions of which only the clock knows."""
+"""The least seconds between two decisions by the clock."""
 _IN_MEMORY = (AskToYield, KeepAwake, TakeGroup, ForgetRow)
-"""Steps that are done at once, so that the next decision may follow at once."""
+"""Steps that are done at once. The next decision follows at once, too."""
 
 _ENDS = (StopWorker, ForgetRow)
 
@@ -75,7 +74,7 @@ class Supervisor:
         self.roster.budgets = budgets
 
     async def open(self) -> None:
-        """Go on from the table. No step of a worker begins before that worker was found."""
+        """Continue from the table. No step of a worker begins before that worker was found."""
         await self.roster.read()
         if self._free_on_disk is not None:
             await self._look_at_disk(self._free_on_disk)
@@ -88,9 +87,10 @@ class Supervisor:
         self.poke()
 
     async def settle(self, holders: Collection[str]) -> None:
-        """Release the rows of holders that have ended, and stop processes without a row. Call it
-        when all runs, sessions and samplers were read. Return when nothing is left of them, or
-        after a while."""
+        """Release the rows of holders that are not among these, and stop processes without a row.
+
+        Call it when all runs, sessions and samplers were read. Return when nothing is left of the
+        workers, or after a while."""
         for row in list(self.roster.rows.values()):
             for holder in row.holders:
                 if holder not in holders:
@@ -108,11 +108,11 @@ class Supervisor:
         return any(row.process == process for row in self.roster.rows.values())
 
     def only_end(self) -> None:
-        """Begin nothing but ends from now on: the gateway ends."""
+        """Begin only ends from now on, because the gateway ends."""
         self._only_ends = True
 
     async def close(self) -> None:
-        """Stop acting. Workers and rows are left to the next gateway."""
+        """Stop acting, and leave workers and rows to the next gateway."""
         self._open = False
         self._stop_timer()
         if self._watching is not None:
@@ -159,7 +159,7 @@ class Supervisor:
         self.poke()
 
     def explain(self, key: str) -> WaitReason | None:
-        """Return why a worker is not awake, or None if it is, or if there is none."""
+        """Return why a worker is not awake, or None if it is awake or gone."""
         row = self.roster.rows.get(key)
         return None if row is None else explain_wait(self.overview(), row)
 
@@ -172,14 +172,13 @@ class Supervisor:
     async def use(
         self, key: str, *, step: StepMark = "", caller: str = "", place_within: float = 0.0
     ) -> AsyncIterator[WorkerRow]:
-        """Wait until a worker is awake, and keep it awake for the block. Yields its row, whose
-        `process` names the process.
+        """Wait until a worker is awake, and keep it awake for the block. Yields its row with the id
+        of its `process`.
 
         `step` marks the gradients of a `caller`. Never wait for one use inside another. The caller
         sets the deadline of the wait (`asyncio.timeout`). Raises `WorkerStartFailed` if a process
-        did not start while this waited, or if the row has no group after `place_within` seconds.
-        Raises `WorkerDied` if the worker was released.
-        """
+        did not start during the wait, or if the row has no group after `place_within` seconds.
+        Raises `WorkerDied` if the worker was released."""
         row, calls = await self._begin_use(key, place_within)
         if step == "begin":
             calls.open_steps.add(caller)
@@ -208,7 +207,7 @@ class Supervisor:
             row = self.roster.rows.get(key)
             if row is not None and row.state == "awake":
                 return row, calls
-            calls.end_use()  # its process ended in this very moment
+            calls.end_use()  # its process ended just now
 
     def _is_awake(self, row: WorkerRow, calls: WorkerCalls) -> bool:
         awake = row.state == "awake" and row.ends_as == "placed"
@@ -241,7 +240,7 @@ class Supervisor:
                 timer.cancel()
 
     def _refuse_unplaced(self, key: str, turn: asyncio.Future[None], seconds: float) -> None:
-        """End a wait whose row has no group yet."""
+        """End a wait if its row has no group yet."""
         row = self.roster.rows.get(key)
         if row is None or row.group or turn.done():
             return
@@ -255,11 +254,11 @@ class Supervisor:
     # --- From launchers -----------------------------------------------------------------------
 
     def note_exit(self, key: str, process: str, reason: str) -> None:
-        """Note that nothing is left of a process that was not asked to end."""
+        """Note that nothing is left of a process that ended by itself."""
         self._runner.note_exit(key, process, reason)
 
     def note_failure(self, key: str, process: str, reason: str) -> None:
-        """End a process that is of no use any more. One in the middle of a step ends with it."""
+        """End a useless process. In the middle of a step, the step ends it."""
         row = self.roster.rows.get(key)
         if row is None or row.process != process or key in self._runner.busy:
             return
@@ -267,24 +266,24 @@ class Supervisor:
             self._runner.begin(StopWorker(key, reason))
 
     def drop_step(self, key: str, caller: str) -> None:
-        """Forget the gradients of a caller that wait for their step."""
+        """Forget a caller's mark of gradients that wait for their step."""
         if key in self.roster.rows:
             self.roster.calls_of(key).open_steps.discard(caller)
 
     async def end_process(self, key: str, process: str, reason: str) -> None:
-        """Kill a process, and return when nothing is left of it. Calls under way at it fail."""
+        """Kill a process, and return when nothing is left of it. Its calls fail."""
         while (row := self.roster.rows.get(key)) is not None and row.process == process:
             await self._runner.await_steps([key])
             self.note_failure(key, process, reason)
             await self.roster.changed()
 
     async def await_found(self, keys: Iterable[str]) -> None:
-        """Return when it is known how these workers of an earlier gateway are."""
+        """Return when these workers of an earlier gateway were found, or are gone or lost."""
         await self._runner.await_steps(keys)
 
     def watch_ends(self, key: str, told: Callable[[str, str], None]) -> None:
-        """Call `told` with the id and the reason whenever a process of a row has ended, until
-        nothing is left of the row."""
+        """Call `told` with id and reason whenever a process of a row has ended, until the row is
+        gone."""
         self.roster.told_of_ends[key] = told
 
     def note_launchers(self, *, answer: bool) -> None:

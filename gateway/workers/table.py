@@ -1,8 +1,8 @@
 """The table of workers: one row for each worker that should exist.
 
-A row begins when its worker is requested and ends when nothing of the worker is left. Each change
-of a row is also one event, kept for seven days: lease lanes, queue seconds and usage read events.
-"""
+A row begins with the request for its worker and ends when nothing of the worker is left. Each
+change of a row is also one event, kept for seven days. Lease lanes, queue seconds and usage read
+events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OCCUPYING: frozenset[State] = frozenset(
 WITHOUT_PROCESS: frozenset[State] = frozenset({"waiting", "placed", "gone"})
 
 UNCERTAIN: frozenset[State] = frozenset({"starting", "waking", "falling_asleep", "lost"})
-"""States in which a worker must be found, unless a step is under way."""
+"""States in which the supervisor looks for a worker, unless a step is under way."""
 
 
 def _states(*states: State) -> frozenset[State]:
@@ -69,11 +69,10 @@ class WorkerRow:
     """A worker that should exist.
 
     `group` is "" while the row waits. `token` is the newest fencing token that its worker may have
-    seen. `process` names its process. `reason` says why it has its state, where that needs a
-    reason. `since` is when the state began, in seconds since 1970. The row ends with the last of
-    its `holders`. `ends_as` is the state after the next end of its process. `overtaken` counts
-    later rows that got a group first.
-    """
+    seen. `process` is the id of its process. `reason` explains the state, if it needs that. `since`
+    is the start of the state, in seconds since 1970. The row ends with the last of its `holders`.
+    `ends_as` is the state after the next end of its process. `overtaken` counts later rows that got
+    a group first."""
 
     request: WorkerRequest
     group: str = ""
@@ -109,7 +108,7 @@ class WorkerRow:
 
     @property
     def occupies_until_it_ends(self) -> bool:
-        """Whether its end goes through `stopping`. A sleeper stays `asleep` until it has ended."""
+        """Whether its end begins with `stopping`. A sleeper stays `asleep` until it has ended."""
         return self.occupies and self.state != "stopping"
 
     @property
@@ -178,7 +177,7 @@ class WorkerTable(Protocol):
         ...
 
     async def busy_seconds(self) -> Mapping[str, float]:
-        """Return the seconds of devices that each owner had, as far as events are kept."""
+        """Return the device seconds of each owner, from the kept events."""
         ...
 
     async def drained(self) -> Sequence[str]:
@@ -210,7 +209,7 @@ class DatabaseTable:
     def _statements(
         self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]
     ) -> list[Executable]:
-        """Return one statement for each row and event: a crash between two leaves no row out."""
+        """Return one statement for each row and event, so that a crash in between loses no row."""
         replace_row: Any = self._database.insert_or_replace(worker_rows)
         return [
             *(

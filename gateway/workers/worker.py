@@ -1,4 +1,4 @@
-"""A worker as the gateway knows it."""
+"""The gateway's objects for a running worker: its channel and its record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 
 @dataclass(eq=False)
 class Worker:
-    """A serving worker. `identity`, and its lease's fencing token, go with every call.
-    `silent_since` is the monotonic time of the first unanswered heartbeat. A worker that an earlier
-    gateway has `left` may still be busy with that gateway's calls."""
+    """A serving worker. Every call carries `identity` and the fencing token of its lease.
+    `silent_since` is the monotonic time of the first unanswered heartbeat. A worker `left` by an
+    earlier gateway may still be busy with that gateway's calls."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the first unanswered heartbeat, 0 if it answers."""
+        """Seconds since the first unanswered heartbeat, or 0 if the worker answers."""
         return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
     @property

@@ -32,7 +32,7 @@ class WorkerMetrics:
         self._metrics.sleeps_refused.labels(row.group).inc()
 
     def watch(self, groups: Iterable[str], overview: Callable[[], Overview]) -> None:
-        """Let the gauges of groups be computed at each scrape."""
+        """Compute the gauges of groups at each scrape."""
         for name in groups:
             self._metrics.watch_group(name, _gauges(name, overview))
 
