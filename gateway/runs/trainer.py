@@ -1,6 +1,6 @@
-"""A run's trainer, which is replaced when it dies.
+"""A run's trainer. After its death another one takes over.
 
-`restoration` restores the replacement, and unanswered calls are repeated. Clients only notice a
+`restoration` restores the next trainer, and unanswered calls are repeated. Clients only notice a
 delay. See `docs/design/recovery.md`."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
 _MOST_FAILURES = 5
-"""Most failed replacements before one reaches an operation."""
+"""Most trainers that fail in a row before one reaches an operation."""
 
 
 class RunTrainer:
@@ -105,12 +105,12 @@ class RunTrainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the trainer, perhaps shared, works on this run, as far as is known."""
+        """Whether the trainer, perhaps shared, may work on this run."""
         return self.host.was_at(self._run.id)
 
     @property
     def problem(self) -> str:
-        """Why there is no useful newer snapshot, "" if all is well."""
+        """Why there is no useful newer snapshot, or ""."""
         if self.log is not None and not self.log.complete:
             return self.log.why_incomplete
         return self.taker.problem
@@ -153,8 +153,8 @@ class RunTrainer:
         )
 
     def take_over(self, error: TandemError) -> None:
-        """Adopt an earlier gateway's trainer. Without a usable one, restore another after this
-        error."""
+        """Continue with an earlier gateway's trainer. If it is useless, restore another one after
+        this error."""
         self._restore_task = asyncio.create_task(
             self._take_over(error), name=f"restore-{self._run.id}"
         )
@@ -173,8 +173,8 @@ class RunTrainer:
         self._serve(client)
 
     async def _take_up_process(self) -> TrainerClient | None:
-        """Return the client of an earlier gateway's trainer when it is idle, None if it is not
-        usable."""
+        """Return the client of an earlier gateway's trainer once it is idle, or None if it is
+        useless."""
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
@@ -186,7 +186,7 @@ class RunTrainer:
             async with self.host.use(), asyncio.timeout(self.host.patience):
                 run.about = await client.when_idle()
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored
-                    raise InternalError("it had not been brought to where the run was")
+                    raise InternalError("it had not reached the run's state")
                 # Later calls were refused, or it was just restored and does not know the newest
                 # version.
                 if run.about.last_seq_id <= answered + 1:
@@ -242,8 +242,8 @@ class RunTrainer:
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
     ) -> None:
-        """Note a call before its sending, for a replay. `release` is called when none can
-        need it."""
+        """Note a call before its sending, for a replay. `release` is called when no replay can need
+        it."""
         if self.log is None:
             if release is not None:
                 release()
@@ -289,7 +289,7 @@ class RunTrainer:
     async def save(self) -> None:
         """Take a useful snapshot before the gateway stops the trainer."""
         if self.serves:
-            with suppress(WorkerUnavailable, WorkerDied):  # it is lost, or its run has ended
+            with suppress(WorkerUnavailable, WorkerDied):  # it is lost, or the run has ended
                 async with self.host.use():
                     if self.serves:
                         await self.taker.take(self._serving.result())
@@ -331,7 +331,7 @@ class RunTrainer:
         self._replace(error, client)
 
     async def _restore(self, error: TandemError, lost: TrainerClient | None) -> None:
-        """Start trainers until one is restored, or give up. The lost process is ended."""
+        """End the lost process. Start trainers until one is restored, or give up."""
         log, restoration, began = self.log, self.restoration, time.monotonic()
         try:
             if log is None:

@@ -1,11 +1,11 @@
 """A trainer process, and the runs that share it.
 
-Most processes have one run. Runs that train adapters on the same base model may share one
-(`trainer_hosts`): the process starts with one of them, and the others are added. When it ends, each
-run brings itself back, to the next process.
+Most processes have one run. LoRA runs of one base model may share one (`trainer_hosts`): the
+process starts with one of them, and the others are added. When it ends, each run restores itself in
+the next process.
 
-The supervisor starts, wakes and ends the process (`gateway.workers`). A host describes it and
-knows its runs."""
+The supervisor starts, wakes and ends the process (`gateway.workers`). A host describes the process
+and knows its runs."""
 
 from __future__ import annotations
 
@@ -43,20 +43,19 @@ _STEPS: dict[Kind, StepMark] = {
     "optim_step": "end",
     "load_weights": "end",
 }
-"""The operations whose gradients wait for a step, and those that apply or drop them."""
+"""Operations that begin gradients, and operations that apply or drop them."""
 
 
 class DevicesLost(WorkerUnavailable):
-    """The process ended while its devices were waited for."""
+    """The process ended while a call waited for its devices."""
 
 
 class TrainerHost:
-    """`key` names its row: it is the id of the run that it was made for. `runs` are those that
-    share it, by id. `sampler` is the key of the sampler whose places they keep; "" if they keep
-    none. `hosted` has the ids of the runs that the process has.
+    """`key` names its row, and is the id of its first run. `runs` are its runs, by id. `sampler` is
+    the key of their sampler, or "" without one. `hosted` has the ids of the runs in the process.
 
-    `restoring` is held by the one run that is being restored. That run is blamed for a death
-    meanwhile. It is taken before a use of the worker, never within one."""
+    A run holds `restoring` while it restores itself, and is blamed for a death meanwhile. It takes
+    the lock before a use of the worker, never within one."""
 
     def __init__(
         self,
@@ -79,12 +78,12 @@ class TrainerHost:
         self._adapter = adapter
         self._calls = CallOrder()
         self._told: dict[str, Callable[[str], None]] = {}
-        """By run, who is told when the process ends."""
+        """By run, the function to call when the process ends."""
         self._process = ""
         self._began_with = ""
-        """The run with which the last process was started."""
+        """The first run of the last process."""
         self._untouched = ""
-        """The run with which the process began, until it joins."""
+        """The first run of the process, until it joins."""
         self._joining: dict[str, None] = {}
         self._changing = asyncio.Lock()
         self._log = get_log(trainer=key)
@@ -102,43 +101,43 @@ class TrainerHost:
 
     @property
     def group(self) -> WorkerGroup | None:
-        """The group of its place; None while it waits for one."""
+        """The group of its place, or None while it waits for one."""
         row = self.row
         return self._supervisor.roster.groups.get(row.group) if row is not None else None
 
     @property
     def worker(self) -> Worker | None:
-        """Its process; None without one."""
+        """Its process, if any."""
         return self._adapter.worker(self.key)
 
     @property
     def silence(self) -> str:
-        """Say that the process does not answer its heartbeat; "" if it does."""
+        """A sentence if the process does not answer its heartbeat, or ""."""
         worker = self.worker
         return worker.silence if worker is not None else ""
 
     @property
     def waits_for_place(self) -> str:
-        """Say what it waits for before it has its place; "" if it does not."""
+        """Why it waits for its place, or "" if it has one."""
         row = self.row
         if row is None or row.group:
             return ""
         return reason_of_wait(self._supervisor.overview(), self.key)
 
     def explain(self) -> str:
-        """Say what it waits for: its place, its devices or its start; "" if it does not wait."""
+        """Return why it waits for its place, its devices or its start, or ""."""
         row = self.row
         if row is not None and row.state == "starting" and (why := self._adapter.explain(row)):
             return f"the trainer is starting: {why}"
         return reason_of_wait(self._supervisor.overview(), self.key)
 
     async def place(self, request: WorkerRequest, run_id: str) -> None:
-        """Ask for its place, if it has none, and keep it for a run."""
+        """Ask for its place, if it has none, and hold it for a run."""
         await self._supervisor.place([request], holder=run_id)
         self._register()
 
     def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
-        """Return what to start: a process that begins with the first run that waits for it."""
+        """Describe a process that begins with the first waiting run."""
         wanting = [*self._joining, *self.runs]
         run = next((self.runs[run_id] for run_id in wanting if run_id in self.runs), self.first)
         self._began_with = run.id
@@ -161,26 +160,26 @@ class TrainerHost:
     # --- Its calls ----------------------------------------------------------------------------
 
     def was_at(self, run_id: str) -> bool:
-        """Whether a process that ended was at an operation of this run, as far as can be known."""
+        """Whether a process that ended may have worked on this run."""
         return len(self.runs) == 1 or self._calls.first == run_id
 
     def is_at_another(self, run_id: str) -> bool:
-        """Whether the process is at an operation of another run, as far as can be known."""
+        """Whether the process works on another run, by the order of the calls."""
         return self._calls.first not in ("", run_id)
 
     @property
     def patience(self) -> float:
-        """Seconds after which it is at an operation of each of its runs."""
+        """Seconds within which it comes to an operation of each of its runs."""
         return self._settings.operation_timeout * max(1, len(self.hosted))
 
     def turn(self, run_id: str, kind: Kind) -> AbstractAsyncContextManager[WorkerRow]:
-        """Have the process awake while the block runs, for an operation of a run."""
+        """Keep the process awake for the block, for an operation of a run."""
         return self.use(step=_STEPS.get(kind, ""), caller=run_id)
 
     @asynccontextmanager
     async def use(self, *, step: StepMark = "", caller: str = "") -> AsyncIterator[WorkerRow]:
-        """Have the process awake while the block runs. Raises `DevicesLost` if another one had to
-        start meanwhile, and could not."""
+        """Keep the process awake for the block. Raises `DevicesLost` if another process had to
+        start before it, and could not."""
         async with AsyncExitStack() as stack:
             using = self._supervisor.use(self.key, step=step, caller=caller)
             try:
@@ -192,9 +191,10 @@ class TrainerHost:
     # --- Its runs -----------------------------------------------------------------------------
 
     async def join(self, run: TrainingRun, *, on_exit: Callable[[str], None]) -> TrainerClient:
-        """Have the process host a run, as it is before its first operation. `on_exit` is called
-        with a sentence when the process has ended. Never called within a use. Raises
-        `WorkerStartFailed`, or as a call to a trainer."""
+        """Let the process host a run in the state before its first operation.
+
+        `on_exit` gets a sentence when the process has ended. Never call this within a use. Raises
+        `WorkerStartFailed`, and as a call to a trainer."""
         self._joining[run.id] = None
         try:
             while True:
@@ -207,7 +207,7 @@ class TrainerHost:
                 except WorkerStartFailed:
                     if self._began_with in ("", run.id):
                         raise
-                    continue  # the fault may be that of the run with which it was started
+                    continue  # its first run may be at fault
                 await self._supervisor.end_process(self.key, row.process, "its run begins anew")
         finally:
             self._joining.pop(run.id, None)
@@ -215,8 +215,8 @@ class TrainerHost:
     async def take_up(
         self, run: TrainingRun, *, on_exit: Callable[[str], None]
     ) -> TrainerClient | None:
-        """Go on with the process that an earlier gateway has left; None if there is none, or none
-        that hosts the run. Another process may have been started meanwhile, for `join`."""
+        """Continue with the process of an earlier gateway, if it hosts the run. Otherwise return
+        None, perhaps after the start of another process for `join`."""
         self._joining[run.id] = None
         try:
             async with self._supervisor.use(self.key) as row, self._changing:
@@ -231,24 +231,24 @@ class TrainerHost:
             self._joining.pop(run.id, None)
 
     async def end_process(self, client: TrainerClient, reason: str) -> None:
-        """Kill the process that a client calls, if it still runs: it is of no use to any run."""
+        """Kill the client's process, if it still runs, because it is useless."""
         await self._supervisor.end_process(self.key, client.worker.worker_id, reason)
 
     async def leave(self, run_id: str, reason: str) -> None:
-        """End what the process has of a run. After its last run, return when nothing is left of
-        it."""
+        """Remove a run from the process. After its last run, return when nothing is left of the
+        process."""
         self.runs.pop(run_id, None)
         self._told.pop(run_id, None)
         if self.runs:
             async with self._changing:
-                with suppress(WorkerUnavailable):  # it ends, and the others bring themselves back
+                with suppress(WorkerUnavailable):  # it ends, and the others restore themselves
                     await self._remove(run_id, reason)
         await self._supervisor.release(self.key, holder=run_id)
         if not self.runs:
             self._adapter.unregister(self.key)
 
     async def _look_at(self, row: WorkerRow) -> Worker:
-        """Return the process of a row, and find out which runs a new one has."""
+        """Return the process of a row. Find out the runs of a new process."""
         worker = self._adapter.require(row)
         if self._process == row.process:
             return worker
@@ -264,7 +264,8 @@ class TrainerHost:
         return worker
 
     async def _begin(self, run: TrainingRun, worker: Worker) -> bool:
-        """Let the process have a run anew. False: it has to end, since it has no other run."""
+        """Begin a run anew in the process. Return False if the process has only this run, and must
+        end for that."""
         if run.id == self._untouched:
             self._untouched = ""
             return True
@@ -276,17 +277,17 @@ class TrainerHost:
 
     async def _add(self, run: TrainingRun, worker: Worker) -> None:
         request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
-        self.hosted.add(run.id)  # it may have it though no answer comes
+        self.hosted.add(run.id)  # it may have the run even without an answer
         try:
             reply = await self._client(worker).add_run(request)
-        except WorkerDied as error:  # of the others' work
+        except WorkerDied as error:  # while it worked on another run
             raise WorkerUnavailable(error.message) from error
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         self._log.info("trainer_shared", run_id=run.id, runs=len(self.hosted))
 
     async def _remove(self, run_id: str, reason: str) -> None:
-        """Free what the process has of a run beside others."""
+        """Remove a run from a process with other runs."""
         self._supervisor.drop_step(self.key, run_id)
         worker = self.worker
         if worker is None or worker.worker_id != self._process or run_id not in self.hosted:

@@ -1,8 +1,9 @@
-"""Which runs share a trainer process. See docs/sharing.md, "LoRA runs of one base model".
+"""The trainers of all runs. LoRA runs may share one: see "Share a trainer between LoRA runs" in
+docs/sharing.md.
 
-A run that trains adapters joins a process that is there, or about to be, if it may share
-(`tandem.share`) and the process suits it: the same base model, computed in the same way, of the
-same owner, with room for one more. It then uses the engine of those that share it, too."""
+A LoRA run joins a trainer if `tandem.share` allows it and the trainer suits it. Then owner, base
+model and way of computing are equal, and there is room for one more run. The run also uses the
+trainer's engines."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import MOST_RUNS
 
 _SHARES = "fsdp2"
-"""The backend of which it is known before it starts that runs can share a trainer of it. Of others,
-a trainer that serves says it."""
+"""The backend that is known to share trainers before its first start. Trainers of other backends
+say it when they serve."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,8 +41,8 @@ class TrainerHosts:
         return self._hosts.get(key)
 
     def for_new(self, run: TrainingRun) -> TrainerHost:
-        """Return the trainer of a run that is being created: one that it shares, or its own. Raises
-        `InvalidRequest` for what no group can give."""
+        """Return the trainer of a new run: a shared one, or its own. Raises `InvalidRequest` if no
+        group can have it."""
         sampler = self._sampler_of(run) if run.asks.sampler else ""
         engines = self._engines(run, sampler)
         request = self._request(run, key=run.id, engines=engines)
@@ -56,7 +57,7 @@ class TrainerHosts:
         return self._made(run.id, run, sampler)
 
     def for_left(self, run: TrainingRun, *, key: str) -> TrainerHost:
-        """Return the trainer of a run of an earlier gateway, which has the row of this key."""
+        """Return the trainer with this key, for a run of an earlier gateway."""
         if (host := self._hosts.get(key)) is not None:
             host.runs[run.id] = run
         else:
@@ -71,7 +72,7 @@ class TrainerHosts:
         return host
 
     async def place(self, run: TrainingRun, host: TrainerHost) -> None:
-        """Ask for the places of a run's trainer and of the engines that will serve it."""
+        """Ask for the places of a run's trainer and its engines."""
         engines = self._engines(run, host.sampler)
         if engines:
             await self.supervisor.place(engines, holder=host.sampler)
@@ -79,7 +80,7 @@ class TrainerHosts:
         await host.place(request, run.id)
 
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        """As `TrainerHost.leave`; nobody joins it any more if this is the last run."""
+        """As `TrainerHost.leave`. After its last run, nobody can join the trainer."""
         host.runs.pop(run_id, None)
         if not host.runs:
             self._hosts.pop(host.key, None)
@@ -146,8 +147,8 @@ class TrainerHosts:
         )
 
     def _samples_for(self, host: TrainerHost, run: TrainingRun) -> bool:
-        """Whether the engine of those that share the trainer can serve another one's adapters: it
-        is kept for them, has room for their rank, and nobody loads all weights into it."""
+        """Whether the trainer's engines can serve this run's adapters. They need room for the rank,
+        and no run may load all weights into them."""
         alone = all(
             other.first.training.lora is not None
             for other in self._hosts.values()
