@@ -213,7 +213,7 @@ class Gateway:
             ),
             free_on_disk=partial(free_on_disk, settings),
         )
-        requests = RequestMaker(settings=settings, groups=self.groups)
+        requests = RequestMaker(settings=settings, groups=self.groups, prepare=launcher.prepare)
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"
         )

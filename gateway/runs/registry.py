@@ -189,12 +189,10 @@ class RunRegistry:
                 user_metadata,
                 session.user_metadata,
                 model=model.name,
-                model_path=model.path,
                 settings=self.settings,
                 groups=self.groups(),
                 admin=admin,
                 training=training,
-                max_lora_rank=training.rank,
             )
             _check_divided(config, model.name, ranks=asks.tensor_parallel)
             _check_sharded(config, model.name, asks)

@@ -14,12 +14,12 @@ from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas, overloaded
-from gateway.owners.sessions.registry import SessionRegistry
+from gateway.owners.sessions.registry import Session, SessionRegistry
 from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
-from gateway.workers.asks import Asks, asks_of, sampled_on_cpu, settled_asks
+from gateway.workers.asks import Asks, asks_of, sampled_on_cpu
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.model_sizes import read_ahead
 from gateway.workers.processes import Processes
@@ -146,7 +146,7 @@ class SamplerRouter:
         kept: str = "",
     ) -> Sampler:
         """Do as `get`, or create a sampler. Its engine starts on demand. Raises `LimitExceeded`,
-        `SessionFinished`, and as `check_model` and `settled_asks`."""
+        `SessionFinished`, and as `check_model`."""
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -171,15 +171,7 @@ class SamplerRouter:
         model = next((each for each in self.models.all() if each.name == model_name), None)
         if model is None:
             return
-        asks = asks_of(
-            None,
-            session.user_metadata,
-            model=model_name,
-            settings=self.settings,
-            groups=self.requests.groups(),
-            admin=True,  # checked when the session was created
-            trains=False,
-        )
+        asks = self._asks_of(session, model_name)
         if not sampled_on_cpu(asks, self.requests.groups()):
             return
         config: Mapping[str, object] = {}
@@ -328,16 +320,7 @@ class SamplerRouter:
         """Create a sampler for its session, or for `user` if that has ended. If `limited`, raises
         `LimitExceeded` above the owner's number of engines."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
-        asks = settled_asks(
-            None,
-            session.user_metadata,
-            model=model.name,
-            model_path=model.path,
-            settings=self.settings,
-            groups=self.requests.groups(),
-            admin=True,  # checked when the session was created
-            max_lora_rank=key.max_lora_rank,
-        )
+        asks = self._asks_of(session, model.name)
         # A run of the session may have asked for more, or the sampler was scaled.
         replicas = self._replicas_of(str(key), asked=asks.replicas)
         requests = partial(self.engine_requests, str(key), asks, owner=session.owner, model=model)
@@ -374,6 +357,17 @@ class SamplerRouter:
         )
         sampler.replicas.resize(replicas)
         return sampler
+
+    def _asks_of(self, session: Session, model_name: str) -> Asks:
+        return asks_of(
+            None,
+            session.user_metadata,
+            model=model_name,
+            settings=self.settings,
+            groups=self.requests.groups(),
+            admin=True,  # checked when the session was created
+            trains=False,
+        )
 
     def _check_engines(self, owner: str, *, adding: int) -> None:
         theirs = (each for each in self._samplers.values() if each.owner == owner)

@@ -7,19 +7,17 @@ the run is created."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.launchers.kubernetes.resources import most_memory
 from gateway.workers.requests import Kind
 from tandem.errors import InvalidRequest, PermissionDenied
-from tandem.protocol.worker import Layout, TrainingSpec, WorkerSpec
+from tandem.protocol.worker import Layout, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import Share
-from tandem.settings.workers import SamplerSettings, TrainerSettings
+from tandem.settings.workers import TrainerSettings
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
@@ -243,33 +241,14 @@ def settled_asks(
     session: Mapping[str, object] | None,
     *,
     model: str,
-    model_path: str,
     settings: GatewaySettings,
     groups: Sequence[WorkerGroup],
     admin: bool,
-    training: TrainingSpec | None = None,
-    max_lora_rank: int = 0,
+    training: TrainingSpec,
 ) -> Asks:
-    """Return as `asks_of`, with the memory that pods will request. Without `training`, the asks are
-    for a sampler alone. Call `read_ahead` for the model before."""
-    asks = asks_of(
-        run,
-        session,
-        model=model,
-        settings=settings,
-        groups=groups,
-        admin=admin,
-        trains=training is not None,
-    )
-    if training is not None:
-        asks = _with_what_applies(asks, training, run)
-    return with_pod_memory(
-        asks,
-        model_path=model_path,
-        settings=settings,
-        training=training and asks.training(training),
-        max_lora_rank=max_lora_rank,
-    )
+    """Return the asks of a run, without wishes that do not apply to its training."""
+    asks = asks_of(run, session, model=model, settings=settings, groups=groups, admin=admin)
+    return _with_what_applies(asks, training, run)
 
 
 def _with_what_applies(
@@ -302,43 +281,6 @@ def _with_what_applies(
                 f"AdamW, and this one trains {trained}: its states are in float32 on the device"
             )
     return plain
-
-
-def with_pod_memory(
-    asks: Asks,
-    *,
-    model_path: str,
-    settings: GatewaySettings,
-    training: TrainingSpec | None = None,
-    max_lora_rank: int = 0,
-) -> Asks:
-    """Return the asks with the memory that pods will request, so that places count it.
-
-    Where workers are no pods, the asks stay as they are. Raises `InvalidRequest` for a model of
-    unknown size."""
-    if settings.launcher != "kubernetes":
-        return asks
-    about = {"model_name": Path(model_path).name, "model_path": model_path}
-    about |= {"worker_id": "", "session_id": "", "secret": ""}
-    trainer = WorkerSpec(
-        kind="trainer",
-        training=training,
-        trainer=asks.trainer_settings(settings),
-        host_memory=asks.host_memory,
-        **about,
-    )
-    sampler = WorkerSpec(
-        kind="sampler",
-        sampler=SamplerSettings.of(settings.sampler).model_copy(
-            update={"max_lora_rank": max_lora_rank, "ranks": asks.sampler_ranks}
-        ),
-        host_memory=asks.sampler_host_memory,
-        **about,
-    )
-    update = {"sampler_host_memory": most_memory(sampler, settings, group=asks.sampler_group)}
-    if training is not None:
-        update["host_memory"] = most_memory(trainer, settings, group=asks.group)
-    return asks.model_copy(update=update)
 
 
 def check_defaults(settings: GatewaySettings, groups: Sequence[WorkerGroup]) -> None:

@@ -105,10 +105,10 @@ def _of_pools(settings: GatewaySettings) -> tuple[WorkerGroup, ...]:
                 "TANDEM_KUBERNETES_PLACEMENT=strict keeps them on nodes of their own: make a pool "
                 "for each, or set it to shared"
             )
-    return tuple(_claim(pool, number) for pool in pools for number in range(pool.claims))
+    return tuple(group_of_claim(pool, number) for pool in pools for number in range(pool.claims))
 
 
-def _claim(pool: ClaimPoolSettings, number: int) -> WorkerGroup:
+def group_of_claim(pool: ClaimPoolSettings, number: int) -> WorkerGroup:
     # A pod sees no other devices than those of its claim, and numbers them anew.
     numbered = (str(Device("cuda", cuda=str(index))) for index in range(pool.devices))
     return WorkerGroup(

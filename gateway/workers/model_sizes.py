@@ -21,8 +21,8 @@ _read: dict[Path, ModelSize | str] = {}
 
 
 def known_size(path: Path) -> ModelSize:
-    """Return a model's size after `read_ahead`. Raises `InvalidRequest` or `KeyError`."""
-    known = _read[path]
+    """Return a model's size after `read_ahead`. Raises `InvalidRequest`."""
+    known = _read.get(path, f"the size of the model {path.name} is not known")
     if isinstance(known, str):
         raise InvalidRequest(known)
     return known

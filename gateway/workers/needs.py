@@ -19,11 +19,14 @@ estimates."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
 from tandem.backends.memory import PLAIN_TOKENS, SPARE, ModelSize, TrainerMemory, compute_width
+from tandem.errors import InvalidRequest
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
@@ -211,7 +214,7 @@ def trainer_needs(
         gpu=not group.on_host,
         ranks=trainer.ranks // nodes,
         nodes=nodes,
-        sleeps=False,
+        sleeps=group.leased,
         snapshots=snapshots,
         runs=runs,
     )
@@ -224,10 +227,28 @@ def engine_needs(model: ModelSize, *, group: WorkerGroup, sampler: SamplerSettin
         model=model,
         sampler=sampler,
         gpu=not group.on_host,
-        sleeps=False,
+        sleeps=group.leased,
         capacity=group.device_bytes,
     )
     return _counted(needs.needs, group)
+
+
+Prepare: TypeAlias = Callable[[WorkerRequest, Callable[[], Needs]], WorkerRequest]
+"""Gives a request the bytes of its worker. The function returns the needs on the largest group. It
+raises `InvalidRequest` for a model of unknown size."""
+
+
+def with_needs(request: WorkerRequest, needs: Callable[[], Needs]) -> WorkerRequest:
+    """Implements `Prepare` for processes. A model of unknown size has unknown needs."""
+    try:
+        found = needs()
+    except InvalidRequest:
+        return request
+    return replace(
+        request,
+        device_bytes=request.device_bytes or found.device_bytes,
+        host_bytes=request.host_bytes or found.host_bytes,
+    )
 
 
 def engine_share(group: WorkerGroup, request: WorkerRequest) -> int:
@@ -245,8 +266,8 @@ def engine_share(group: WorkerGroup, request: WorkerRequest) -> int:
 
 def _counted(needs: Needs, group: WorkerGroup) -> Needs:
     """Drop the host bytes where workers take turns. A sleeper's state can go to disk there, so host
-    memory bounds its sleep and not its place."""
-    return Needs(device_bytes=needs.device_bytes) if group.leased else needs
+    memory bounds its sleep and not its place. A pod requests all its memory."""
+    return needs if group.pool or not group.leased else Needs(device_bytes=needs.device_bytes)
 
 
 def _width(dtype: str, *, gpu: bool) -> int:

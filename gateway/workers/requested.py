@@ -1,20 +1,19 @@
 """The requests of runs and samplers: their asks, and the needs of their models.
 
-Explicit bytes count. Otherwise they follow from the headers of the model
-(`gateway.workers.needs`). A model with unreadable headers has unknown needs."""
+Explicit bytes count. Otherwise the launcher prepares them, from the headers of the model
+(`gateway.workers.needs`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gateway.workers.asks import Asks
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import known_size
-from gateway.workers.needs import Needs, engine_needs, trainer_needs
+from gateway.workers.needs import Needs, Prepare, engine_needs, trainer_needs
 from gateway.workers.requests import WorkerRequest
 from tandem.backends.memory import ModelSize
-from tandem.errors import InvalidRequest
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import MOST_RUNS
@@ -34,10 +33,12 @@ def sampler_of(key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMaker:
-    """Makes requests for workers. `groups` returns the groups of the gateway."""
+    """Makes requests for workers. `groups` returns the groups of the gateway. `prepare` is the
+    launcher's."""
 
     settings: GatewaySettings
     groups: Callable[[], Sequence[WorkerGroup]]
+    prepare: Prepare
 
     def trainer(
         self,
@@ -117,20 +118,11 @@ class RequestMaker:
     def _with_needs(
         self, request: WorkerRequest, needs_on: Callable[[WorkerGroup, ModelSize], Needs]
     ) -> WorkerRequest:
-        """Return the request with needs that cover each of its groups. Requests for pods have
-        theirs already."""
-        if self.settings.launcher == "kubernetes":
-            return request
-        try:
-            size = known_size(self.settings.data_dir / request.model)
-        except (InvalidRequest, KeyError):
-            return request
-        needs = Needs()
-        for group in self.groups():
-            if group.suits(request):
-                needs = needs.or_more(needs_on(group, size))
-        return replace(
-            request,
-            device_bytes=request.device_bytes or needs.device_bytes,
-            host_bytes=request.host_bytes or needs.host_bytes,
-        )
+        def needs() -> Needs:
+            size, found = known_size(self.settings.data_dir / request.model), Needs()
+            for group in self.groups():
+                if group.suits(request):
+                    found = found.or_more(needs_on(group, size))
+            return found
+
+        return self.prepare(request, needs)

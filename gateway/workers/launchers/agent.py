@@ -15,6 +15,7 @@ import grpc.aio
 
 from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
+from gateway.workers.needs import with_needs
 from tandem.agent.address import agent_address, socket_path
 from tandem.agent.host import Accelerator, Host
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
@@ -66,6 +67,8 @@ class AgentLauncher:
     epoch: Epoch
     address: str = ""
     authority: Authority | None = None
+
+    prepare = staticmethod(with_needs)
 
     def __post_init__(self) -> None:
         self._starting: set[str] = set()

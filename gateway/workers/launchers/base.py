@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from gateway.workers.needs import Needs
+from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
 from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
@@ -18,6 +20,11 @@ class Launcher(Protocol):
     @property
     def reports(self) -> bool:
         """Whether exits would be reported now."""
+        ...
+
+    def prepare(self, request: WorkerRequest, needs: Callable[[], Needs], /) -> WorkerRequest:
+        """Return the request with the bytes of its worker, as `Prepare`. Raises `InvalidRequest` if
+        the launcher cannot start a worker of unknown needs."""
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:

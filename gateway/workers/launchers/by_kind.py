@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from gateway.workers.launchers.agent import AgentLauncher
+from gateway.workers.needs import with_needs
 from tandem.agent.host import Host
 from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
@@ -17,6 +18,8 @@ class LauncherByKind:
     """Implements `Launcher` with one launcher per kind of worker."""
 
     by_kind: Mapping[WorkerKind, AgentLauncher]
+
+    prepare = staticmethod(with_needs)
 
     @property
     def reports(self) -> bool:

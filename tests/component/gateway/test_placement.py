@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import tinker
 from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.kubernetes.resources import pod_request
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout
+from tandem.settings.cluster import ClaimPoolSettings
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import running_gateway, settings_for
 from tests.support.model_files import write_weights
@@ -272,8 +275,9 @@ def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_pat
     monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
     pool = {"name": "cpu", "roles": ["trainer", "sampler"], "claims": 2, "awake": 0}
     gib = 2**30
-    pools = [pool | {"node_memory_bytes": 16 * gib}]
-    with start(groups=[], claim_pools=pools) as gate, gate.http() as client:
+    pools = [ClaimPoolSettings(**pool, node_memory_bytes=16 * gib)]
+    launcher = FakeLauncher(prepare=partial(pod_request, pools=pools))
+    with start(groups=[], claim_pools=pools, launcher=launcher) as gate, gate.http() as client:
         session = gate.session_id()
         (tmp_path / "tiny" / "model.safetensors").unlink()
         refused = create(client, session)

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.workers.needs import Prepare, with_needs
 from tandem.agent.host import Host
 from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
 from tandem.protocol.epoch import EpochInterceptor
@@ -56,7 +57,9 @@ class FakeLauncher:
         trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer,
         *,
         host: Host = HOST,
+        prepare: Prepare = with_needs,
     ) -> None:
+        self.prepare = prepare
         self._trainer = trainer
         self._host = host
         self.specs: list[WorkerSpec] = []

@@ -27,6 +27,7 @@ from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.needs import with_needs
 from gateway.workers.placing import ENGINE_QUANTUM
 from gateway.workers.processes import Processes
 from gateway.workers.requested import RequestMaker, engine_key
@@ -143,7 +144,9 @@ class World:
         budgets = budgets_of(self.settings, HOST)
         starts = self.starts or budgets.starts
         self.supervisor.declare(self.groups, replace(budgets, starts=starts))
-        requests = RequestMaker(settings=self.settings, groups=lambda: tuple(self.groups))
+        requests = RequestMaker(
+            settings=self.settings, groups=lambda: tuple(self.groups), prepare=with_needs
+        )
         self.router = SamplerRouter(
             settings=self.settings,
             supervisor=self.supervisor,

@@ -75,7 +75,7 @@ class PlainMaker:
     async def find_owner(self, api) -> None:
         self.owner = (await api.read(DEPLOYMENTS, "tandem"))["metadata"]["uid"]
 
-    async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
+    def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
         name = spec.worker_id
         labels = {WORKER: name, GROUP: spec.group}
         data = base64.b64encode(spec.model_dump_json().encode()).decode()

@@ -247,7 +247,6 @@ def settled(run, session, training: TrainingSpec):
         run,
         session,
         model="tiny",
-        model_path="tiny",
         settings=SETTINGS,
         groups=GROUPS,
         admin=False,

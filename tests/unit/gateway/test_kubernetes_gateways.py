@@ -114,7 +114,7 @@ async def test_what_a_superseded_gateway_makes_late_is_deleted_and_it_touches_no
     await second.open()
     await second.run("trainer-s-2-0")
     await until(lambda: first.superseded)
-    _, late = await first.maker.make(spec("trainer-s-1-0"))
+    _, late = first.maker.make(spec("trainer-s-1-0"))
     cluster.put("secrets", late.secret)
     cluster.put("pods", {**late.pods[0], "status": {"phase": "Pending"}})
     await until(lambda: cluster.owned()["pods"] == ["trainer-s-2-0"])
@@ -130,7 +130,7 @@ def test_what_an_earlier_gateway_made_late_is_not_taken_for_the_own(left):
     async def test(cluster):
         first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
         await second.open()
-        _, late = await first.maker.make(spec(NAME))
+        _, late = first.maker.make(spec(NAME))
         second.launcher._reconciler.sweeps = False
         bodies = {"secrets": late.secret, "pods": late.pods[0]}
         for plural in left:

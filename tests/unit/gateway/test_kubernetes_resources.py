@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from gateway.workers.asks import Asks, with_pod_memory
-from gateway.workers.launchers.kubernetes.resources import resources_of, table
+from gateway.workers.asks import Asks
+from gateway.workers.declared_groups import group_of_claim, groups_of
+from gateway.workers.launchers.kubernetes.resources import pod_request, resources_of, table
 from gateway.workers.model_sizes import known_size, read_ahead, read_size
+from gateway.workers.needs import Needs, engine_needs, trainer_needs
+from gateway.workers.requested import RequestMaker
+from gateway.workers.requests import WorkerRequest
+from tandem.agent.host import Host
 from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec, WorkerSpec
@@ -45,8 +50,37 @@ def a_pool(**changes: object) -> ClaimPoolSettings:
     return ClaimPoolSettings.model_validate(about | changes)
 
 
-def requested(kind="trainer", model: ModelSize | None = LARGE, *, pool=None, **changes):
-    ranks, settings = changes.pop("ranks", 1), changes.pop("settings", GatewaySettings())
+def requested(
+    kind="trainer",
+    model: ModelSize | None = LARGE,
+    *,
+    pool=None,
+    ranks=1,
+    trainer=None,
+    training=None,
+    sampler=None,
+    host_memory=0,
+    settings=None,
+):
+    """Return what the pods of a worker request, whose user said `host_memory`, or nothing."""
+    pool, settings = pool or a_pool(), settings or GatewaySettings()
+    group = group_of_claim(pool, 0)
+    trainer = trainer or TrainerSettings(ranks=ranks)
+    sampler = sampler or SamplerSettings()
+
+    def needs() -> Needs:
+        assert model is not None
+        if kind == "sampler":
+            return engine_needs(model, group=group, sampler=sampler)
+        return trainer_needs(
+            model,
+            group=group,
+            trainer=trainer,
+            training=training or TrainingSpec(),
+            snapshots=settings.recovery_enabled,
+            runs=8,
+        )
+
     spec = WorkerSpec(
         worker_id="w",
         kind=kind,
@@ -54,9 +88,20 @@ def requested(kind="trainer", model: ModelSize | None = LARGE, *, pool=None, **c
         model_name="m",
         model_path="m",
         session_id="s",
-        **{"trainer": TrainerSettings(ranks=ranks)} | changes,
+        trainer=trainer if kind == "trainer" else None,
+        sampler=sampler if kind == "sampler" else None,
     )
-    return resources_of(spec, model, pool=pool or a_pool(), settings=settings)
+    request = WorkerRequest(
+        key="w",
+        kind="trainer" if kind == "trainer" else "engine",
+        owner="",
+        session="s",
+        ranks=trainer.ranks if kind == "trainer" else sampler.ranks,
+        host_bytes=host_memory,
+    )
+    memory = pod_request(request, needs, [pool]).host_bytes
+    spec = spec.model_copy(update={"host_memory": memory})
+    return resources_of(spec, pool=pool, settings=settings)
 
 
 def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
@@ -149,20 +194,6 @@ def test_an_engine_on_several_devices_has_a_process_and_shared_memory_for_each()
     assert on(2, device_class="").memory - on(1, device_class="").memory > cache
 
 
-def test_what_a_run_asks_for_its_engines_is_counted_for_each_of_their_devices(tmp_path):
-    def memory(sampler_ranks: int) -> int:
-        pool = a_pool(roles=["sampler"], devices=4)
-        settings = GatewaySettings(launcher="kubernetes", data_dir=tmp_path, claim_pools=[pool])
-        asks = Asks(sampler_ranks=sampler_ranks)
-        return with_pod_memory(asks, model_path="", settings=settings).sampler_host_memory
-
-    a_model(tmp_path, weight=[3, 5])
-    read_size(tmp_path)
-    asyncio.run(read_ahead("", GatewaySettings(launcher="kubernetes", data_dir=tmp_path)))
-    assert 0 < memory(1) < memory(2)
-    assert memory(8) == 0, "no pool has a node with so many"
-
-
 def test_what_a_session_says_counts_instead():
     assert requested(host_memory=3 * GIB).memory == 3 * GIB
     assert requested("sampler", None, host_memory=3 * GIB).memory == 3 * GIB
@@ -235,25 +266,34 @@ def pods(*pools: dict[str, object], **settings: object) -> GatewaySettings:
     return GatewaySettings(launcher="kubernetes", claim_pools=list(pools), **settings)
 
 
-def test_what_nobody_said_of_a_run_is_what_its_pods_will_request(tmp_path):
-    path = str(a_model(tmp_path, weight=[4096, 4096]))
-    cpus = {"name": "cpu", "roles": ["trainer", "sampler"]}
+def test_the_request_of_a_run_that_says_nothing_covers_each_group_that_it_may_get(tmp_path):
+    path = a_model(tmp_path, weight=[4096, 4096])
+    cpus = {"name": "cpu", "roles": ["trainer", "sampler"], "devices": 4}
     gpus = cpus | {"name": "gpu", "device_class": "gpu.nvidia.com"}
-    settings = pods(cpus, gpus)
-    about = {"model_path": path, "settings": settings, "training": TrainingSpec()}
-    read_size(Path(path))
-    any_pool = with_pod_memory(Asks(), **about)
-    on_cpus = with_pod_memory(Asks(group="cpu-0", sampler_group="cpu"), **about)
-    assert any_pool.host_memory > on_cpus.host_memory > 0
-    assert any_pool.sampler_host_memory > on_cpus.sampler_host_memory > 0
-    said = with_pod_memory(Asks(host_memory=GIB), **about)
-    assert said.host_memory == GIB
-    assert said.sampler_host_memory == any_pool.sampler_host_memory
+    settings = pods(cpus, gpus, kubernetes={"placement": "shared"})
+    host = Host("cluster", cores=(), memory_bytes=0)
+    maker = RequestMaker(
+        settings=settings,
+        groups=lambda: groups_of(settings, host),
+        prepare=partial(pod_request, pools=settings.claim_pools),
+    )
+    about = {"key": "", "owner": "", "session": "", "model": str(path)}
 
+    def of_trainer(**asks) -> int:
+        made = maker.trainer(**about, asks=Asks(**asks), training=TrainingSpec(), engines=())
+        return made.host_bytes
 
-def test_workers_of_an_agent_are_asked_for_as_before(tmp_path):
-    asks = Asks()
-    assert with_pod_memory(asks, model_path=str(tmp_path), settings=GatewaySettings()) is asks
+    def of_engine(**asks) -> int:
+        return maker.engine(**about, sampler="", asks=Asks(**asks), max_lora_rank=0).host_bytes
+
+    with pytest.raises(InvalidRequest, match=r"the size of the model .* is not known"):
+        of_trainer()
+    read_size(path)
+    assert of_trainer() > of_trainer(group="cpu-0") > 0
+    assert of_engine() > of_engine(sampler_group="cpu") > 0
+    assert of_engine() < of_engine(sampler_ranks=2)
+    assert of_trainer(host_memory=GIB) == GIB
+    assert of_engine(host_memory=GIB) == of_engine()
 
 
 def test_the_table_has_each_worker_of_each_pool(tmp_path):

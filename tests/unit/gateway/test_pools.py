@@ -267,7 +267,7 @@ class Experiment:
             spec,
             pool=pool,
             template=read_templates(settings.kubernetes)[role],
-            resources=resources_of(spec, None, pool=pool, settings=settings),
+            resources=resources_of(spec, pool=pool, settings=settings),
             home=Home(settings=settings.kubernetes, namespace="n", volume=Path("/data"), epoch=1),
         )
         claims = {each["metadata"]["name"]: pool.devices for each in objects.claims}

@@ -12,6 +12,7 @@ import pytest
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.workers.asks import Asks
+from gateway.workers.needs import with_needs
 from gateway.workers.requested import RequestMaker
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import LoraSpec, TrainingSpec
@@ -64,7 +65,9 @@ class World:
             settings=self.settings,
             supervisor=self.places.supervisor,
             adapter=adapter,
-            requests=RequestMaker(settings=self.settings, groups=lambda: tuple(found)),
+            requests=RequestMaker(
+                settings=self.settings, groups=lambda: tuple(found), prepare=with_needs
+            ),
             samplers=samplers,
         )
         return self

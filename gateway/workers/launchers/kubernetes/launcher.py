@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,11 @@ from gateway.workers.launchers.kubernetes.objects import LIFELINE, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
+from gateway.workers.launchers.kubernetes.resources import pod_request
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, PodWorker
+from gateway.workers.needs import Needs
+from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
 from tandem.agent.worker_process import wait_until_serving
 from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
@@ -110,19 +113,16 @@ class KubernetesLauncher:
     def reports(self) -> bool:
         return self._reconciler.current and not self._api.trouble
 
+    def prepare(self, request: WorkerRequest, needs: Callable[[], Needs], /) -> WorkerRequest:
+        return pod_request(request, needs, self._maker.settings.claim_pools)
+
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
         if spec.worker_id in self._reconciler.workers:
             raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
         self._open()
-        try:
-            completed, objects = await self._maker.make(spec)
-        except InvalidRequest as error:
-            raise WorkerStartFailed(
-                f"the {spec.kind} cannot be started: {error.message}"
-            ) from error
-        worker = self._reconciler.want(completed, objects)
+        worker = self._reconciler.want(*self._maker.make(spec))
         await self._until(worker, worker.running)
         self._log.info("worker_started", worker_id=spec.worker_id, session_id=spec.session_id)
         return worker.running.result()

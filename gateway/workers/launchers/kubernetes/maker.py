@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
@@ -19,7 +18,6 @@ from gateway.workers.launchers.kubernetes.objects import (
 )
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
-from gateway.workers.model_sizes import read_size
 from tandem.errors import WorkerStartFailed, unusable_directory
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
@@ -55,14 +53,10 @@ class WorkerMaker:
             return
         self.home = replace(self.home, owner=deployment["metadata"]["uid"])
 
-    async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
-        """Return a worker's specification and objects. Raises `InvalidRequest` for a model of
-        unknown size."""
+    def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
+        """Return a worker's specification and objects."""
         pool = self._pool_of(spec.group)
-        size = None
-        if not spec.host_memory:
-            size = await asyncio.to_thread(read_size, self.settings.data_dir / spec.model_path)
-        resources = resources_of(spec, size, pool=pool, settings=self.settings)
+        resources = resources_of(spec, pool=pool, settings=self.settings)
         certificate = self.authority.issue(spec.worker_id)
         spec = spec_of_pod(spec, pool=pool, home=self.home, tls=certificate)
         template = self._templates[spec.kind]

@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from gateway.workers.model_sizes import known_size, read_size
-from gateway.workers.needs import EngineNeeds, TrainerNeeds
-from tandem.backends.memory import ModelSize
-from tandem.errors import InvalidRequest, TandemError
+from gateway.workers.asks import default_asks
+from gateway.workers.declared_groups import group_of_claim
+from gateway.workers.model_sizes import read_size
+from gateway.workers.needs import Needs
+from gateway.workers.requested import RequestMaker
+from gateway.workers.requests import WorkerRequest
+from tandem.errors import TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
 from tandem.settings.gateway import GatewaySettings
-from tandem.settings.sharing import MOST_RUNS
-from tandem.settings.workers import SamplerSettings, TrainerSettings
+from tandem.settings.workers import SamplerSettings
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -40,75 +43,35 @@ class PodResources:
     ephemeral: int
 
 
+def pod_request(
+    request: WorkerRequest, needs: Callable[[], Needs], pools: Sequence[ClaimPoolSettings]
+) -> WorkerRequest:
+    """Return the request with the memory of its pods, which the scheduler must know. Raises
+    `InvalidRequest` for a model of unknown size."""
+    if request.host_bytes:
+        return request
+    ranks = min(request.ranks, max(pool.devices for pool in pools))
+    return replace(request, host_bytes=needs().host_bytes + _shared_memory(ranks))
+
+
 def resources_of(
-    spec: WorkerSpec, model: ModelSize | None, *, pool: ClaimPoolSettings, settings: GatewaySettings
+    spec: WorkerSpec, *, pool: ClaimPoolSettings, settings: GatewaySettings
 ) -> PodResources:
-    """Return the requests of each pod. Without a `model`, `spec` must contain the memory."""
-    said = spec.host_memory
-    if spec.kind == "trainer":
-        trainer = spec.trainer or TrainerSettings.of(settings.trainer)
-        nodes = math.ceil(trainer.ranks / pool.devices)
-        ranks = trainer.ranks // nodes
-        memory = (
-            said
-            or TrainerNeeds(
-                model=_known(model, spec),
-                trainer=trainer,
-                training=spec.training or TrainingSpec(),
-                gpu=pool.has_gpus,
-                ranks=ranks,
-                nodes=nodes,
-                sleeps=pool.awake > 0,
-                snapshots=settings.recovery_enabled,
-                runs=MOST_RUNS if settings.sharing.lora_runs != "never" else 1,
-            ).host_bytes
-        )
+    """Return the requests of each pod of a worker."""
+    if spec.trainer is not None:
+        ranks = spec.trainer.ranks // math.ceil(spec.trainer.ranks / pool.devices)
     else:
-        sampler = spec.sampler or SamplerSettings.of(settings.sampler)
-        ranks = sampler.ranks
-        memory = (
-            said
-            or EngineNeeds(
-                model=_known(model, spec),
-                sampler=sampler,
-                gpu=pool.has_gpus,
-                sleeps=pool.awake > 0,
-            ).host_bytes
-        )
-    shared = _SHARED + (_SHARED_OF_RANK * ranks if ranks > 1 else 0)
+        ranks = spec.sampler.ranks if spec.sampler is not None else 1
     return PodResources(
         cpu=_cores(settings.kubernetes.cpus * ranks),
-        memory=memory if said else memory + shared,
-        shared_memory=min(shared, memory),
+        memory=spec.host_memory,
+        shared_memory=min(_shared_memory(ranks), spec.host_memory),
         ephemeral=_GPU_FILES if pool.has_gpus else _CPU_FILES,
     )
 
 
-def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
-    """Return the largest memory request of a worker's pod on its possible pools, or 0. Requires
-    `read_ahead`. Raises `InvalidRequest`."""
-    if spec.host_memory:
-        return spec.host_memory
-    model = known_size(settings.data_dir / spec.model_path)
-    trainer, sampler = (
-        spec.trainer or TrainerSettings.of(settings.trainer),
-        spec.sampler or SamplerSettings.of(settings.sampler),
-    )
-    ranks = trainer.ranks if spec.kind == "trainer" else sampler.ranks
-    requested = (
-        resources_of(spec, model, pool=pool, settings=settings).memory
-        for pool in settings.claim_pools
-        if spec.kind in pool.roles
-        and group in ("", pool.name, *(f"{pool.name}-{n}" for n in range(pool.claims)))
-        and ranks <= pool.devices * pool.nodes
-    )
-    return max(requested, default=0)
-
-
-def _known(model: ModelSize | None, spec: WorkerSpec) -> ModelSize:
-    if model is None:
-        raise InvalidRequest(f"the size of the model {spec.model_name} is not known")
-    return model
+def _shared_memory(ranks: int) -> int:
+    return _SHARED + (_SHARED_OF_RANK * ranks if ranks > 1 else 0)
 
 
 def _cores(count: float) -> str:
@@ -122,27 +85,51 @@ def _cores(count: float) -> str:
 def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
     """Return the requests of a model's default workers in each pool. Without pools, assume one
     without devices. Raises `InvalidRequest`."""
-    model = read_size(path)
+    read_size(path)
     rows: list[dict[str, object]] = []
     default = ClaimPoolSettings(name="cpu", roles=["trainer", "sampler"])
     for pool in settings.claim_pools or [default]:
-        for about, spec in _examples(path, settings):
+        for about, spec in _examples(path, settings, pool):
             if spec.kind in pool.roles:
-                resources = resources_of(spec, model, pool=pool, settings=settings)
+                resources = resources_of(spec, pool=pool, settings=settings)
                 rows.append({"pool": pool.name, "worker": about, **asdict(resources)})
     return rows
 
 
-def _examples(path: Path, settings: GatewaySettings) -> Iterator[tuple[str, WorkerSpec]]:
-    common = {"secret": "", "model_name": path.name, "model_path": str(path), "session_id": ""}
-    lora, ranks = LoraSpec(), settings.trainer.ranks
-    trainer = f"trainer with {ranks} rank{'' if ranks == 1 else 's'}"
-    for about, training in (
-        (f"{trainer}, of all parameters", TrainingSpec()),
-        (f"{trainer}, of adapters of rank {lora.rank}", TrainingSpec(lora=lora)),
+def _examples(
+    path: Path, settings: GatewaySettings, pool: ClaimPoolSettings
+) -> Iterator[tuple[str, WorkerSpec]]:
+    asks, group = default_asks(settings), group_of_claim(pool, 0)
+    maker = RequestMaker(
+        settings=settings, groups=lambda: (group,), prepare=partial(pod_request, pools=[pool])
+    )
+    about: dict[str, str] = {"key": "", "owner": "", "session": "", "model": str(path)}
+    spec = WorkerSpec(
+        worker_id="",
+        kind="trainer",
+        secret="",
+        model_name=path.name,
+        model_path=str(path),
+        session_id="",
+        trainer=asks.trainer_settings(settings),
+    )
+    lora = LoraSpec()
+    ranks = f"{asks.ranks} rank{'' if asks.ranks == 1 else 's'}"
+    for trained, training in (
+        ("all parameters", TrainingSpec()),
+        (f"adapters of rank {lora.rank}", TrainingSpec(lora=lora)),
     ):
-        yield about, WorkerSpec(worker_id="", kind="trainer", training=training, **common)
-    yield "sampler", WorkerSpec(worker_id="", kind="sampler", **common)
+        request = maker.trainer(**about, asks=asks, training=training, engines=())
+        memory = {"host_memory": request.host_bytes}
+        yield f"trainer with {ranks}, of {trained}", spec.model_copy(update=memory)
+    request = maker.engine(**about, sampler="", asks=asks, max_lora_rank=0)
+    sampler: dict[str, object] = {
+        "kind": "sampler",
+        "trainer": None,
+        "sampler": SamplerSettings.of(settings.sampler),
+        "host_memory": request.host_bytes,
+    }
+    yield "sampler", spec.model_copy(update=sampler)
 
 
 def main() -> int:
