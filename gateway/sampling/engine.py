@@ -1,9 +1,9 @@
 """An engine of a sampler, from its start to its end.
 
 The supervisor starts, wakes and ends its process (`gateway.workers`). The engine describes the
-process and knows its weights. It starts with the first request, or was started by an earlier
-gateway. It holds nothing that cannot be loaded again. One that dies is started again while requests
-need it. The `Sampler` decides which engine gets a request."""
+process and knows its weights. It starts with the first request, or an earlier gateway started it.
+All its state can be loaded again. If it dies while requests need it, it starts again. The `Sampler`
+chooses the engine of a request."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
-"""`idle`: it starts with the next request. `queued`: it waits for its place, or for its start."""
+"""An `idle` engine starts with the next request. A `queued` one waits for its place or start."""
 
 _Reply = TypeVar("_Reply")
 
 
 class EngineLost(Exception):
-    """The engine ended while its devices were waited for. Nothing was sent to it."""
+    """The engine ended while a call waited for its devices. The call was not sent."""
 
 
 @dataclass(eq=False, kw_only=True)
 class SamplerEngine:
-    """Serves one full set of weights at a time, and adapters of up to `max_lora_rank` on top of
-    those of the base model.
+    """Serves one full set of weights at a time, and adapters of up to `max_lora_rank` on top of the
+    base model.
 
     `key` names its row, `sampler` is the key of its sampler, and `replica` its number there.
-    `session_id` is the session that the sampler was made for. `reason` says why it last ended or
-    did not start. `weights` names its full weights: a version, or `base/NAME` for the base model.
-    `demand` counts the sampler's samples and loads that have not ended. While there are any, the
-    next process is started if one dies. `on_change` is called when it serves, and with an error
-    when it did not start or is stopped. `request` returns the request of an engine by its
-    number."""
+    `session_id` is the session that first needed the sampler. `reason` explains its last end or
+    failed start. `weights` names its full weights: a version, or `base/NAME` for the base model.
+    `demand` counts the sampler's unfinished samples and loads. While it is above 0, a dead process
+    is replaced. `on_change` is called when the engine serves, and with an error when it did not
+    start or is stopped. `request` returns the request for an engine by its number."""
 
     key: str
     sampler: str
@@ -87,7 +86,7 @@ class SamplerEngine:
         self._client: SamplerClient | None = None
         self._starting: asyncio.Task[None] | None = None
         self._wanted: list[common_pb2.WeightVersion] = []
-        """The versions that waiting calls need."""
+        """The versions for the waiting calls."""
         self._log = get_log(session_id=self.session_id)
         self.pins.pin(relative_version_folder(self.weights))
 
@@ -119,7 +118,7 @@ class SamplerEngine:
         return row is not None and bool(row.group)
 
     def is_beside(self, trainer: str) -> bool:
-        """Whether it is awake on the only device of a trainer, which is awake, too."""
+        """Whether it and a trainer are awake on one device."""
         return self.serves and are_side_by_side(self.supervisor.overview(), self.key, trainer)
 
     @property
@@ -129,21 +128,21 @@ class SamplerEngine:
 
     @property
     def process(self) -> str:
-        """The id of its process; "" if there is none."""
+        """The id of its process, or ""."""
         return self.worker.worker_id if self.worker is not None else ""
 
     @property
     def serves(self) -> bool:
-        """Whether it answers calls, as far as is known."""
+        """Whether it has a process that answers its heartbeat."""
         return self._state == "ready" and not self.silence
 
     @property
     def silence(self) -> str:
-        """Say that the engine does not answer its heartbeat; "" if it does."""
+        """A sentence if the engine does not answer its heartbeat, or ""."""
         return self.worker.silence if self.worker is not None else ""
 
     def explain(self) -> str:
-        """Say what the engine is doing, and why it does not serve yet."""
+        """Return a sentence about the engine's work, or why it does not serve yet."""
         waits = reason_of_wait(self.supervisor.overview(), self.key)
         if self._state == "ready":
             return self.silence or waits or "the sampler is at work"
@@ -165,8 +164,8 @@ class SamplerEngine:
         *,
         version: common_pb2.WeightVersion,
     ) -> _Reply:
-        """Return the answer of the engine that serves, once it has its devices, to a call that
-        needs a `version`. Raises `EngineLost`, and as the call."""
+        """Send a call for a `version` once the engine is awake, and return the answer. Raises
+        `EngineLost`, and as the call."""
         self._wanted.append(version)
         using = self.supervisor.use(self.key)
         try:
@@ -186,8 +185,7 @@ class SamplerEngine:
             await using.__aexit__(None, None, None)
 
     async def await_end_of(self, worker: Worker) -> None:
-        """Return when it is known that the worker, which has not answered, has ended, or after a
-        while."""
+        """Return when a worker without an answer has ended, or after a while."""
         if self.worker is worker:
             await self.processes.await_exit(self._died, patience=EXIT_REPORT_PATIENCE)
 
@@ -195,12 +193,12 @@ class SamplerEngine:
 
     @property
     def loaded(self) -> set[str]:
-        """The full weights and the adapters that were served last. For the status only: every
-        load and every sample names its version, and the engine loads what it needs for it."""
+        """The full weights and the adapters of the last answers, for status and balancer only.
+        Every call names its version, and the engine loads it."""
         return {self.weights, *self._adapters}
 
     def note_loaded(self, name: str, *, adapter: bool) -> None:
-        """Note the weights with which it has answered."""
+        """Note the weights of an answer."""
         if self._state == "stopped":
             return
         # An adapter is served on top of the base model's weights.
@@ -212,7 +210,7 @@ class SamplerEngine:
                 del self._adapters[next(iter(self._adapters))]
 
     def _set_weights(self, name: str) -> None:
-        """Note its weights, and pin them: a failed load goes back to them."""
+        """Note its full weights, and pin them, since a failed load returns to them."""
         self.pins.pin(relative_version_folder(name))
         self.pins.unpin(relative_version_folder(self.weights))
         self.weights = name
@@ -232,8 +230,8 @@ class SamplerEngine:
             self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
 
     def take_up(self) -> asyncio.Task[None]:
-        """Go on with the process that an earlier gateway has left, if it is of use. The task ends
-        when that is known."""
+        """Continue with the process of an earlier gateway, if it is useful. The task ends when
+        that is known."""
         self._set_state("queued")
         self._register()
         self._starting = asyncio.create_task(self._take_up(), name=f"take-up-{self.key}")
@@ -254,7 +252,7 @@ class SamplerEngine:
             self.start()
 
     def note_found(self, about: sampler_pb2.DescribeSamplerReply) -> None:
-        """Note the weights of a process that an earlier gateway has left."""
+        """Note the weights of an earlier gateway's process."""
         self._set_weights(about.version.name)
         self._adapters = dict.fromkeys(about.adapters)
 
@@ -278,7 +276,7 @@ class SamplerEngine:
             await asyncio.gather(self._starting, return_exceptions=True)
 
     async def _start(self) -> None:
-        """Start an engine, for all who wait for it."""
+        """Start the engine for all waiting calls."""
         try:
             await self.supervisor.place([self.request(self.replica)], holder=self.sampler)
             self._register()
@@ -286,7 +284,7 @@ class SamplerEngine:
             async with self.supervisor.use(self.key, place_within=patience) as row:
                 self._serve(self.adapter.require(row))
                 await asyncio.sleep(0)  # the waiting calls begin meanwhile, so that it is not idle
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
+        except Exception as error:  # noqa: BLE001 - our own fault must not hang the clients
             if not isinstance(error, TandemError):
                 self._log.exception("start_failed")
                 sentence = f"{type(error).__name__} while the sampler started; see the log"
@@ -331,7 +329,7 @@ class SamplerEngine:
         self._state_since = time.monotonic()
 
     def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
-        """Return what to start, with the engine's share of each device."""
+        """Describe the next process, with the engine's share of each device."""
         settings = self.settings.model_copy(
             update={"ranks": row.request.ranks, "max_lora_rank": self.max_lora_rank}
         )

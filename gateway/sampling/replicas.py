@@ -1,10 +1,9 @@
-"""The engines of one sampler: how many there are, and those that come and go.
+"""The engines of one sampler: their number, their starts and their ends.
 
-An engine that comes beside others that serve loads the version that was used last before it gets
-requests; then what another one was sent beyond what it can have begun is taken back, and spread.
-One that is to leave gets nothing new, and what waits for its devices goes to the others at once. It
-ends what it was sent; after `_PATIENCE` that goes to the others, too. Then it ends, and gives its
-place back."""
+A new engine beside serving ones loads the last used version before it gets requests. Then surplus
+requests of the other engines are taken back and spread. A leaving engine gets no new requests. Its
+unsent requests go to other engines at once, and its sent ones after `_PATIENCE`. Then it ends and
+gives its place back."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from tandem.errors import TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
 
 _PATIENCE = 300.0
-"""Seconds for which an engine that leaves may be at what it was sent."""
+"""Seconds in which a leaving engine may finish its sent requests."""
 
 
 @dataclass(eq=False)
 class _Leaving:
-    """An engine that is to end. `ending`: it is being stopped, and cannot come back."""
+    """A leaving engine. Once it is `ending`, it cannot come back."""
 
     engine: SamplerEngine
     task: asyncio.Task[None] | None = None
@@ -35,10 +34,10 @@ class _Leaving:
 
 @dataclass(eq=False, kw_only=True)
 class Replicas:
-    """`first` is the engine with the number 0, which is always there. `take_back` takes calls from
-    an engine, to be assigned anew: those that it has not been sent, or, with `sent`, all that may
-    be repeated. `prepare` returns when an engine that serves is ready for requests. `spread` takes
-    back what engines were sent too much. `failed` is called when none serves, starts or waits."""
+    """`first` is the engine with the number 0, which always exists. `take_back` takes an engine's
+    unsent calls back for others, or with True all repeatable calls. `prepare` returns when a
+    serving engine is ready for requests. `spread` takes back surplus requests of engines. `failed`
+    is called when no engine serves, starts or waits."""
 
     first: SamplerEngine
     balancer: Balancer[SamplerEngine]
@@ -60,13 +59,13 @@ class Replicas:
         return [each.engine for each in self._leaving.values()]
 
     def serving(self, *, without: Container[SamplerEngine]) -> Sequence[SamplerEngine]:
-        """Return the engines that get requests: those that answer and are prepared, or else those
-        that may."""
+        """Return the engines that get requests: prepared ones that answer, or else all ready
+        ones."""
         ready = [e for e in self.engines if e.state == "ready" and e not in without]
         return [each for each in ready if not each.silence and each not in self._preparing] or ready
 
     def explain(self) -> str:
-        """Say what they are doing, and why none serves yet."""
+        """Return a sentence about their work, or why none serves yet."""
         serving = sum(engine.serves for engine in self.engines)
         if serving and len(self.engines) > 1:
             return f"{serving} of {len(self.engines)} engines of the sampler are at work"
@@ -75,20 +74,20 @@ class Replicas:
     # --- How many there are -------------------------------------------------------------------
 
     def resize(self, number: int) -> None:
-        """Have so many engines; those that come start with the next request. None may be `ending`
-        that is to come again (`settled`)."""
+        """Set the number of engines. New ones start with the next request. Await `settled` before
+        that, so that no returning engine is `ending`."""
         for engine in self.engines[number:]:
             self._let_go(engine)
         del self.engines[number:]
         for replica in range(len(self.engines), number):
             self.engines.append(self._taken_back(replica) or self._made(replica))
-        # A single one takes all: there is nobody to leave it to.
+        # A single engine takes all requests.
         self.balancer.most_samples = self.first.settings.max_num_seqs if number > 1 else 0
         self.balancer.assign_waiting()
 
     async def settled(self) -> int:
-        """Return when no engine is being stopped, how many there can be without a new one: those
-        that are to leave can come back until something else is waited for."""
+        """Wait until no engine is ending. Return the number of engines with the leaving ones that
+        can come back, which they can until the next await."""
         while ending := [each.task for each in self._leaving.values() if each.ending and each.task]:
             await asyncio.wait(ending)
         return next(number for number in count(len(self.engines)) if number not in self._leaving)
@@ -109,7 +108,7 @@ class Replicas:
         return leaving.engine
 
     def _let_go(self, engine: SamplerEngine) -> None:
-        engine.demand = 1  # it is not idle, and nobody else may end it
+        engine.demand = 1  # it is not idle, so nobody else may end it
         leaving = self._leaving[engine.replica] = _Leaving(engine)
         leaving.task = asyncio.create_task(self._end(leaving), name="engine-leaves")
 
@@ -131,8 +130,8 @@ class Replicas:
     # --- Starts -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start them, except those that run or start already. Several that have no row get their
-        places at one moment."""
+        """Start all engines that do not run yet. Several engines without a row get their places at
+        one moment."""
         without = [engine for engine in self.engines if engine.row is None]
         if len(without) < 2:
             for engine in self.engines:
@@ -141,7 +140,7 @@ class Replicas:
             self._placing = asyncio.create_task(self._place(without), name="engines-placed")
 
     async def _place(self, engines: Sequence[SamplerEngine]) -> None:
-        """Ask for the places of engines that have no row, and start all."""
+        """Ask for the places of engines without a row, and start all engines."""
         first = self.first
         try:
             requests = [first.request(engine.replica) for engine in engines]
@@ -155,7 +154,7 @@ class Replicas:
                 engine.start()
 
     def _on_change(self, engine: SamplerEngine, error: TandemError | None) -> None:
-        """An engine serves now, or could not be started, or is stopped."""
+        """Note that an engine serves, did not start, or is stopped."""
         if engine not in self.engines:
             return
         if error is not None:
@@ -182,7 +181,7 @@ class Replicas:
     # --- Ends ---------------------------------------------------------------------------------
 
     async def stop(self, error: TandemError) -> None:
-        """End all. Returns when nothing of them is left."""
+        """End all engines, and return when nothing is left of them."""
         await self._cancel(*self._preparing.values(), self._placing)
         ending = [each.task for each in self._leaving.values() if each.ending and each.task]
         await self._cancel(*(e.task for e in self._leaving.values() if not e.ending))
@@ -190,7 +189,7 @@ class Replicas:
         await asyncio.gather(*(e.stop(error) for e in (*self.engines, *leaving)), *ending)
 
     async def abandon(self) -> None:
-        """Go on with nothing. What is left is the next gateway's."""
+        """Cancel all tasks, and leave the engines to the next gateway."""
         leaving = [*self._leaving.values()]
         await self._cancel(
             *self._preparing.values(), self._placing, *(each.task for each in leaving)

@@ -1,4 +1,4 @@
-"""The router finds samplers and bounds the number of waiting samples."""
+"""The router finds and makes samplers, and bounds the number of waiting samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 
 MAX_WAITING_SAMPLES = 8192
-"""Of one sampler."""
+"""The most unfinished samples of one sampler."""
 _TAKE_UP_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
@@ -75,7 +75,7 @@ class SamplerRouter:
         for key, sampler in self._samplers.items():
             wanted = [engine.key for engine in sampler.engines]
             for each in self.supervisor.held_by(key):
-                if each not in wanted:  # a smaller number stays in its place
+                if each not in wanted:  # smaller numbers stay
                     self.supervisor.let_go(each, holder=key)
             if len(wanted) > 1:
                 sampler.start()
@@ -93,7 +93,7 @@ class SamplerRouter:
         if sampler is None and (session is None or not session.sdk_version):
             return None
         await read_ahead(model.path, self.settings)
-        with suppress(InvalidRequest):  # of groups that are others now
+        with suppress(InvalidRequest):  # the groups may have changed
             return sampler or self._add(key, model, user=key.session_id)
         return None
 
@@ -128,7 +128,7 @@ class SamplerRouter:
         )
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        """Return the place key of the sampler for a new run of `rank` (0: all weights)."""
+        """Return the key of the sampler for a new run of `rank` (0: all weights)."""
         sampler = self.get(
             session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
         )
@@ -217,8 +217,8 @@ class SamplerRouter:
         model: BaseModelEntry,
         replicas: int = 0,
     ) -> list[WorkerRequest]:
-        """Return the requests of a sampler's engines: so many `replicas`, or as many as it has or
-        somebody asks for."""
+        """Return the requests for a sampler's engines: `replicas`, or else its present number, or
+        else the wanted number."""
         parsed = SamplerKey.parse(key)
         number = replicas or self._replicas_of(key, asked=asks.replicas)
         keys = [engine_key(key, each) for each in range(number)]
@@ -237,11 +237,11 @@ class SamplerRouter:
         ]
 
     def _replicas_of(self, key: str, *, asked: int) -> int:
-        """Return how many engines a sampler is to have: as many as have a row, or as `asked`."""
+        """Return the number of a sampler's engines with a row, or `asked` without any."""
         return len(engines_of(self.supervisor.overview(), key)) or asked
 
     async def release_unused(self, key: str) -> None:
-        """Release the engines that a run has kept for a sampler which nobody uses."""
+        """Release the engines that a run kept for a sampler without users."""
         if key not in self._samplers:
             held = self.supervisor.held_by(key)
             await asyncio.gather(*(self.supervisor.release(each, holder=key) for each in held))
