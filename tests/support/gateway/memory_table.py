@@ -1,4 +1,4 @@
-"""A table of workers in memory, whose commits take time, fail, and are lost with their gateway."""
+"""A table of workers in memory. Its commits take time, fail, and are lost with their gateway."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ _QueuedWrite = tuple[tuple[WorkerRow, ...], tuple[WorkerEvent, ...]]
 class MemoryTable:
     """Implements `WorkerTable` in memory, for tests.
 
-    A commit takes `commit_seconds`; the next `failing` commits fail. A commit whose caller is
-    cancelled still takes effect, unless `forgets_cancelled`.
-    """
+    A commit takes `commit_seconds`. The next `failing` commits fail. A cancelled caller's commit
+    still takes effect, unless `forgets_cancelled`."""
 
     def __init__(self, *, commit_seconds: float = 0.0) -> None:
         self.rows: dict[str, WorkerRow] = {}

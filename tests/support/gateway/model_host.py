@@ -32,7 +32,7 @@ class ModelHost:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
 
     def kill(self, worker_id: str) -> None:
-        """The report follows a little later."""
+        """Kill a worker. The report follows a little later."""
         if (worker := self.workers.pop(worker_id, None)) is not None:
             worker.die()
             exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")

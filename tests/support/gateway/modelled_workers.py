@@ -1,6 +1,5 @@
-"""Workers on the devices of a group, as a model: processes that sleep, wake, freeze, die and get
-calls late. They notice when more are awake than may be, and when they have more of the host's
-memory than they may."""
+"""A model of workers on the devices of a group. Processes sleep, wake, freeze, die and get calls
+late. They fail the test if too many are awake, or if they exceed the host's memory."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tandem.errors import OutOfMemory, StorageFailed, StorageFull
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """How a worker is put to sleep: into host memory, unless it drops its weights, or writes a file
-    in `spill_folder`. It may take `most_bytes` there; 0 is no limit."""
+    """A way to sleep: into host memory, into a file in `spill_folder`, or by a `drop` of the
+    weights. The state may take `most_bytes`, where 0 is no limit."""
 
     drop: bool = False
     spill_folder: str = ""
@@ -37,11 +36,12 @@ class Switched:
 
 @dataclass(eq=False)
 class Process:
-    """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
-    directions that end in an error. A `frozen` one does nothing until it is killed; one that is
-    `unreachable` is dead, and nobody has said so yet. It has `host`
-    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device, of
-    which `stuck` never leave it."""
+    """A process. A call takes `delay` seconds to arrive, and a switch takes `work` seconds.
+
+    `fails` has the directions of failing switches. A `frozen` process does nothing until it is
+    killed. An `unreachable` one is dead, and its end was not reported yet. The process has `host`
+    bytes in host memory, a file of `disk` bytes, and in its sleep `left` bytes on its device. Of
+    these, `stuck` bytes never leave."""
 
     devices: Devices
     newest: int
@@ -63,7 +63,7 @@ class Process:
         self.host = self.size if self.devices.on_host else 0
 
     def refusal(self, plan: SwitchPlan) -> Exception | None:
-        """Why it stays awake instead."""
+        """Why it stays awake instead of a sleep."""
         if plan.drop or (self.devices.on_host and not plan.spill_folder):
             return None
         if plan.spill_folder and self.devices.disk_fails:
@@ -77,7 +77,7 @@ class Process:
     def become(
         self, awake: bool, token: int, epoch: int, plan: SwitchPlan, says: asyncio.Future[None]
     ) -> None:
-        """What happens when a call arrives, however late, wherever its sender is by now."""
+        """Carry out a call when it arrives, even if its sender is gone."""
         if not self.alive or self.frozen or epoch < self.epoch:
             return
         if token < self.newest:
@@ -109,7 +109,7 @@ class Devices:
     disk: int = 0
     memory: int = 0
     disk_fails: bool = False
-    """What has room, and takes nothing."""
+    """Whether writes fail although the disk has room."""
     processes: list[Process] = field(default_factory=list)
 
     def start(self, token: int, **about) -> Process:
@@ -130,7 +130,7 @@ class Devices:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker, whose process comes and goes."""
+    """A worker with one process after the other."""
 
     key: str
     devices: Devices
@@ -192,7 +192,7 @@ class Worker:
             self.process.alive, self.process, self.silent_for = False, None, 0.0
 
     def freeze(self) -> None:
-        """Its process does nothing any more; the gateway notices in the end, whoever waits."""
+        """Stop its process without an end. The gateway finds out after a while."""
         if self.process is not None and not self.process.frozen:
             self.process.frozen, self.silent_for = True, 1e3
             asyncio.get_running_loop().call_later(300, self._give_up, self.process)

@@ -28,7 +28,7 @@ def row(
     overtaken: int = 0,
     **request: Any,
 ) -> WorkerRow:
-    """Return a row of a trainer; further arguments are of its request."""
+    """Return a row, of a trainer by default. Further arguments are for its request."""
     values = {"kind": "trainer", "owner": "ann", "session": "s"} | request
     process = "" if state in ("waiting", "placed") else f"{key}:1"
     return WorkerRow(

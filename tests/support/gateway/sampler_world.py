@@ -1,4 +1,4 @@
-"""The router of samplers in virtual time, with model engines, some left by an earlier gateway."""
+"""The router of samplers in virtual time, with model engines of two gateways."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PATIENCE = 10_000.0
 
 HOST = Host("host", cores=(0, 1), memory_bytes=64 * 2**30)
 WHOLE_MACHINE = groups_of(GatewaySettings(), HOST)
-"""The groups of a machine on which none are declared."""
+"""The groups of an undeclared machine."""
 ONE_PLACE = (
     WorkerGroup(
         name="one",
@@ -243,7 +243,7 @@ class World:
         samples: int = 1,
         in_flight: bool = False,
     ) -> str:
-        """Returns the result, or the type of its error."""
+        """Return the result, or the type of its error."""
         sampler = self.sampler(session_id)
         request = sampler_pb2.SampleRequest(
             operation_id=f"s-{next(self.numbers)}",

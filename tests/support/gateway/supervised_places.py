@@ -1,4 +1,4 @@
-"""Runs and engines that ask for places, under a supervisor."""
+"""Runs and engines that ask a supervisor for places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE
 
 
 class ObedientWorkers:
-    """An adapter of workers that do everything at once."""
+    """An adapter of workers without delays."""
 
     async def start(self, row: WorkerRow, group: WorkerGroup) -> None: ...
 
@@ -63,13 +63,13 @@ TRAIN, SAMPLE = group("train", "trainer"), group("sample", "sampler")
 
 
 async def quiet() -> None:
-    """Return when every task has gone as far as it can."""
+    """Return when every task waits or has ended."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 class Asking:
-    """Somebody who asks for places, in a task of its own."""
+    """A caller that asks for places, in a task of its own."""
 
     task: asyncio.Task[None]
 
@@ -95,7 +95,7 @@ class Asking:
 
 
 class PlacesWorld:
-    """Places on some groups. `now` is added to the clock."""
+    """A supervisor of some groups. `now` is added to the clock."""
 
     def __init__(self, *groups: WorkerGroup, host: int = 0):
         self.now = 0.0
@@ -137,7 +137,7 @@ class PlacesWorld:
 
     @property
     def rows(self) -> SimpleNamespace:
-        """The rows of the table that have a group."""
+        """The rows of the table with a group."""
         return SimpleNamespace(rows={k: r for k, r in self.table.rows.items() if r.group})
 
     @property
@@ -257,7 +257,7 @@ class PlacedEngine(_Placed):
         return self
 
     async def rest(self) -> None:
-        """End the call that it is at."""
+        """End its call."""
         using, self.using = self.using, None
         if using is not None:
             await (await using).__aexit__(None, None, None)

@@ -1,7 +1,6 @@
 """The model of `modelled_workers` under a supervisor.
 
-Beside the model's own checks, each decision is checked against the rules of workers.
-"""
+Beside the model's own checks, each decision is checked against the rules of workers."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class CheckedSupervisor(Supervisor):
     fault: Exception | None = None
 
     def check_more(self, overview: Overview) -> None:
-        """Check the rules of one test."""
+        """Check further rules of a test."""
 
     def _decide(self) -> None:
         try:
@@ -60,7 +59,7 @@ class CheckedSupervisor(Supervisor):
 
 
 def check_rules(overview: Overview) -> None:
-    """Fail where an overview breaks a rule of `docs/design/workers.md`."""
+    """Fail if an overview breaks a rule of `docs/design/workers.md`."""
     for group in overview.groups.values():
         rows = overview.on(group)
         occupying = [row for row in rows if row.occupies]
@@ -82,7 +81,7 @@ def check_rules(overview: Overview) -> None:
 
 @dataclass(eq=False)
 class WorldAdapter:
-    """Reaches the model's processes, as the adapter of each kind."""
+    """The adapter of all kinds. It reaches the model's processes."""
 
     world: SupervisedWorld
     tokens: dict[str, int] = field(default_factory=dict)
@@ -162,8 +161,8 @@ def _moved(said: Switched) -> Moved:
 
 
 class SupervisedWorker(Worker):
-    """A worker of the model, and its callers. `process_name` is the name of its process. Each has
-    a place, whatever the host has: these tests are about turns."""
+    """A worker of the model, and its callers. `process_name` is the id of its process. Every worker
+    has a place, since these tests are about turns."""
 
     world: SupervisedWorld
     process_name = ""
@@ -218,7 +217,7 @@ class SupervisedWorker(Worker):
 
     async def _computed(self, seconds: float, row: WorkerRow) -> bool:
         process, left = self.process, 4
-        if process is None:  # nobody has reported its end yet
+        if process is None:  # its end was not reported yet
             await asyncio.sleep(0.1)
             return False
         assert self.process_name == row.process
@@ -232,7 +231,7 @@ class SupervisedWorker(Worker):
 
 @dataclass(eq=False)
 class LeaseView:
-    """A row, as the tests of leases look at it."""
+    """A view of a row for tests of turns."""
 
     worker: SupervisedWorker
 
@@ -263,8 +262,8 @@ class LeaseView:
 
 @dataclass
 class SupervisedWorld:
-    """One group, and the gateways that supervise it one after the other. `device_memory` is beside
-    the contexts of so many `processes`."""
+    """One group, and the gateways that supervise it one after the other. A device has
+    `device_memory` beside the contexts of `processes`."""
 
     awake: int = 1
     settings: SharingSettings = field(default_factory=lambda: SharingSettings(quantum=0.5))

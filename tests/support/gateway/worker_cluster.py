@@ -1,8 +1,7 @@
-"""A model of groups, processes and launchers that fail in every way, and of their users.
+"""A model of groups, processes and failing launchers, and of their users.
 
 After each change, the model checks the device rule on the processes themselves. It also checks that
-the table knows each awake process as one that occupies its devices.
-"""
+the table has each awake process in an occupying row."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ KINDS = frozenset({"trainer", "engine"})
 
 @dataclass(eq=False)
 class ModelProcess:
-    """A process of the model. `frozen`: it answers nothing until it is killed."""
+    """A process of the model. A `frozen` one answers nothing until it is killed."""
 
     row: WorkerRow
     group: WorkerGroup
@@ -42,8 +41,8 @@ class ModelProcess:
 
 @dataclass(eq=False)
 class Cluster:
-    """`seconds` is how long each step takes. The next `failing` steps fail. A `full` host has no
-    room for sleepers. Launchers are `silent` or answer."""
+    """Each step takes `seconds`. The next `failing` steps fail. A `full` host has no room for
+    sleepers. `silent` launchers do not answer."""
 
     groups: list[WorkerGroup]
     settings: SharingSettings
@@ -71,7 +70,7 @@ class Cluster:
         await self.supervisor.open()
 
     async def restart(self, *, holders: set[str]) -> None:
-        """The gateway dies in the middle of everything, and another one goes on."""
+        """Kill the gateway in the middle of its steps, and let another one continue."""
         await self.supervisor.close()
         await self.new_gateway()
         await self.supervisor.settle(holders)
@@ -177,7 +176,7 @@ class Cluster:
             self.supervisor.poke()
 
     def answer(self) -> None:
-        """The launchers answer again, and tell of the processes that ended meanwhile."""
+        """Let the launchers answer again, and report the ends of processes meanwhile."""
         self.silent = False
         self.supervisor.note_launcher("agent", answers=True)
         for row in [*self.supervisor.roster.rows.values()]:
@@ -210,7 +209,7 @@ class Cluster:
 
 
 class CheckedCluster(CheckedSupervisor):
-    """Checks that no run has half of its places, and that each wait has a reason."""
+    """Checks that no run has half of its places, and each wait has a reason."""
 
     def check_more(self, overview: Overview) -> None:
         for row in overview.rows.values():
@@ -224,7 +223,7 @@ class CheckedCluster(CheckedSupervisor):
 
 @dataclass(eq=False)
 class User:
-    """One session after the other, each with these engines, and with a trainer if there is one."""
+    """Has one session after the other, each with these engines, and perhaps a trainer."""
 
     cluster: Cluster
     number: int
@@ -238,7 +237,7 @@ class User:
         return f"user-{self.number}"
 
     async def live(self) -> None:
-        """Have one session after the other, so that others get places."""
+        """Have one session after the other. In between, others get places."""
         while True:
             for _ in range(self.chance.randint(1, 12)):
                 try:
