@@ -260,7 +260,7 @@ class DiesWhenReady(FakeLauncher):
     async def watch(self) -> AsyncIterator[WorkerExit]:
         async for exit_ in super().watch():
             yield exit_
-            self.heard.set()  # the fleet knows of its end and starts the next
+            self.heard.set()  # the supervisor knows of its end and starts the next
 
 
 def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(tmp_path):

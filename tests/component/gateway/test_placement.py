@@ -1,4 +1,4 @@
-"""Runs that wait for their places on device groups, as clients see them, and what they ask for."""
+"""Clients ask for places on device groups, and see the waits of their runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUPS = [
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a gateway on the same directory with these groups."""
+    """Start a gateway on the same directory with these groups."""
 
     def started(**changes):
         return running_gateway(tmp_path, **({"groups": GROUPS, "session_ttl": 600} | changes))

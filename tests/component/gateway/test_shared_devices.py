@@ -84,7 +84,7 @@ class Experiment:
         return self.client.post("/api/v1/retrieve_future", json={"request_id": request_id})
 
     def why_without_devices(self, request_id: str) -> str:
-        """The reason, once a request waits for devices."""
+        """Return the reason once a request waits for devices."""
 
         def why() -> str:
             answer = self.asked(request_id)

@@ -1,4 +1,4 @@
-"""The adapters of trainers and engines, under a supervisor, with workers that are gRPC servers."""
+"""The adapters of trainers and engines under a supervisor. Workers are gRPC servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CORES = WorkerGroup(name="cpu", kinds=KINDS, awake=0, on_host=True, most_ranks=2
 
 
 class LeavingLauncher(FakeLauncher):
-    """Its processes stay when a gateway leaves them."""
+    """A launcher whose processes outlive a gateway that leaves them."""
 
     async def list(self) -> list[WorkerHandle]:
         started = {spec.worker_id: spec for spec in self.specs}
@@ -62,7 +62,7 @@ class LeavingLauncher(FakeLauncher):
 
 @dataclass(eq=False)
 class Owner:
-    """Describes the workers of a test. `woken` has the versions that an engine loaded at a wake."""
+    """Describes the workers of a test. `woken` has the versions of an engine after its wakes."""
 
     woken: list[str] = field(default_factory=list)
     found: int = 0
@@ -154,7 +154,7 @@ async def gateway(tmp_path, launcher):
 
 
 async def restarted(before: Gateway, folder, launcher, *names: str) -> Gateway:
-    """Return the next gateway, which describes these trainers."""
+    """Return the next gateway, with descriptions of these trainers."""
     await before.close(leaving=True)
     after = Gateway(folder, launcher, groups=[GPU], epoch=2)
     for name in names:

@@ -1,5 +1,5 @@
-"""What the next gateway does with the engines that the one before has left: in virtual time, with
-engines as a model."""
+"""The next gateway continues with the engines of the previous one, in virtual time, with model
+engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_engine_is_adopted_with_what_it_has_and_answers_as_before(world):
 
 
 async def engine_alone(world: World, version: str) -> str:
-    """What an engine answers that nothing ever happened to."""
+    """The answer of an undisturbed engine."""
     request = sampler_pb2.SampleRequest(version=world.version(version))
     request.params.seed = 7
     engine = world.left("alone")

@@ -1,4 +1,4 @@
-"""What the metadata of runs and sessions asks for."""
+"""Asks in the metadata of runs and sessions."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def test_an_engine_that_a_run_keeps_is_not_stopped_for_others():
     late = await world.engine().ask()
     world.places.queue.assign()
     assert not late.has and not kept.retired
-    run.end()  # its session goes on, and so does the engine, until another needs its place
+    run.end()  # the session and its engine go on, until another needs the place
     await quiet()
     assert world.keys(world.groups[0]) == sorted([kept.key, late.key])
 

@@ -1,4 +1,4 @@
-"""Placing: which waiting row gets which group. Pure."""
+"""Placing of waiting rows on groups, as pure decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def decided(*rows, **about):
 
 
 def placed(*rows, **about) -> dict[str, str]:
-    """Return the groups that rows get now."""
+    """Return the groups of the next placements."""
     steps = [step for step in decided(*rows, **about) if isinstance(step, PlaceRows)]
     return {each.key: each.group for step in steps for each in step.rows if each.group}
 

@@ -1,5 +1,4 @@
-"""Pools of claims as device groups: which there are, who is placed where, and that what is placed
-can be scheduled."""
+"""Pools of claims become device groups. Placed workers can be scheduled."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def groups(*pools: dict[str, object], **settings):
     return groups_of(pods(*pools, **settings), Host())
 
 
-# --- Which groups there are -----------------------------------------------------------------------
+# --- Groups ---------------------------------------------------------------------------------------
 
 
 def test_each_claim_of_a_pool_is_a_group_whose_pods_number_its_devices_anew():
@@ -121,7 +120,7 @@ def test_pods_do_not_share_the_memory_of_the_gateway_s_host():
     assert budgets_of(GatewaySettings(), host).host_bytes == 90 * GIB
 
 
-# --- Who is placed where --------------------------------------------------------------------------
+# --- Places ---------------------------------------------------------------------------------------
 
 
 async def room(*pools: dict[str, object]) -> PlacesWorld:
@@ -129,7 +128,7 @@ async def room(*pools: dict[str, object]) -> PlacesWorld:
 
 
 async def placed(there: PlacesWorld, number: int, **asks: object) -> list[str] | str:
-    """Place a run with its sampler; return their groups, or why they have none."""
+    """Place a run with its sampler. Return their groups, or the reason against it."""
     run = await there.run(run_id=f"run-{number}", **asks).ask()
     if not run.has:
         return run.why
@@ -169,12 +168,12 @@ async def test_a_claim_takes_no_more_workers_than_its_node_has_memory_for():
     ) in await placed(there, 2, **sizes)
 
 
-# --- What is placed can be scheduled --------------------------------------------------------------
+# --- Scheduling -----------------------------------------------------------------------------------
 
 
 class Cluster:
-    """Hosts of a cluster, each with so much memory and so many devices, and a scheduler that looks
-    at requests, claims and the node selector, as Kubernetes' does."""
+    """Hosts of a cluster with memory and devices, and a scheduler like that of Kubernetes. It looks
+    at requests, claims and the node selector."""
 
     def __init__(self, hosts: dict[str, dict[str, str]], *, memory: int, devices: int) -> None:
         self.labels = hosts
@@ -298,8 +297,8 @@ NODE, HALF_NODE = {"node_memory_bytes": 48 * GIB}, {"node_memory_bytes": 24 * GI
     ids=["a claim each", "roles apart", "two claims on a host", "without devices"],
 )
 async def test_workers_of_16_gib_on_hosts_of_48_gib_all_get_done(pools, placement, hosts, devices):
-    """Nobody's pod is pending for memory that somebody holds who waits for more: a place is given
-    for trainer and sampler at once, and only where the node has memory for both."""
+    """No pod waits for memory whose holder waits for more. Trainer and sampler get their places at
+    one moment, and only where the node has memory for both."""
     settings = pods(*pools, placement=placement)
     cluster = Cluster(hosts, memory=48 * GIB, devices=devices)
     world = await PlacesWorld(*groups_of(settings, Host())).open()

@@ -1,4 +1,4 @@
-"""Several engines that serve one sampler, as a model and in virtual time."""
+"""Several model engines serve one sampler, in virtual time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engines(world: World) -> list[ModelSampler]:
 
 
 async def serving(world: World, replicas: int = 2) -> list[ModelSampler]:
-    """Have that many engines that serve, each of whose samples takes a second."""
+    """Start engines. Each of their samples takes a second."""
     await world.open()
     world.sampler().start()
     await until(lambda: sum(each.serves for each in world.sampler().engines) >= replicas)

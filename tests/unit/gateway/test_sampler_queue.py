@@ -1,4 +1,4 @@
-"""What thousands of samples are told that wait at one sampler."""
+"""Thousands of samples wait at one sampler, and each hears its position."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the state of workers goes that give their devices to others: host memory, files, or no way
-at all; in virtual time, with workers that are modelled."""
+"""The state of sleepers goes to host memory or files, or a worker cannot sleep. The workers are
+models, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Turns on a group's devices, in virtual time, with workers that are modelled: by leases, and by
-the supervisor."""
+"""Model workers take turns on a group's devices, under a supervisor, in virtual time."""
 
 from __future__ import annotations
 
@@ -304,9 +303,9 @@ async def test_without_a_lease_to_share_everybody_is_always_awake():
 
 
 async def random_life(seed: int, *, events: int) -> None:
-    """Workers that train, sample and think; processes that die, freeze, fail and answer late; disks
-    that are full; and gateways that die. `World` notices two that are awake at once, and who has
-    more of the host's memory than there is."""
+    """Workers train, sample and think. Processes die, freeze, fail and answer late. Disks are full,
+    and gateways die. The world fails if two workers are awake at once, or if one exceeds the host's
+    memory."""
     chance = random.Random(seed)
     awake, on_host = chance.choice([1, 1, 1, 2]), chance.choice([True, False])
     sizes = [chance.randint(1, 9) for _ in range(chance.randint(2, 5))]

@@ -1,4 +1,4 @@
-"""The supervisor in random lives: whatever fails, the rules of workers hold, and everybody gets a
+"""The supervisor in random lives. Under all faults, the rules of workers hold, and everybody gets a
 turn."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def random_life(seed: int, *, events: int) -> None:
                 cluster.full = chance.choice([False, True])
             case "silent":
                 cluster.silent = True
-                if chance.random() < 0.5:  # else the gateway has not noticed yet
+                if chance.random() < 0.5:  # otherwise the gateway does not know yet
                     cluster.supervisor.note_launcher("agent", answers=False)
             case "answer":
                 cluster.answer()

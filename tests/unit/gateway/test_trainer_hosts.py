@@ -1,4 +1,4 @@
-"""Which runs share a trainer."""
+"""LoRA runs share trainers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = BaseModelEntry(name="tiny", path="/tiny", max_length=None)
 
 
 class Samplers:
-    """Serves ranks up to 16, but for those in `busy`, which has other weights."""
+    """Samplers for ranks up to 16. Those in `busy` have other weights."""
 
     def __init__(self) -> None:
         self.lent: list[tuple[str, str]] = []
@@ -94,7 +94,7 @@ class World:
         )
 
     def shares(self, run: Any) -> str:
-        """Create a run, and return the session of the trainer that it has."""
+        """Create a run, and return the session of its trainer."""
         return self.hosts.for_new(run).key.partition(":")[0]
 
 

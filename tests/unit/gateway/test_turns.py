@@ -1,4 +1,4 @@
-"""Turns: which placed worker has the devices now. Pure."""
+"""Turns of placed workers on their devices, as pure decisions."""
 
 from __future__ import annotations
 

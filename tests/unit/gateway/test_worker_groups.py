@@ -1,4 +1,4 @@
-"""Groups of workers: which devices a request gets, and the groups of an undeclared machine."""
+"""Groups of workers: the devices of a request, and the groups of an undeclared machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of workers: where the state of a sleeper goes, and who ends for lack of room. Pure."""
+"""Memory of workers, as pure decisions: ways to sleep, and ends for lack of room."""
 
 from __future__ import annotations
 

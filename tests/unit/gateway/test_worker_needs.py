@@ -1,4 +1,4 @@
-"""The needs of workers, from the size of their model."""
+"""The needs of workers follow from the size of their model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of workers under a supervisor: named situations, in virtual time."""
+"""The rows of workers under a supervisor, in named situations and virtual time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def opened(*names: str, **about) -> Cluster:
 
 
 async def use(cluster: Cluster, key: str, seconds: float = 0.0) -> str:
-    """Use a worker; return the name of its process."""
+    """Use a worker, and return the id of its process."""
     async with cluster.supervisor.use(key) as row:
         await asyncio.sleep(seconds)
         return row.process
