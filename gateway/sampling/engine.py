@@ -149,7 +149,7 @@ class SamplerEngine:
         age = time.monotonic() - self._state_since
         row = self.row
         if row is None or not row.group:
-            return f"the sampler waits for its place ({age:.0f} s): {waits or 'it is not asked'}"
+            return f"the sampler waits for its place ({age:.0f} s): {waits or 'nobody uses it now'}"
         if row.state == "starting":
             why = f"; it failed before: {self.reason}" if self.reason else ""
             starts = f": {about}" if (about := self.adapter.explain(row)) else ""

@@ -393,7 +393,7 @@ class StepRunner:
         """Continue with a worker in the state that was found."""
         row, calls = self._row(key), self._roster.calls_of(key)
         if found.state == "gone":
-            self._roster.note_ended(row, "it ended while no gateway was there")
+            self._roster.note_ended(row, "it ended before this gateway looked for it")
             return
         calls.note_started(on_host=self._roster.on_host(row))
         if found.state == "asleep" and (row.state == "asleep" or self._may_become(row, "asleep")):

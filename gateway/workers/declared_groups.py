@@ -68,7 +68,7 @@ def _groups_of(settings: GatewaySettings, host: Host) -> tuple[WorkerGroup, ...]
     if settings.launcher == "kubernetes":
         return _of_pools(settings)
     if settings.claim_pools:
-        raise _pool_fault("there are pools where TANDEM_LAUNCHER is kubernetes alone")
+        raise _pool_fault("pools need TANDEM_LAUNCHER=kubernetes")
     if not settings.groups:
         return _of_host(settings, host)
     groups = tuple(_declared(each, host) for each in settings.groups)
@@ -91,7 +91,7 @@ def _kinds_of(roles: Iterable[str]) -> frozenset[Kind]:
 def _of_pools(settings: GatewaySettings) -> tuple[WorkerGroup, ...]:
     pools = settings.claim_pools
     if settings.groups:
-        raise _fault("pods are placed on the pools of TANDEM_CLAIM_POOLS")
+        raise _fault("pods need the pools of TANDEM_CLAIM_POOLS instead")
     if repeated := _repeated("pools", (pool.name for pool in pools)):
         raise _pool_fault(repeated)
     for role in sorted(_KINDS):

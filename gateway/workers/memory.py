@@ -90,9 +90,8 @@ def why_not_on_host(overview: Overview, row: WorkerRow) -> str:
 
 def host_shortage(overview: Overview) -> str:
     return (
-        f"workers have {gib(host_bytes_in_use(overview))} of the "
-        f"{gib(overview.budgets.host_bytes)} of host memory that they may have "
-        "(TANDEM_HOST_MEMORY_BYTES)"
+        f"workers use {gib(host_bytes_in_use(overview))} of at most "
+        f"{gib(overview.budgets.host_bytes)} of host memory (TANDEM_HOST_MEMORY_BYTES)"
     )
 
 

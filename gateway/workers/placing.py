@@ -135,7 +135,7 @@ def find_groups(overview: Overview, rows: Sequence[WorkerRow]) -> tuple[WorkerGr
         for key in row.request.together:
             engine = overview.rows.get(key)
             if engine is not None and engine.ends_as == "waiting":
-                return "an engine that belongs to it is ending"
+                return "one of its engines is ending"
     for row in rows:  # without a group alone, it has none beside others
         if isinstance(found := _search(overview, [row]), str):
             return found
@@ -147,7 +147,7 @@ def _search(
 ) -> tuple[WorkerGroup, ...] | str:
     if not rows:
         return ()
-    row, why = rows[0], f"no group is for it{_allowed(rows[0].request)}"
+    row, why = rows[0], f"no group suits it{_allowed(rows[0].request)}"
     groups = [group for group in overview.groups.values() if group.suits(row.request)]
     faults: list[str] = []
     for group in sorted(groups, key=lambda group: _preference(overview, group)):

@@ -133,7 +133,7 @@ def _explain_placing(overview: Overview, row: WorkerRow, seconds: float) -> Wait
         return WaitReason(reason=row.reason or "nobody uses it now", seconds=seconds)
     bundle = together_with(overview, led[0])
     found = find_groups(overview, bundle)
-    why = found if isinstance(found, str) else "others have waited for so long that they are next"
+    why = found if isinstance(found, str) else "others have waited longer and are next"
     position = waiting.index(led[0]) + 1
     places = [" or ".join(families(overview, each)) for each in bundle]
     where = " and ".join(f"a place on group {names}" for names in places)
@@ -156,7 +156,7 @@ def _explain_turn(overview: Overview, row: WorkerRow, seconds: float) -> WaitRea
         return WaitReason(reason=why, seconds=seconds)
     waiting = queue(overview, group)
     if row not in waiting:
-        return WaitReason(reason="its last step is ending", seconds=seconds)
+        return WaitReason(reason="its step under way has to end first", seconds=seconds)
     position = waiting.index(row) + 1
     why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
     for other in overview.on(group):

@@ -41,7 +41,7 @@ async def test_a_large_ask_is_overtaken_only_so_often():
             break
         small.append(later)
     assert _served == 8
-    assert "others have waited for so long that they are next" in later.why
+    assert "others have waited longer and are next" in later.why
     small.pop(0).end()
     await large.granted()
     large.end()

@@ -60,7 +60,7 @@ def test_nobody_is_overtaken_for_the_ninth_time():
     tired = rows[0], row("large", together=("e",), overtaken=8), *rows[2:]
     assert decided(*tired, **about) == []
     found = overview(*tired, **about)
-    assert "others have waited for so long that they are next" in (
+    assert "others have waited longer and are next" in (
         explain_wait(found, found.rows["small"]).reason
     )
 

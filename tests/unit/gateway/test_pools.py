@@ -98,10 +98,10 @@ def test_an_engine_may_have_all_devices_of_a_claim():
         (lambda: pods(TRAIN), 'no pool has "sampler" among its roles'),
         (lambda: pods(CPUS, CPUS), "TANDEM_CLAIM_POOLS: 2 pools have the name 'cpu'"),
         (lambda: pods(GPUS, placement="strict"), "pool 'gpu' is for trainers and samplers"),
-        (lambda: pods(CPUS, launcher="agent"), "TANDEM_LAUNCHER is kubernetes alone"),
+        (lambda: pods(CPUS, launcher="agent"), "pools need TANDEM_LAUNCHER=kubernetes"),
         (
             lambda: pods(CPUS, groups=[{"name": "a", "devices": ["cpu:0"], "roles": BOTH}]),
-            "TANDEM_GROUPS: pods are placed on the pools of TANDEM_CLAIM_POOLS",
+            "TANDEM_GROUPS: pods need the pools of TANDEM_CLAIM_POOLS instead",
         ),
     ],
 )
