@@ -71,7 +71,7 @@ def drain(
 
     Idle workers sleep or end. Running workers continue.
 
-    Example: tandem groups drain gpu0"""
+    Example: tandem groups drain gpu-0"""
     method = "DELETE" if undo else "POST"
     group = cast(Row, call(data_dir, method, f"groups/{quote(name, safe='')}/drain"))
     if as_json:
