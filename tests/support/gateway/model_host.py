@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from gateway.workers.needs import with_needs
 from tandem.agent.host import Host
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
@@ -44,6 +45,8 @@ class ModelHost:
 
 
 class ModelLauncher:
+    prepare = staticmethod(with_needs)
+
     def __init__(self, host: ModelHost) -> None:
         self._host = host
         self._misfortune = host.misfortune
