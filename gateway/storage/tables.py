@@ -271,13 +271,13 @@ workers = Table(
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("request", JSON, nullable=False),  # a gateway.workers.requests.WorkerRequest
-    Column("group_name", String(100), nullable=False, default=""),  # empty: it waits for one
+    Column("group_name", String(100), nullable=False, default=""),  # empty while it waits
     Column("state", String(16), nullable=False),  # a gateway.workers.table.State
     Column("token", BigInteger, nullable=False, default=0),
     Column("process", String(400), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("since", Float, nullable=False),  # when the state began
-    Column("holders", JSON, nullable=False),  # keys of those for whom it exists
+    Column("holders", JSON, nullable=False),  # the keys of its holders
     Column("ends_as", String(16), nullable=False),  # placed, waiting, gone
     Column("overtaken", Integer, nullable=False, default=0),
 )

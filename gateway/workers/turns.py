@@ -57,8 +57,7 @@ def queue(overview: Overview, group: WorkerGroup) -> list[WorkerRow]:
 
     Rows that have waited for the longest wait come first, the oldest before others. Then come
     higher priority, the owner with the smallest share of the devices, and the row that was served
-    least recently.
-    """
+    least recently."""
     waiting = [
         row
         for row in overview.on(group)

@@ -1,5 +1,5 @@
-"""`AgentLauncher` has an agent start the workers, so that they can outlive the gateway: that of
-this host, or that of another one, or of a container, at an address."""
+"""`AgentLauncher` starts workers through an agent, so that they can outlive the gateway. The agent
+runs on this host, or at an address on another host or in a container."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
 _BEYOND_START = 60.0
 _BEYOND_STOP = 30.0
-"""Twice a worker's stop timeout and so long: after that the agent says that it is not gone."""
+"""Seconds beyond twice the stop timeout. By then the agent has answered."""
 _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -51,15 +51,14 @@ _OPTIONS = [
 class AgentLauncher:
     """Implements `Launcher`.
 
-    The agent is that of the data directory, or the one at `address`, to which the gateway shows a
-    certificate of the `authority`, and whose workers get one each. It may start after the gateway,
-    and once more while the gateway runs.
+    The agent is that of the data directory, or the agent at `address`. Then the gateway shows a
+    certificate of the `authority`, and each worker gets one. The agent may start after the gateway,
+    and start anew while the gateway runs.
 
-    What is known of a worker, the agent has said: that nothing is left of it, or, being another
-    agent than the one that started it, that it does not know it, since an agent answers only when
-    nothing is left of the workers of the one before. A connection that breaks says nothing. A call
-    may take `timeout` seconds, and longer for a worker that may take longer to start;
-    `stop_timeout` is how long workers may take to end."""
+    A worker is gone when the agent says so, or when a later agent does not know it: an agent
+    answers only when nothing is left of the previous agent's workers. A broken connection proves
+    nothing. A call may take `timeout` seconds, and longer for slow starts. Workers may take
+    `stop_timeout` seconds to end."""
 
     data_dir: Path
     timeout: float
@@ -131,7 +130,7 @@ class AgentLauncher:
             raise
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Waits for the next agent, too, while the gateway runs."""
+        """While the gateway runs, this also waits for the next agent."""
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
         try:
             reply = await self._stub.Stop(
@@ -193,8 +192,8 @@ class AgentLauncher:
         return self._watchers.add()
 
     async def close(self, *, leaving: bool = False) -> None:
-        """Stop every worker that this launcher started or listed, unless they are left; the agent
-        goes on. The next gateway finds those that do not end."""
+        """Stop every worker that this launcher started or listed, unless it is `leaving` them. The
+        agent continues. The next gateway finds remaining workers."""
         if self._closed:
             return
         self._closed = True
@@ -228,8 +227,8 @@ class AgentLauncher:
     async def _ask(
         self, method: Method[Request, Reply], request: Request, *, start_timeout: float = 0.0
     ) -> Reply:
-        """Raises `WorkerStartFailed` when there is no agent, `WorkerMayRun` when it does not
-        answer: it may have done what it was asked for."""
+        """Call the agent. Raises `WorkerStartFailed` without an agent, `WorkerMayRun` if it does
+        not answer, since the call may have had its effect."""
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
         try:
@@ -246,7 +245,7 @@ class AgentLauncher:
             raise WorkerStartFailed("the launcher is closed") from None
 
     async def _connect(self) -> None:
-        """Wait for the agent, which starts beside the gateway, or once more."""
+        """Wait for the agent, which may be starting."""
         ready = grpc.ChannelConnectivity.READY
         if self._channel.get_state(try_to_connect=True) is ready:
             return
@@ -272,9 +271,8 @@ class AgentLauncher:
             ) from None
 
     async def _follow(self) -> None:
-        """Tell the watchers of exits. A stream of them that ends as it should says that nothing is
-        left of any worker, and the beginning of the next one of which something is, or whose ends
-        it will tell."""
+        """Report exits to the watchers, from one stream after the other. At the regular end of a
+        stream, nothing is left of any worker. A new stream begins with the running workers."""
         while True:
             known = set(self._workers)
             try:

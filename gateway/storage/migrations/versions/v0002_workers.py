@@ -1,7 +1,6 @@
 """One table of workers, and the changes of their states.
 
-Workers of the schema before have no row. The gateway stops them, and their runs are restored.
-"""
+Workers of an earlier schema have no row. The gateway stops them, and restores their runs."""
 
 from __future__ import annotations
 
