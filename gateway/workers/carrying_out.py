@@ -338,7 +338,7 @@ class StepRunner:
 
     def _note_stopping(self, key: str, reason: str, *, ends_as: EndState) -> None:
         row = self._row(key)
-        ends_as = row.ends_as if row.ends_as == "gone" else ends_as
+        ends_as = ends_as if row.ends_as == "placed" else row.ends_as
         if row.occupies_until_it_ends:
             row = row.moved("stopping", at=self._now())
         self._log.info("worker_stopping", worker=key, reason=reason)

@@ -6,7 +6,7 @@ interface. This part writes rows, and waits for their groups and for their ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -59,10 +59,10 @@ class Holdings:
         Rows that exist get one more holder. Raises `InvalidRequest` for requests that empty groups
         cannot serve, and `StorageFailed`."""
         self.check(requests)
-        for request in requests:
-            row = self.roster.rows.get(request.key)
-            if row is not None and row.ends_as == "gone":
-                await self.gone(request.key)
+        keys = [request.key for request in requests]
+        while ending := [key for key in keys if self._ends(key)]:
+            await self.gone(ending[0])
+        coming_back = self._leaving_of(holder, keys)
         now, rows = self.roster.clock(), list[WorkerRow]()
         for request in requests:
             row = self.roster.rows.get(request.key) or WorkerRow(request=request, since=now)
@@ -73,7 +73,7 @@ class Holdings:
         with self._runner.holding(new):
             durable = not rows or await self.roster.intend(*rows)()
         if not durable:
-            self.roster.drop_holder(holder, [row.key for row in rows])
+            self._take_back(holder, [row.key for row in rows], coming_back)
             raise StorageFailed("the database did not take the request for workers; try again")
         self.poke()
 
@@ -81,9 +81,12 @@ class Holdings:
         """Let go of a worker. After its last holder, return when nothing of it is left. It also
         ends if the caller is cancelled."""
         self.let_go(key, holder=holder)
-        row = self.roster.rows.get(key)
-        if row is not None and row.ends_as == "gone":
+        if self._ends(key):
             await self.gone(key)
+
+    def _ends(self, key: str) -> bool:
+        row = self.roster.rows.get(key)
+        return row is not None and row.ends_as == "gone"
 
     async def resize(
         self,
@@ -104,16 +107,13 @@ class Holdings:
         new = [request for request in requests if request.key not in held]
         together = tuple(request.key for request in new)
         new = [replace(request, together=together) for request in new]
-        coming_back = [key for key in together if key in self.roster.rows]
+        coming_back = self._leaving_of(holder, together)
         await self.place(new, holder=holder)
         try:
             await self._placed(together, within=within)
             await self._let_leave([key for key in held if key not in wanted], holder, keeping)
         except BaseException:
-            self.roster.note(*self._leaving_rows(coming_back, holder))
-            for key in together:
-                if key not in coming_back:
-                    self.let_go(key, holder=holder)
+            self._take_back(holder, together, coming_back)
             raise
         for row in self.roster.rows.values():
             if row.kind != "engine" and not set(row.request.together).isdisjoint(held):
@@ -121,23 +121,34 @@ class Holdings:
                 request = replace(row.request, together=(*others, *wanted))
                 self.roster.note(replace(row, request=request))
 
+    def _leaving_of(self, holder: str, keys: Sequence[str]) -> list[str]:
+        """Return the keys of rows that the holder lets leave."""
+        rows = self.roster.rows
+        return [key for key in keys if key in rows and _leaving(holder) in rows[key].holders]
+
+    def _take_back(self, holder: str, keys: Sequence[str], coming_back: Collection[str]) -> None:
+        """Let go of rows for which something failed. Rows that were coming back leave again."""
+        self.roster.note(*self._renamed(coming_back, holder, _leaving(holder)))
+        for key in keys:
+            if key not in coming_back:
+                self.let_go(key, holder=holder)
+
     async def _let_leave(self, keys: Sequence[str], holder: str, keeping: Collection[str]) -> None:
         """Release engines, or note that they leave. Return when that is durable."""
-        leaving = self._leaving_rows([key for key in keys if key in keeping], holder)
+        kept = [key for key in keys if key in keeping]
+        leaving = self._renamed(kept, holder, _leaving(holder))
         if leaving and not await self.roster.intend(*leaving)():
+            self.roster.note(*self._renamed(kept, _leaving(holder), holder))
             raise StorageFailed("the database did not take the number of engines; try again")
         for key in keys:
             if key not in keeping:
                 self.let_go(key, holder=holder)
 
-    def _leaving_rows(self, keys: Sequence[str], holder: str) -> list[WorkerRow]:
-        """Return rows with the note that their holder lets them leave."""
+    def _renamed(self, keys: Iterable[str], before: str, after: str) -> list[WorkerRow]:
+        """Return rows with another name of a holder."""
         rows = [self.roster.rows[key] for key in keys if key in self.roster.rows]
         return [
-            replace(
-                row,
-                holders=tuple(_leaving(each) if each == holder else each for each in row.holders),
-            )
+            replace(row, holders=tuple(after if each == before else each for each in row.holders))
             for row in rows
         ]
 

@@ -68,9 +68,7 @@ def _next_placed(overview: Overview) -> tuple[WorkerRow, ...] | None:
 def candidates(overview: Overview) -> list[WorkerRow]:
     """Return the rows that ask for a group, the next one first."""
     asking = [
-        row
-        for row in overview.rows.values()
-        if row.state == "waiting" and row.ends_as != "gone" and _asks(overview, row)
+        row for row in overview.rows.values() if _waits_for_group(row) and _asks(overview, row)
     ]
     places = Counter(row.owner for row in overview.rows.values() if row.group)
 
@@ -100,7 +98,11 @@ def _arrival(overview: Overview, row: WorkerRow) -> tuple[float, int]:
 def together_with(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
     """Return the rows that get their groups at one moment with this row, itself first."""
     named = (overview.rows.get(key) for key in row.request.together if key != row.key)
-    return [row, *(each for each in named if each is not None and each.state == "waiting")]
+    return [row, *(each for each in named if each is not None and _waits_for_group(each))]
+
+
+def _waits_for_group(row: WorkerRow) -> bool:
+    return row.state == "waiting" and row.ends_as != "gone"
 
 
 def _compete(overview: Overview, one: WorkerRow, other: WorkerRow) -> bool:

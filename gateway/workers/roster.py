@@ -18,7 +18,7 @@ from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets, Overview
 from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
-from tandem.errors import StorageFailed
+from tandem.errors import StorageFailed, WorkerDied
 from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
@@ -133,29 +133,24 @@ class Roster:
         except StorageFailed as error:
             self._log.warning("worker_not_written", workers=[*before], reason=error.message)
             for row in rows:
-                self._undo(row, before[row.key])
+                self._undo(row, before[row.key] or row)
+            for event in events:
+                if event.key in self.rows:
+                    self.calls_of(event.key).busy_seconds += event.busy_seconds
             return False
         return True
 
-    def _undo(self, row: WorkerRow, before: WorkerRow | None) -> None:
-        """Take a change back, but not a release that came meanwhile."""
+    def _undo(self, row: WorkerRow, before: WorkerRow) -> None:
+        """Take a change of state back, but not a release that came meanwhile. The table may have
+        the change all the same: by a later write, or since the outcome of the commit is unknown."""
         now = self.rows.get(row.key)
         if now is None:
             return
-        if before is None:
-            self._forget(row.key)
-            return
         self.calls_of(row.key).rests_until = self.clock() + RETRY_SECONDS
         if (now.state, now.token) == (row.state, row.token):
-            self.rows[row.key] = replace(
-                before, holders=now.holders, ends_as=now.ends_as, request=now.request
-            )
-
-    def drop_holder(self, holder: str, keys: Iterable[str]) -> None:
-        """Take back a holder after a failed write. New rows are gone already."""
-        for row in [self.rows[key] for key in keys if key in self.rows]:
-            holders = tuple(each for each in row.holders if each != holder)
-            self.rows[row.key] = replace(row, holders=holders)
+            undone = replace(before, holders=now.holders, ends_as=now.ends_as, request=now.request)
+            self.rows[row.key] = undone
+            self.table.write_soon([undone], [])
 
     def note(self, *rows: WorkerRow) -> None:
         """Change rows in memory, and write them soon."""
@@ -183,7 +178,8 @@ class Roster:
 
     def _forget(self, key: str) -> None:
         del self.rows[key]
-        self._calls.pop(key, None)
+        if (calls := self._calls.pop(key, None)) is not None:
+            calls.refuse(WorkerDied(f"worker {key} was released"))
         self.told_of_ends.pop(key, None)
         if (gone := self.gone.pop(key, None)) is not None and not gone.done():
             gone.set_result(None)

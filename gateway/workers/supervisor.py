@@ -273,9 +273,15 @@ class Supervisor:
     async def end_process(self, key: str, process: str, reason: str) -> None:
         """Kill a process, and return when nothing is left of it. Its calls fail."""
         while (row := self.roster.rows.get(key)) is not None and row.process == process:
-            await self._runner.await_steps([key])
-            self.note_failure(key, process, reason)
-            await self.roster.changed()
+            rests = self.roster.calls_of(key).rests_until - self.roster.clock()
+            if key in self._runner.busy:
+                await self._runner.await_steps([key])
+            elif row.state not in ("awake", "asleep"):
+                await self.roster.changed()
+            elif rests > 0:  # its launcher did not answer
+                await asyncio.sleep(rests)
+            else:
+                self.note_failure(key, process, reason)
 
     async def await_found(self, keys: Iterable[str]) -> None:
         """Return when these workers of an earlier gateway were found, or are gone or lost."""

@@ -39,6 +39,11 @@ def test_a_trainer_and_its_engines_get_their_groups_at_one_moment_or_not_at_all(
     assert placed(*rows, row("x", "awake"), row("y", "awake", group="h"), groups=groups) == {}
 
 
+def test_a_released_engine_gets_no_group_with_its_trainer():
+    released = engine("e", ends_as="gone")
+    assert placed(row("t", together=("e",)), released) == {"t": "g"}
+
+
 def test_two_engines_of_one_sampler_never_share_a_leased_group():
     demand = {"e#1": waits()}
     assert placed(engine("e#0", "awake"), engine("e#1"), demand=demand) == {}
