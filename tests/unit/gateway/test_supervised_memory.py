@@ -39,7 +39,7 @@ async def test_whoever_finds_no_room_stays_awake_and_goes_on_and_the_others_hear
     waiting = asyncio.create_task(c.compute(0.1))
     await asyncio.sleep(1)
     why = c.lease.explain()
-    assert "cannot be put to sleep: workers have" in why
+    assert "cannot be put to sleep: workers use" in why
     assert "TANDEM_HOST_MEMORY_BYTES" in why
     assert "TANDEM_SPILL_DIR" in why
     await b.compute(0.1)
