@@ -136,8 +136,9 @@ EXAMPLES: dict[type[TandemError], str] = {
     "again, then the step",
     errors.NameTaken: "there is a checkpoint tinker://s-ab12:train:0/weights/best already; "
     "overwrite=True replaces it",
-    errors.NoRoom: "2 more engines need a place each: 1st in the queue for a place on group "
-    "sample-2: 16 workers are there (TANDEM_GROUPS workers). Nothing has changed. Ask for fewer, "
+    errors.NoRoom: "2 more engines need a place, and there is room for 1: 1st in the queue "
+    "for a place on group sample-2: 16 workers are there (TANDEM_GROUPS workers). Nothing has "
+    "changed. Ask for fewer, "
     "wait for others to end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)",
     errors.SampleCancelled: "the sample was cancelled by its client",
     errors.SequenceGap: "operation 6 did not arrive within 60 s, so later operations cannot be "

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 
 from gateway.workers.carrying_out import StepRunner
 from gateway.workers.placing import find_groups
@@ -190,11 +191,19 @@ class Holdings:
     def _no_room(self, keys: Sequence[str]) -> NoRoom:
         reason = self.explain(keys[0])
         why = f": {reason.reason}" if reason is not None else ""
-        what = "engine needs a place" if len(keys) == 1 else "engines need a place each"
+        what = "engine needs" if len(keys) == 1 else "engines need"
         return NoRoom(
-            f"{len(keys)} more {what}{why}. Nothing has changed. Ask for fewer, wait for others to "
-            "end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)"
+            f"{len(keys)} more {what} a place, and there is room for {self._room_for(keys)}{why}. "
+            "Nothing has changed. Ask for fewer, wait for others to end (`tandem top` shows them), "
+            "or declare more groups (TANDEM_GROUPS)"
         )
+
+    def _room_for(self, keys: Sequence[str]) -> int:
+        """Return how many of these rows could have a group."""
+        overview = self.roster.overview()
+        rows = [self.roster.rows[key] for key in keys]
+        fits = (isinstance(find_groups(overview, rows[:n]), tuple) for n in range(1, len(rows)))
+        return sum(takewhile(bool, fits))
 
     def let_go(self, key: str, *, holder: str) -> None:
         """Let go of a worker, and do not wait for its end."""

@@ -66,9 +66,9 @@ def test_others_have_the_room_or_none_and_may_not_scale_what_is_not_theirs(start
         refused = scale(gate, run, 2).json()
         assert refused["type"] == "no_room"
         assert refused["error"].startswith(
-            "1 more engine needs a place: 1st in the queue for a place on group s1 or s2: another "
-            "engine of the same sampler is on group s1. Nothing has changed. Ask for fewer, wait "
-            "for others to end"
+            "1 more engine needs a place, and there is room for 0: 1st in the queue for a place on "
+            "group s1 or s2: another engine of the same sampler is on group s1. Nothing has "
+            "changed. Ask for fewer, wait for others to end"
         )
         key = gate.run(gate.gateway.keys.create(NewKey(owner="ben", role="member")))[1]
         assert scale(gate, run, 1, key=key).status_code == 404

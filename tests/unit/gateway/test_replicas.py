@@ -385,7 +385,7 @@ def test_engines_are_added_all_or_none_and_the_refusal_says_how_many_there_is_ro
     async def scenario():
         await serving(world, 1)
         await world.sample(session_id="s-2")
-        with pytest.raises(NoRoom, match="2 more engines need a place each: "):
+        with pytest.raises(NoRoom, match="and there is room for 1: "):
             await scale(world, 3)
         assert len(world.running()) == 2 and states(world) == {"ready": 1}
         with pytest.raises(InvalidRequest, match="there can be no place for it"):

@@ -218,7 +218,7 @@ async def test_a_sampler_gets_all_its_new_engines_or_none():
     await cluster.supervisor.place([TRAINER], holder="r")
     await use(cluster, "e")
     more = [*sampler, engine("e#1"), engine("e#2")]
-    with pytest.raises(NoRoom, match="2 more engines need a place each"):
+    with pytest.raises(NoRoom, match="and there is room for 1: "):
         await cluster.supervisor.resize("e", more, within=5)
     with pytest.raises(InvalidRequest, match="another engine of the same sampler"):
         await cluster.supervisor.resize("e", [*more, engine("e#3")], within=5)
