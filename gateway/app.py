@@ -56,7 +56,7 @@ from gateway.storage.data_directory import write_private
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.lease import GatewayLease
 from gateway.workers.epoch import Epoch, epoch_without_lease
-from gateway.workers.launchers import Launcher, load_launcher, make_launcher
+from gateway.workers.launchers import Launcher, for_each_kind, load_launcher, make_launchers
 from tandem.agent.process_identity import process_start
 from tandem.errors import StorageFailed, TandemError, UserError, describe
 from tandem.protocol.heartbeat import send_heartbeats
@@ -129,7 +129,7 @@ def create_app(
         epoch = Epoch(number=number, superseded=superseded)
         found = Gateway.open(
             settings,
-            launcher=launcher or make_launcher(settings, epoch),
+            launchers=for_each_kind(launcher) if launcher else make_launchers(settings, epoch),
             metrics=metrics,
             epoch=epoch,
             leased=bool(lease),

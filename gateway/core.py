@@ -55,7 +55,7 @@ from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.launchers.base import Launcher
+from gateway.workers.launchers.base import Launchers
 from gateway.workers.memory import host_bytes_in_use
 from gateway.workers.processes import Processes
 from gateway.workers.requested import RequestMaker
@@ -83,7 +83,7 @@ class Gateway:
         cls,
         settings: GatewaySettings,
         *,
-        launcher: Launcher,
+        launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
         leased: bool = False,
@@ -99,7 +99,7 @@ class Gateway:
         with locked_data_directory(settings.data_dir, shared=leased):
             gateway = cls(
                 settings,
-                launcher=launcher,
+                launchers=launchers,
                 metrics=metrics,
                 epoch=epoch,
                 leased=leased,
@@ -118,7 +118,7 @@ class Gateway:
         self,
         settings: GatewaySettings,
         *,
-        launcher: Launcher,
+        launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
         leased: bool,
@@ -191,7 +191,7 @@ class Gateway:
             key=signing_key, checkpoints=self.checkpoints, versions=self.versions
         )
         self.processes = Processes(
-            settings=settings, launcher=launcher, metrics=metrics, epoch=epoch
+            settings=settings, launchers=launchers, metrics=metrics, epoch=epoch
         )
         self._worker_metrics = WorkerMetrics(metrics)
         spill, patience = str(spill_folder(settings)), settings.sharing.switch_timeout
@@ -213,7 +213,9 @@ class Gateway:
             ),
             free_on_disk=partial(free_on_disk, settings),
         )
-        requests = RequestMaker(settings=settings, groups=self.groups, prepare=launcher.prepare)
+        requests = RequestMaker(
+            settings=settings, groups=self.groups, prepare=launchers["trainer"].prepare
+        )
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"
         )
@@ -318,9 +320,11 @@ class Gateway:
         await self.models.open()
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
-        host = await self.processes.launcher.describe_host()
+        launchers = self.processes.launchers
+        host = await launchers["trainer"].describe_host()
         # a mistake ends the start before workers are taken up
-        groups = groups_of(self.settings, host)
+        names: dict[str, str] = {role: launcher.name for role, launcher in launchers.items()}
+        groups = groups_of(self.settings, host, names)
         check_defaults(self.settings, groups)
         for group in groups:
             self._log.info("device_group", **group.about())

@@ -187,7 +187,9 @@ class SamplerEngine:
     async def await_end_of(self, worker: Worker) -> None:
         """Return when a worker without an answer has ended, or after a while."""
         if self.worker is worker:
-            await self.processes.await_exit(self._died, patience=EXIT_REPORT_PATIENCE)
+            await self.processes.await_exit(
+                worker.worker_id, self._died, patience=EXIT_REPORT_PATIENCE
+            )
 
     # --- Its weights --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ before it is made."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gateway.workers.groups import EVERYTHING, WorkerGroup
@@ -41,9 +41,11 @@ MOST_STARTS = 8
 """Half as many workers of a host start at once as it has cores, within these bounds."""
 
 
-def groups_of(settings: GatewaySettings, host: Host) -> tuple[WorkerGroup, ...]:
-    """Return the declared groups, or those of an undeclared host. Raises `InvalidRequest` for
-    groups that host or cluster cannot have."""
+def groups_of(
+    settings: GatewaySettings, host: Host, launchers: Mapping[str, str] | None = None
+) -> tuple[WorkerGroup, ...]:
+    """Return the declared groups, or those of an undeclared host. `launchers` names the launcher of
+    each role. Raises `InvalidRequest` for groups that host or cluster cannot have."""
     backends = host.backends
     if settings.launcher == "kubernetes":  # nobody asks an image for its backends
         said = [settings.trainer.backend, TrainerSettings.model_fields["backend"].default]
@@ -51,7 +53,9 @@ def groups_of(settings: GatewaySettings, host: Host) -> tuple[WorkerGroup, ...]:
             str(each["backend"]) for each in settings.model_defaults.values() if "backend" in each
         ]
         backends = known_backends() | dict.fromkeys(said, "")
-    return tuple(replace(group, backends=backends) for group in _groups_of(settings, host))
+    names = {kind: name for role, name in (launchers or {}).items() for kind in _KINDS[role]}
+    groups = _groups_of(settings, host)
+    return tuple(replace(group, backends=backends, launchers=names) for group in groups)
 
 
 def budgets_of(settings: GatewaySettings, host: Host) -> Budgets:
@@ -123,7 +127,6 @@ def group_of_claim(pool: ClaimPoolSettings, number: int) -> WorkerGroup:
         pool=pool.name,
         nodes=pool.nodes,
         node_bytes=pool.node_memory_bytes,
-        launcher="cluster",
     )
 
 

@@ -27,8 +27,8 @@ class WorkerGroup:
     of a `pool` is one claim of a cluster. It may have several `nodes`, each with these devices and
     with `node_bytes` of host memory for workers, where 0 is unbounded.
 
-    Workers on one `host` share its memory and start a few at a time; "" names none. `launcher`
-    names the launcher of the group's workers. A `drained` group takes no more workers.
+    Workers on one `host` share its memory and start a few at a time; "" names none. `launchers`
+    names the launcher of each kind of workers. A `drained` group takes no more workers.
 
     `backends` are the trainer backends of its host, each with the reason against its use, or "".
     It is empty if nobody knows them."""
@@ -45,7 +45,7 @@ class WorkerGroup:
     pool: str = ""
     nodes: int = 1
     node_bytes: int = 0
-    launcher: str = "agent"
+    launchers: Mapping[Kind, str] = field(default_factory=dict, compare=False)
     drained: bool = False
     backends: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -59,6 +59,9 @@ class WorkerGroup:
         """Its kinds of workers, in the words of users."""
         words = {"trainer": "trainer", "engine": "sampler"}
         return [words[kind] for kind in words if kind in self.kinds]
+
+    def launcher_of(self, kind: Kind) -> str:
+        return self.launchers.get(kind, "agent")
 
     @property
     def family(self) -> str:

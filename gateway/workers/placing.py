@@ -185,8 +185,8 @@ def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
     there, request = overview.on(group), row.request
     if group.drained:
         return f"group {group.name} is drained, and takes no more workers"
-    if group.launcher in overview.silent:
-        return f"the {group.launcher} of group {group.name} does not answer"
+    if (launcher := group.launcher_of(row.request.kind)) in overview.silent:
+        return f"the {launcher} of group {group.name} does not answer"
     if group.leased and any(
         request.sampler and each.request.sampler == request.sampler for each in there
     ):

@@ -12,20 +12,21 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import grpc.aio
 
 from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
 from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
-from gateway.workers.launchers.base import Launcher
+from gateway.workers.launchers.base import Launcher, Launchers
 from gateway.workers.worker import Worker, WorkerRecord
 from tandem.errors import GatewaySuperseded, WorkerCrashed
 from tandem.protocol.worker import (
     WORKER_STOP_TIMEOUT,
     WorkerExit,
     WorkerHandle,
+    WorkerKind,
     WorkerSpec,
     own_version,
 )
@@ -47,8 +48,8 @@ class ProcessReports(Protocol):
         """A process is useless, and should end."""
         ...
 
-    def note_launchers(self, *, answer: bool) -> None:
-        """The launchers answer, or do not."""
+    def note_launcher(self, launcher: str, *, answers: bool) -> None:
+        """A launcher answers, or does not."""
         ...
 
     def poke(self) -> None:
@@ -59,7 +60,7 @@ class ProcessReports(Protocol):
 @dataclass(eq=False, kw_only=True)
 class Processes:
     settings: GatewaySettings
-    launcher: Launcher
+    launchers: Launchers
     metrics: Metrics
     epoch: Epoch
 
@@ -73,8 +74,10 @@ class Processes:
         """Find the processes of an earlier gateway for `take_up`, and begin to watch. On return,
         each of them has heard of this gateway, or does not answer."""
         self._reports = reports
-        exits = self.launcher.watch()
-        self._left = {handle.worker_id: handle for handle in await self.launcher.list()}
+        launchers = {*self.launchers.values()}
+        exits = [each.watch() for each in launchers]
+        found = await asyncio.gather(*(each.list() for each in launchers))
+        self._left = {handle.worker_id: handle for handles in found for handle in handles}
         await asyncio.gather(*(self._claim(each) for each in self._left.values()))
         heartbeats = Heartbeats(
             settings=self.settings,
@@ -83,9 +86,9 @@ class Processes:
             changed=reports.poke,
         )
         self._tasks = [
-            asyncio.create_task(self._note_exits(exits), name="worker-exits"),
+            *(asyncio.create_task(self._note_exits(each), name="worker-exits") for each in exits),
             asyncio.create_task(heartbeats.ask_all(), name="worker-heartbeats"),
-            asyncio.create_task(self._watch_launcher(), name="worker-launcher"),
+            *(asyncio.create_task(self._watch(each), name="worker-launcher") for each in launchers),
         ]
 
     async def close(self, *, leaving: bool) -> None:
@@ -98,7 +101,8 @@ class Processes:
         for record in records:
             if record.worker is not None:
                 await record.worker.channel.close()
-        await self.launcher.close(leaving=leaving)
+        launchers = {*self.launchers.values()}
+        await asyncio.gather(*(each.close(leaving=leaving) for each in launchers))
 
     def all(self) -> list[WorkerRecord]:
         """Return the processes that start or serve."""
@@ -121,10 +125,10 @@ class Processes:
                 "stop_timeout": WORKER_STOP_TIMEOUT,
             }
         )
-        record = self._add_record(spec, key)
+        record, launcher = self._add_record(spec, key), self.launchers[spec.kind]
         try:
-            handle = await self.launcher.start(spec)
-            await self.launcher.wait_ready(spec.worker_id)
+            handle = await launcher.start(spec)
+            await launcher.wait_ready(spec.worker_id)
             if record.reason:
                 raise WorkerCrashed(record.reason)
         except BaseException:
@@ -143,7 +147,7 @@ class Processes:
         handle = self._left.get(process)
         if handle is None:
             return None
-        await self.launcher.wait_ready(process)
+        await self._launcher_of(process).wait_ready(process)
         if self._left.pop(process, None) is None:  # it ended meanwhile
             return None
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
@@ -157,20 +161,20 @@ class Processes:
         record = self._records.pop(process, None)
         if record is not None and record.worker is not None:
             await record.worker.channel.close()
-        await self.launcher.stop(process, at_once=at_once)
+        await self._launcher_of(process).stop(process, at_once=at_once)
         self._left.pop(process, None)
 
     async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
         """Let the host move a process's state off its devices. Raises `SuspendFailed`."""
-        await self.launcher.suspend(process, lease=lease, timeout=timeout)
+        await self._launcher_of(process).suspend(process, lease=lease, timeout=timeout)
 
     async def resume(self, process: str, *, lease: int, timeout: float) -> None:
         """Let the host move the state back. Raises `SuspendFailed`."""
-        await self.launcher.resume(process, lease=lease, timeout=timeout)
+        await self._launcher_of(process).resume(process, lease=lease, timeout=timeout)
 
     def explain(self, process: str) -> str:
         """Return why a starting process waits, or ""."""
-        return self.launcher.explain(process)
+        return self._launcher_of(process).explain(process)
 
     async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
         """Stop processes of a kind that an earlier gateway started and no row names."""
@@ -190,6 +194,9 @@ class Processes:
             self._log.error("worker_given_up", worker_id=worker.worker_id, reason=reason)
             self._reports.note_failure(record.key, worker.worker_id, reason)
 
+    def _launcher_of(self, process: str) -> Launcher:
+        return self.launchers[cast(WorkerKind, process.partition("-")[0])]
+
     def _add_record(self, about: WorkerHandle | WorkerSpec, key: str) -> WorkerRecord:
         record = self._records[about.worker_id] = WorkerRecord(
             worker_id=about.worker_id,
@@ -202,7 +209,7 @@ class Processes:
 
     def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
         record.worker = worker
-        record.details = self.launcher.describe(record.worker_id)
+        record.details = self.launchers[record.kind].describe(record.worker_id)
         record.state = "ready"
         return worker
 
@@ -231,25 +238,26 @@ class Processes:
             self._reports.note_exit(record.key, exit_.worker_id, exit_.reason)
             await record.worker.channel.close()
 
-    async def _watch_launcher(self) -> None:
-        """Report when the launcher stops answering, and when it answers again."""
+    async def _watch(self, launcher: Launcher) -> None:
+        """Report when a launcher stops answering, and when it answers again."""
         answers = True
         while True:
-            if answers != self.launcher.reports:
-                answers = self.launcher.reports
-                self._reports.note_launchers(answer=answers)
+            if answers != launcher.reports:
+                answers = launcher.reports
+                self._reports.note_launcher(launcher.name, answers=answers)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def await_exit(self, ended: asyncio.Event, *, patience: float) -> None:
+    async def await_exit(self, process: str, ended: asyncio.Event, *, patience: float) -> None:
         """Return when a process with a broken connection has `ended`, or only the connection broke.
 
         In the second case the launcher answers, and reports no end within `patience` seconds."""
+        launcher = self._launcher_of(process)
         while not ended.is_set():
-            reports = self.launcher.reports
+            reports = launcher.reports
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     await ended.wait()
-            if reports and self.launcher.reports:
+            if reports and launcher.reports:
                 return
 
     def warnings(self) -> list[str]:

@@ -85,7 +85,7 @@ def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | F
         patience = min(patience, CONTENDED_SILENCE)
     if overview.now < since + patience:
         return [], since + patience
-    if group.launcher in overview.silent:
+    if group.launcher_of(row.request.kind) in overview.silent:
         return [FindWorker(row.key)], math.inf
     seconds = overview.now - since
     return [StopWorker(row.key, f"it did not answer its heartbeat for {seconds:.0f} s")], math.inf

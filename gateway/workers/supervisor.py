@@ -292,11 +292,6 @@ class Supervisor:
         gone."""
         self.roster.told_of_ends[key] = told
 
-    def note_launchers(self, *, answer: bool) -> None:
-        """Note whether all launchers answer."""
-        for launcher in {group.launcher for group in self.roster.groups.values()}:
-            self.note_launcher(launcher, answers=answer)
-
     def note_launcher(self, launcher: str, *, answers: bool) -> None:
         """Note whether a launcher answers. While it does not, nobody is placed or started there."""
         change = (

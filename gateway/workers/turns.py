@@ -90,8 +90,8 @@ def _overdue_at(overview: Overview, row: WorkerRow) -> float:
 def why_not_start(overview: Overview, row: WorkerRow) -> str:
     """Say why no process may start for a row now, or "" if one may."""
     group = overview.group_of(row)
-    if group.launcher in overview.silent:
-        return f"the {group.launcher} of group {group.name} does not answer"
+    if (launcher := group.launcher_of(row.request.kind)) in overview.silent:
+        return f"the {launcher} of group {group.name} does not answer"
     if not group.host:
         return ""
     starting = sum(

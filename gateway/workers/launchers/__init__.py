@@ -1,8 +1,8 @@
 """Launchers start and stop workers and report exits.
 
-`base` defines the interface. `agent` uses an agent (`tandem.agent`), `by_kind` two agents, and
-`kubernetes` a cluster's API server. To add a launcher, implement `base.Launcher` in its own module
-and name it in `make_launcher` for `TANDEM_LAUNCHER`."""
+`base` defines the interface. `agent` uses an agent (`tandem.agent`), and `kubernetes` a cluster's
+API server. A group names the launcher of each kind of its workers. To add a launcher, implement
+`base.Launcher` in its own module and name it in `make_launchers` for `TANDEM_LAUNCHER`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
-from gateway.workers.launchers.base import Launcher
-from gateway.workers.launchers.by_kind import LauncherByKind
+from gateway.workers.launchers.base import Launcher, Launchers, for_each_kind
 from tandem.errors import InvalidRequest
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
 
-__all__ = ["Launcher", "load_launcher", "make_launcher"]
+__all__ = ["Launcher", "Launchers", "for_each_kind", "load_launcher", "make_launchers"]
 
 _CALL_SECONDS = 60.0
 """Seconds for a call to the agent, beyond a worker's start or stop time."""
@@ -33,13 +32,13 @@ def load_launcher(settings: GatewaySettings) -> None:
         read_templates(settings.kubernetes)
 
 
-def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
-    """Return the launcher in `settings.launcher`. Raises `InvalidRequest` for an unknown name."""
+def make_launchers(settings: GatewaySettings, epoch: Epoch) -> Launchers:
+    """Return the launchers in the settings. Raises `InvalidRequest` for an unknown name."""
     match settings.launcher:
         case "agent":
             return _agents(settings, epoch)
         case "kubernetes":
-            return _kubernetes()(settings, epoch)
+            return for_each_kind(_kubernetes()(settings, epoch))
         case unknown:
             raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent, kubernetes")
 
@@ -54,7 +53,7 @@ def _kubernetes() -> Callable[[GatewaySettings, Epoch], Launcher]:
     return kubernetes_launcher
 
 
-def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
+def _agents(settings: GatewaySettings, epoch: Epoch) -> Launchers:
     def launcher(address: str = "", authority: Authority | None = None) -> AgentLauncher:
         return AgentLauncher(
             data_dir=settings.data_dir,
@@ -66,7 +65,7 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
         )
 
     if not settings.agents:
-        return launcher()
+        return for_each_kind(launcher())
     if missing := {"trainer", "sampler"}.difference(settings.agents):
         raise InvalidRequest(f"TANDEM_AGENTS names no agent for {missing.pop()}s")
     if settings.tls_dir is None:
@@ -76,6 +75,4 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
         )
     authority = Authority.read(settings.tls_dir)
     by_address = {each: launcher(each, authority) for each in set(settings.agents.values())}
-    if len(by_address) == 1:
-        return next(iter(by_address.values()))
-    return LauncherByKind({kind: by_address[each] for kind, each in settings.agents.items()})
+    return {kind: by_address[each] for kind, each in settings.agents.items()}

@@ -80,6 +80,10 @@ class AgentLauncher:
         self._log = get_log()
 
     @property
+    def name(self) -> str:
+        return f"agent at {self.address}" if self.address else "agent"
+
+    @property
     def reports(self) -> bool:
         return self._watches
 

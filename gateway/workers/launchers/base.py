@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol, TypeAlias
 
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
-from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
 
 class Launcher(Protocol):
@@ -16,6 +16,11 @@ class Launcher(Protocol):
 
     A worker counts as gone only when none of its processes is left. An unknown state raises
     `WorkerMayRun`."""
+
+    @property
+    def name(self) -> str:
+        """Its name in reasons of waits."""
+        ...
 
     @property
     def reports(self) -> bool:
@@ -88,3 +93,11 @@ class Launcher(Protocol):
         """Stop all workers, unless they are left to the next gateway (`leaving`). Late ones are
         left too. Idempotent."""
         ...
+
+
+Launchers: TypeAlias = Mapping[WorkerKind, Launcher]
+"""The launcher of each kind of workers. One launcher may start both."""
+
+
+def for_each_kind(launcher: Launcher) -> Launchers:
+    return {"trainer": launcher, "sampler": launcher}

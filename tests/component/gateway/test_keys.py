@@ -16,6 +16,7 @@ from gateway.metrics import Metrics
 from gateway.owners.auth.keys import NewKey
 from gateway.storage.tables import keys as table
 from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.base import for_each_kind
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest
 from tests.support.audit_log import audit_log
@@ -218,7 +219,9 @@ async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_i
     def gateway(host: str) -> AbstractAsyncContextManager[Gateway]:
         settings = settings_for(tmp_path, host=host)
         epoch = Epoch(number=1, superseded=lambda: None)
-        return Gateway.open(settings, launcher=FakeLauncher(), metrics=Metrics(), epoch=epoch)
+        return Gateway.open(
+            settings, launchers=for_each_kind(FakeLauncher()), metrics=Metrics(), epoch=epoch
+        )
 
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(InvalidRequest, match="tandem keys create --owner NAME"):

@@ -13,6 +13,7 @@ import tinker
 from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.launchers.kubernetes.resources import pod_request
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout
@@ -247,7 +248,7 @@ async def test_a_gateway_does_not_start_with_groups_that_the_host_cannot_have(tm
     ):
         gateway = Gateway.open(
             settings_for(tmp_path, **changes),
-            launcher=FakeLauncher(),
+            launchers=for_each_kind(FakeLauncher()),
             metrics=Metrics(),
             epoch=Epoch(number=1, superseded=lambda: None),
         )

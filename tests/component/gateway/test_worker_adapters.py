@@ -14,6 +14,7 @@ from gateway.storage.database import Database
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.overview import Budgets
 from gateway.workers.processes import Processes
 from gateway.workers.requests import WorkerRequest
@@ -98,7 +99,7 @@ class Gateway:
         self.database = Database(url="", data_dir=folder)
         self.processes = Processes(
             settings=settings,
-            launcher=launcher,
+            launchers=for_each_kind(launcher),
             metrics=Metrics(),
             epoch=Epoch(number=epoch, superseded=lambda: None),
         )

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers import make_launcher
+from gateway.workers.launchers import make_launchers
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import Listening, serving
 from tandem.errors import InvalidRequest, WorkerStartFailed
@@ -77,10 +77,10 @@ def spec(kind: str, *, secret: str = "the secret of a worker") -> WorkerSpec:
 
 
 async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(agents, tmp_path):
-    launcher = make_launcher(agents, EPOCH)
-    handles = [await launcher.start(spec(kind)) for kind in KINDS]
+    launchers = make_launchers(agents, EPOCH)
+    handles = [await launchers[kind].start(spec(kind)) for kind in KINDS]
     for handle in handles:
-        await launcher.wait_ready(handle.worker_id)
+        await launchers[handle.kind].wait_ready(handle.worker_id)
         assert handle.address.startswith("localhost:")
         log = tmp_path / "gateway" / "logs" / f"{handle.worker_id}.log"
         assert log.exists() and handle.secret not in log.read_text()
@@ -92,18 +92,25 @@ async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(age
                     timeout=20,
                 )
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert sorted(each.worker_id for each in await launcher.list()) == sorted(
-        each.worker_id for each in handles
-    )
-    exits = launcher.watch()
     for handle in handles:
+        launcher = launchers[handle.kind]
+        assert launcher.name == f"agent at {agents.agents[handle.kind]}"
+        assert await launcher.list() == [handle]
+        exits = launcher.watch()
         os.kill(launcher.describe(handle.worker_id).pid, signal.SIGKILL)
         exit_ = await asyncio.wait_for(anext(exits), 60)
         assert exit_.worker_id == handle.worker_id
-    assert await launcher.list() == []
-    await launcher.close()
-    with pytest.raises(StopAsyncIteration):
-        await asyncio.wait_for(anext(exits), 60)
+        assert await launcher.list() == []
+        await launcher.close()
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(exits), 60)
+
+
+async def test_one_agent_starts_both_kinds_of_workers(agents):
+    one = agents.model_copy(update={"agents": dict.fromkeys(KINDS, agents.agents["trainer"])})
+    launchers = make_launchers(one, EPOCH)
+    assert launchers["trainer"] is launchers["sampler"]
+    await launchers["trainer"].close()
 
 
 async def test_an_agent_says_on_its_own_host_whether_it_answers(agents, tmp_path):
@@ -119,10 +126,10 @@ async def test_an_agent_says_on_its_own_host_whether_it_answers(agents, tmp_path
 
 
 async def test_the_next_gateway_calls_what_the_one_before_has_left(agents):
-    first = make_launcher(agents, EPOCH)
+    first = make_launchers(agents, EPOCH)["sampler"]
     handle = await first.start(spec("sampler"))
     await first.close(leaving=True)
-    second = make_launcher(agents, EPOCH)
+    second = make_launchers(agents, EPOCH)["sampler"]
     assert await second.list() == [handle]
     await second.wait_ready(handle.worker_id)
     await second.stop(handle.worker_id)
@@ -136,7 +143,7 @@ async def test_an_agent_does_not_answer_a_gateway_of_another_authority(
     monkeypatch.setattr(gateway.workers.launchers.agent, "_CONNECT_SECONDS", 2.0)
     Authority.create(tmp_path / "other")
     settings = agents.model_copy(update={"tls_dir": tmp_path / "other"})
-    launcher = make_launcher(settings, EPOCH)
+    launcher = make_launchers(settings, EPOCH)["trainer"]
     with pytest.raises(WorkerStartFailed, match="TANDEM_AGENTS"):
         await launcher.start(spec("trainer"))
     await launcher.close(leaving=True)
@@ -151,4 +158,4 @@ async def test_an_agent_does_not_answer_a_gateway_of_another_authority(
 )
 def test_agents_that_cannot_be_called_are_refused_at_the_start(agents, changes, said):
     with pytest.raises(InvalidRequest, match=said):
-        make_launcher(agents.model_copy(update=changes), EPOCH)
+        make_launchers(agents.model_copy(update=changes), EPOCH)

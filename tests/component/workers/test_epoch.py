@@ -12,6 +12,7 @@ from gateway.metrics import Metrics
 from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
+from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.processes import Processes
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
@@ -34,7 +35,7 @@ class Gateway:
         self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=mine)
         self.processes = Processes(
             settings=settings,
-            launcher=self.launcher,
+            launchers=for_each_kind(self.launcher),
             metrics=Metrics(),
             epoch=mine,
         )

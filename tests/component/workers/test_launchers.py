@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers import Launcher, make_launcher
+from gateway.workers.launchers import Launcher, make_launchers
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import default_command
@@ -366,9 +366,11 @@ async def test_the_default_command_runs_the_service_of_its_kind():
 
 
 async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):
-    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH), AgentLauncher)
+    launchers = make_launchers(GatewaySettings(data_dir=tmp_path), EPOCH)
+    assert isinstance(launchers["trainer"], AgentLauncher)
+    assert launchers["trainer"] is launchers["sampler"]
     monkeypatch.setenv("TANDEM_LAUNCHER", "slurm")
     with pytest.raises(
         InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'slurm'.* agent, kubernetes"
     ):
-        make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH)
+        make_launchers(GatewaySettings(data_dir=tmp_path), EPOCH)

@@ -38,6 +38,7 @@ from gateway.storage.tables import (
     workers,
 )
 from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.base import for_each_kind
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop
@@ -213,7 +214,11 @@ class Scenario:
     ) -> list[Left] | None:
         epoch = Epoch(number=len(self.steps), superseded=lambda: None)
         async with Gateway.open(
-            self._settings, launcher=launcher, metrics=Metrics(), epoch=epoch, stop=stop
+            self._settings,
+            launchers=for_each_kind(launcher),
+            metrics=Metrics(),
+            epoch=epoch,
+            stop=stop,
         ) as gateway:
             clients = asyncio.gather(*(self._serve(gateway, each) for each in self._clients))
             stopped = asyncio.create_task(stopping.wait())

@@ -52,6 +52,8 @@ class FakeHealth(health_pb2_grpc.HealthServicer):
 class FakeLauncher:
     """Implements `Launcher` with gRPC servers in this process. `trainer` is made for each run."""
 
+    name = "agent"
+
     def __init__(
         self,
         trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer,

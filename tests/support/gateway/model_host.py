@@ -55,6 +55,9 @@ class ModelLauncher:
         worker = self._host.workers.get(address)
         return ModelChannel(worker, self._misfortune, lambda: self._host.kill(address))
 
+    prepare = staticmethod(with_needs)
+    name = "agent"
+
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         await self._misfortune.delay(3.0)
         worker: ModelWorker

@@ -27,6 +27,7 @@ from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.needs import with_needs
 from gateway.workers.placing import ENGINE_QUANTUM
 from gateway.workers.processes import Processes
@@ -120,7 +121,7 @@ class World:
         self.launcher = ModelLauncher(self.host)
         self.processes = Processes(
             settings=self.settings,
-            launcher=self.launcher,
+            launchers=for_each_kind(self.launcher),
             metrics=metrics,
             epoch=Epoch(number=1, superseded=lambda: None),
         )

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers import make_launcher
+from gateway.workers.launchers import make_launchers
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.authority import Authority
 from tandem.settings.gateway import GatewaySettings
@@ -36,24 +36,24 @@ def test_a_template_of_which_no_pod_could_be_made_is_refused_at_the_start(tmp_pa
     (tmp_path / "trainer-pod.yaml").write_text(template)
     chosen = settings(tmp_path, templates=str(tmp_path))
     with pytest.raises(InvalidRequest, match="restartPolicy: the gateway sets it"):
-        make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+        make_launchers(chosen, Epoch(number=1, superseded=lambda: None))
 
 
 def test_what_workers_mount_is_there_before_they_are(tmp_path):
     chosen = settings(tmp_path)
     for _ in range(2):
-        make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+        make_launchers(chosen, Epoch(number=1, superseded=lambda: None))
     made = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
     assert made.pop("tls")
     assert made == dict.fromkeys(("checkpoints", "models", "snapshots", "spill", "weights"), 0o700)
 
     chosen = settings(tmp_path, keep_compiled=True)
-    make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+    make_launchers(chosen, Epoch(number=1, superseded=lambda: None))
     assert (tmp_path / "compiled").is_dir()
 
 
 def launcher_of(chosen: GatewaySettings, cluster):
-    launcher = make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+    launcher = make_launchers(chosen, Epoch(number=1, superseded=lambda: None))["trainer"]
     fake = Gateway(cluster, claims=False)
     launcher._api._connect = fake.launcher._api._connect
     launcher._serving = fake._serving
@@ -103,14 +103,14 @@ def test_a_start_that_no_settings_allow_says_why(tmp_path):
 
 
 def test_a_gateways_takeover_may_not_outlast_the_life_of_its_workers(tmp_path):
-    make = partial(make_launcher, epoch=Epoch(number=1, superseded=lambda: None))
+    make = partial(make_launchers, epoch=Epoch(number=1, superseded=lambda: None))
     with pytest.raises(InvalidRequest, match=r"for 600 s, and .* takeover may take 600 s"):
         make(settings(tmp_path, node_lost=485))
     make(settings(tmp_path, node_lost=484))
 
 
 def test_settings_without_an_authority_or_a_namespace_are_refused(tmp_path):
-    make = partial(make_launcher, epoch=Epoch(number=1, superseded=lambda: None))
+    make = partial(make_launchers, epoch=Epoch(number=1, superseded=lambda: None))
     chosen = settings(tmp_path)
     with pytest.raises(InvalidRequest, match="TANDEM_TLS_DIR"):
         make(chosen.model_copy(update={"tls_dir": None}))

@@ -179,6 +179,15 @@ def test_nobody_starts_while_the_launcher_is_silent_and_awake_workers_serve_on()
     assert decided(*rows, demand=demand, silent=frozenset({"agent"})) == []
 
 
+def test_a_group_names_the_launcher_of_each_kind_and_the_silence_of_one_is_that_kinds_alone():
+    rows = row("a", "placed"), row("b", "placed", kind="engine")
+    demand = {"a": waits(), "b": waits()}
+    group = worker_group(awake=0, launchers={"trainer": "agent at a", "engine": "agent at b"})
+    about = {"demand": demand, "groups": [group]}
+    assert decided(*rows, silent=frozenset({"agent at b"}), **about) == [StartWorker("a")]
+    assert decided(*rows, silent=frozenset({"agent at a"}), **about) == [StartWorker("b")]
+
+
 def test_a_row_gets_one_step_at_a_time():
     rows = row("a", "awake"), row("b", "asleep")
     demand = {"a": Demand(silent_since=NOW - 60), "b": waits(since=NOW - 60)}

@@ -110,6 +110,10 @@ class KubernetesLauncher:
         self._log = get_log()
 
     @property
+    def name(self) -> str:
+        return "cluster"
+
+    @property
     def reports(self) -> bool:
         return self._reconciler.current and not self._api.trouble
 
