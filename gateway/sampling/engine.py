@@ -27,7 +27,7 @@ from gateway.workers.requests import WorkerRequest
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.standing import are_side_by_side, reason_of_wait
 from gateway.workers.supervisor import Supervisor
-from gateway.workers.table import UNCERTAIN, WorkerRow
+from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.protocol.worker import WorkerSpec
@@ -145,7 +145,7 @@ class SamplerEngine:
         """Return a sentence about the engine's work, or why it does not serve yet."""
         waits = reason_of_wait(self.supervisor.overview(), self.key)
         if self._state == "ready":
-            return self.silence or waits or "the sampler is at work"
+            return "; ".join(filter(None, (self.silence, waits))) or "the sampler is at work"
         age = time.monotonic() - self._state_since
         row = self.row
         if row is None or not row.group:
@@ -165,7 +165,7 @@ class SamplerEngine:
         version: common_pb2.WeightVersion,
     ) -> _Reply:
         """Send a call for a `version` once the engine is awake, and return the answer. Raises
-        `EngineLost`, and as the call."""
+        `EngineLost`, `OperationTimedOut` if nobody answered for the engine, and as the call."""
         self._wanted.append(version)
         using = self.supervisor.use(self.key)
         try:
@@ -240,10 +240,6 @@ class SamplerEngine:
         return self._starting
 
     async def _take_up(self) -> None:
-        while (row := self.row) is not None and row.state in UNCERTAIN:
-            await self.supervisor.await_found([self.key])
-            if self.row is row:  # it is asked again later
-                await self.supervisor.roster.changed()
         await self.supervisor.await_found([self.key])
         row, worker = self.row, self.adapter.worker(self.key)
         if row is not None and row.state in ("awake", "asleep") and worker is not None:
@@ -282,8 +278,7 @@ class SamplerEngine:
         try:
             await self.supervisor.place([self.request(self.replica)], holder=self.sampler)
             self._register()
-            patience = self.settings.operation_timeout
-            async with self.supervisor.use(self.key, place_within=patience) as row:
+            async with self.supervisor.use(self.key) as row:
                 self._serve(self.adapter.require(row))
                 await asyncio.sleep(0)  # the waiting calls begin meanwhile, so that it is not idle
         except Exception as error:  # noqa: BLE001 - our own fault must not hang the clients

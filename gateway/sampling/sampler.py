@@ -31,7 +31,14 @@ from gateway.storage.futures.table import Future, Outcome, Result, Waiting
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker
-from tandem.errors import InternalError, TandemError, WorkerDied, describe, from_failure
+from tandem.errors import (
+    InternalError,
+    OperationTimedOut,
+    TandemError,
+    WorkerDied,
+    describe,
+    from_failure,
+)
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import version_number
@@ -381,15 +388,21 @@ class Sampler:
         self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]
     ) -> _Reply:
         """Send an assigned call and return the answer. If the engine dies and the call
-        `may_repeat`, or it is taken back, send it to another engine. Raises `WorkerDied`, and as
-        `_assigned` and the call."""
-        died = False
+        `may_repeat`, or it is taken back, send it to another engine. If nobody answers for the
+        engine, another one gets the call once. Raises `WorkerDied`, and as `_assigned` and the
+        call."""
+        died = late = False
         while True:
             engine = call.engine
             try:
                 return await self._ask(call, send)
             except EngineLost:
                 pass
+            except OperationTimedOut:
+                others = (each for each in self.engines if each is not engine)
+                if late or call.worker is not None or not any(each.serves for each in others):
+                    raise
+                late = True
             except asyncio.CancelledError:
                 if not call.was_only_taken_back():
                     raise

@@ -21,6 +21,7 @@ from gateway.workers.steps import (
     KeepAwake,
     PlaceRows,
     PutToSleep,
+    RefuseCalls,
     SleepPlan,
     StartWorker,
     Step,
@@ -31,6 +32,7 @@ from gateway.workers.steps import (
 from gateway.workers.table import TRANSITIONS, EndState, State, WorkerRow
 from tandem.errors import (
     CannotSleep,
+    OperationTimedOut,
     OutOfMemory,
     StorageFailed,
     TandemError,
@@ -121,6 +123,10 @@ class StepRunner:
                 self._move(key, "gone")
             case AskToYield(key):
                 self._roster.calls_of(key).yielding = True
+            case RefuseCalls(key, reason):
+                running = self._row(key).has_process
+                error = OperationTimedOut if running else WorkerStartFailed
+                self._roster.calls_of(key).refuse(error(reason))
             case KeepAwake(key, reason):
                 self._keep_awake(key, reason)
             case StartWorker(key):

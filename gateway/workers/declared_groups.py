@@ -65,6 +65,7 @@ def budgets_of(settings: GatewaySettings, host: Host) -> Budgets:
         host_bytes=0 if pods else settings.host_memory_bytes or host.memory_bytes * 9 // 10,
         starts=min(max(len(host.cores) // 2, _LEAST_STARTS), MOST_STARTS),
         silence=settings.worker_unresponsive_timeout,
+        patience=settings.operation_timeout,
     )
 
 

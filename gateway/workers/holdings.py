@@ -49,7 +49,7 @@ class Holdings:
         """Raise `InvalidRequest` for requests that empty groups cannot serve."""
         overview = self.roster.overview()
         groups = {name: replace(each, drained=False) for name, each in overview.groups.items()}
-        empty = replace(overview, rows={}, silent=frozenset(), groups=groups)
+        empty = replace(overview, rows={}, silent={}, groups=groups)
         found = find_groups(empty, [WorkerRow(request=request) for request in requests])
         if isinstance(found, str):
             raise InvalidRequest(f"there can be no place for it: {found}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -66,19 +67,21 @@ class WorkerBytes:
 class Budgets:
     """Limits of the machine. `host_bytes` bounds the host memory of all workers together, where 0
     is no limit. `disk_bytes` are free for the state of sleepers. At most `starts` workers of a host
-    start at once. After `silence` seconds without an answer, a worker is killed."""
+    start at once. After `silence` seconds without an answer, a worker is killed. Calls of an engine
+    fail after `patience` seconds in which nobody could serve them."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
     starts: int = 4
     silence: float = 60.0
+    patience: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
     """`busy` has the keys of rows with a step under way. `shares` has the device seconds of each
     owner, divided by its weight. `switch_seconds` is the recent cost of a switch in each group. The
-    launchers in `silent` do not answer."""
+    launchers in `silent` have not answered since these times."""
 
     now: float
     rows: Mapping[str, WorkerRow]
@@ -90,7 +93,7 @@ class Overview:
     shares: Mapping[str, float] = field(default_factory=dict)
     switch_seconds: Mapping[str, float] = field(default_factory=dict)
     busy: frozenset[str] = frozenset()
-    silent: frozenset[str] = frozenset()
+    silent: Mapping[str, float] = field(default_factory=dict)
 
     def on(self, group: WorkerGroup) -> list[WorkerRow]:
         """Return the rows of a group."""

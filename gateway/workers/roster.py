@@ -69,7 +69,8 @@ class Roster:
         self.observer = observer
         self.clock = clock
         self.rows: dict[str, WorkerRow] = {}
-        self.silent_launchers: set[str] = set()
+        self.silent_launchers: dict[str, float] = {}
+        """The launchers that do not answer, and the times since when."""
         self.gone: dict[str, asyncio.Future[None]] = {}
         """By released row, a future that is done when nothing is left of the worker."""
         self.told_of_ends: dict[str, Callable[[str, str], None]] = {}
@@ -223,7 +224,7 @@ class Roster:
             shares={owner: self._share(owner) for owner in {r.owner for r in self.rows.values()}},
             switch_seconds=dict(self._switch_seconds),
             busy=frozenset(busy),
-            silent=frozenset(self.silent_launchers),
+            silent=dict(self.silent_launchers),
         )
 
     def _silent_for(self, row: WorkerRow) -> float:

@@ -1,8 +1,8 @@
 """The decision: from an overview of all workers to the next steps.
 
-It is pure: the same overview gives the same steps. Rows end first, since that makes room. Then
-waiting rows get groups, and placed rows take turns. Each part sees the overview after the steps of
-the parts before."""
+It is pure: the same overview gives the same steps. Rows end first, since that makes room. Calls
+that waited too long are refused. Then waiting rows get groups, and placed rows take turns. Each
+part sees the overview after the steps of the parts before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from gateway.workers.placing import (
     place_waiting,
     together_with,
 )
-from gateway.workers.steps import FindWorker, ForgetRow, Step, StopWorker, TakeGroup
+from gateway.workers.steps import (
+    FindWorker,
+    ForgetRow,
+    RefuseCalls,
+    Step,
+    StopWorker,
+    TakeGroup,
+)
 from gateway.workers.table import UNCERTAIN, WorkerRow
 from gateway.workers.turns import Turns, queue, take_turns, why_not_start
 
@@ -30,6 +37,8 @@ CONTENDED_SILENCE = 15.0
 def schedule(overview: Overview) -> tuple[list[Step], float]:
     """Return the next steps, and the time at which to decide again if nothing happens before."""
     steps, again_at, overview = _end_rows(overview)
+    refused, at, overview = _refuse_calls(overview)
+    steps, again_at = [*steps, *refused], min(again_at, at)
     placed, overview = place_waiting(overview)
     ended, at, overview = make_room(overview)
     steps, again_at = [*steps, *placed, *ended], min(again_at, at)
@@ -89,6 +98,35 @@ def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | F
         return [FindWorker(row.key)], math.inf
     seconds = overview.now - since
     return [StopWorker(row.key, f"it did not answer its heartbeat for {seconds:.0f} s")], math.inf
+
+
+def _refuse_calls(overview: Overview) -> Turns:
+    """Refuse the calls of engines that nobody could serve for the whole patience."""
+    steps: list[Step] = []
+    again_at, patience = math.inf, overview.budgets.patience
+    for row in overview.rows.values():
+        demand, since = overview.demand_of(row), _unserved_since(overview, row)
+        if row.kind != "engine" or not demand.waiting or since is None:
+            continue
+        if (at := max(since, demand.waiting_since) + patience) > overview.now:
+            again_at = min(again_at, at)
+            continue
+        explained = explain_wait(overview, row)
+        why = f" ({explained.reason})" if explained is not None else ""
+        reason = f"nobody could serve it within {patience:g} s{why}; try again later"
+        steps.append(RefuseCalls(row.key, reason))
+        overview = overview.with_demand(row, replace(demand, waiting=0))
+    return steps, again_at, overview
+
+
+def _unserved_since(overview: Overview, row: WorkerRow) -> float | None:
+    """Return the time since when a row has no group, or its launcher does not answer while it is
+    needed. None: neither is so."""
+    if row.state in ("waiting", "lost", "stopping"):
+        return row.since
+    if row.state == "placed":
+        return overview.silent.get(overview.group_of(row).launcher_of(row.request.kind))
+    return None
 
 
 # --- Reasons --------------------------------------------------------------------------------------
@@ -162,6 +200,8 @@ def _explain_turn(overview: Overview, row: WorkerRow, seconds: float) -> WaitRea
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
             why = f"a worker of group {group.name} cannot be put to sleep: {other.reason}"
+        if other.state == "lost":
+            why = f"neither a worker of group {group.name} nor its launcher answers"
     reason = f"{_ordinal(position)} in the queue for the devices of group {group.name}: {why}"
     return WaitReason(reason=reason, position=position, seconds=seconds)
 

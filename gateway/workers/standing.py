@@ -40,9 +40,13 @@ def engines_of(overview: Overview, sampler: str) -> list[WorkerRow]:
 
 
 def reason_of_wait(overview: Overview, key: str) -> str:
-    """Return why a worker's calls wait, or why it has no group, or "" if nobody waits for it."""
+    """Return why a worker's calls wait, why it has no group, or that nobody answers for it. Return
+    "" if nobody waits for it."""
     row = overview.rows.get(key)
-    if row is None or not (overview.demand_of(row).waiting or _waits_for_group(overview, row)):
+    if row is None:
+        return ""
+    waits = overview.demand_of(row).waiting or _waits_for_group(overview, row)
+    if not waits and row.state != "lost":
         return ""
     reason = explain_wait(overview, row)
     return reason.reason if reason is not None else ""

@@ -87,6 +87,14 @@ class AskToYield:
 
 
 @dataclass(frozen=True)
+class RefuseCalls:
+    """End the waiting calls of a worker with an error, for this reason."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class KeepAwake:
     """Admit calls again. With a `reason`, the worker had no room to sleep, and stays awake for a
     while."""
@@ -105,5 +113,6 @@ Step = (
     | StopWorker
     | FindWorker
     | AskToYield
+    | RefuseCalls
     | KeepAwake
 )

@@ -10,7 +10,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 from gateway.workers.carrying_out import StepRunner
@@ -21,12 +20,16 @@ from gateway.workers.overview import Budgets, Overview
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import RETRY_SECONDS, Roster
 from gateway.workers.schedule import WaitReason, explain_wait, schedule
-from gateway.workers.steps import AskToYield, ForgetRow, KeepAwake, StopWorker, TakeGroup
-from gateway.workers.table import WorkerRow
-from tandem.errors import (
-    WorkerDied,
-    WorkerStartFailed,
+from gateway.workers.steps import (
+    AskToYield,
+    ForgetRow,
+    KeepAwake,
+    RefuseCalls,
+    StopWorker,
+    TakeGroup,
 )
+from gateway.workers.table import WorkerRow
+from tandem.errors import WorkerDied
 
 _DISK_SECONDS = 5.0
 """Seconds between two looks at the free bytes on the disk for sleepers."""
@@ -34,7 +37,7 @@ _SETTLE_SECONDS = 10.0
 """Seconds that the start of a gateway waits for the ends of needless workers."""
 _SHORTEST_PAUSE = 0.001
 """The least seconds between two decisions by the clock."""
-_IN_MEMORY = (AskToYield, KeepAwake, TakeGroup, ForgetRow)
+_IN_MEMORY = (AskToYield, KeepAwake, RefuseCalls, TakeGroup, ForgetRow)
 """Steps that are done at once. The next decision follows at once, too."""
 
 _ENDS = (StopWorker, ForgetRow)
@@ -170,16 +173,16 @@ class Supervisor:
 
     @asynccontextmanager
     async def use(
-        self, key: str, *, step: StepMark = "", caller: str = "", place_within: float = 0.0
+        self, key: str, *, step: StepMark = "", caller: str = ""
     ) -> AsyncIterator[WorkerRow]:
         """Wait until a worker is awake, and keep it awake for the block. Yields its row with the id
         of its `process`.
 
-        `step` marks the gradients of a `caller`. Never wait for one use inside another. The caller
-        sets the deadline of the wait (`asyncio.timeout`). Raises `WorkerStartFailed` if a process
-        did not start during the wait, or if the row has no group after `place_within` seconds.
-        Raises `WorkerDied` if the worker was released."""
-        row, calls = await self._begin_use(key, place_within)
+        `step` marks the gradients of a `caller`. Never wait for one use inside another. Raises
+        `WorkerStartFailed` if a process did not start during the wait, and `WorkerDied` if the
+        worker was released. If nobody can serve an engine for long, raises `WorkerStartFailed`, or
+        `OperationTimedOut` if it has a process."""
+        row, calls = await self._begin_use(key)
         if step == "begin":
             calls.open_steps.add(caller)
         elif step == "end":
@@ -193,7 +196,7 @@ class Supervisor:
             if self._is_contended(row, calls):
                 self.poke()
 
-    async def _begin_use(self, key: str, place_within: float) -> tuple[WorkerRow, WorkerCalls]:
+    async def _begin_use(self, key: str) -> tuple[WorkerRow, WorkerCalls]:
         """Return the row and the calls of a worker that is awake, with one more call counted."""
         while True:
             row = self.roster.rows.get(key)
@@ -203,7 +206,7 @@ class Supervisor:
             if self._is_awake(row, calls):
                 calls.begin_use()
                 return row, calls
-            await self._wait(row, calls, place_within)
+            await self._wait(row, calls)
             row = self.roster.rows.get(key)
             if row is not None and row.state == "awake":
                 return row, calls
@@ -221,35 +224,16 @@ class Supervisor:
         sleeps = self.roster.settings.policy != "deferred" or (group is not None and group.drained)
         return sleeps or calls.yielding or self.roster.somebody_waits()
 
-    async def _wait(self, row: WorkerRow, calls: WorkerCalls, place_within: float) -> None:
+    async def _wait(self, row: WorkerRow, calls: WorkerCalls) -> None:
         self.roster.note_active(row.owner)
         turn = calls.wait()
         self.poke()
-        timer = None
-        if place_within:
-            refuse = partial(self._refuse_unplaced, row.key, turn, place_within)
-            timer = self._loop.call_later(place_within, refuse)
         try:
             await turn
         except asyncio.CancelledError:
             calls.give_up(turn)
             self.poke()
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _refuse_unplaced(self, key: str, turn: asyncio.Future[None], seconds: float) -> None:
-        """End a wait if its row has no group yet."""
-        row = self.roster.rows.get(key)
-        if row is None or row.group or turn.done():
-            return
-        reason = self.explain(key)
-        self.roster.calls_of(key).waiting.remove(turn)
-        why = f" ({reason.reason})" if reason is not None else ""
-        sentence = f"there was no place for it within {seconds:g} s{why}; try again later"
-        turn.set_exception(WorkerStartFailed(sentence))
-        self.poke()
 
     # --- From launchers -----------------------------------------------------------------------
 
@@ -294,10 +278,10 @@ class Supervisor:
 
     def note_launcher(self, launcher: str, *, answers: bool) -> None:
         """Note whether a launcher answers. While it does not, nobody is placed or started there."""
-        change = (
-            self.roster.silent_launchers.discard if answers else self.roster.silent_launchers.add
-        )
-        change(launcher)
+        if answers:
+            self.roster.silent_launchers.pop(launcher, None)
+        else:
+            self.roster.silent_launchers.setdefault(launcher, self.roster.clock())
         self.poke()
 
     # --- The loop -----------------------------------------------------------------------------

@@ -45,7 +45,11 @@ class ModelHost:
 
 
 class ModelLauncher:
+    """It `reports` exits unless a test says otherwise. `trainer` is the class of its trainers."""
+
     prepare = staticmethod(with_needs)
+    reports = True
+    trainer: type[ModelTrainer] = ModelTrainer
 
     def __init__(self, host: ModelHost) -> None:
         self._host = host
@@ -62,7 +66,7 @@ class ModelLauncher:
         await self._misfortune.delay(3.0)
         worker: ModelWorker
         if spec.kind == "trainer":
-            worker = ModelTrainer(spec, self._misfortune)
+            worker = self.trainer(spec, self._misfortune)
         else:
             worker = ModelSampler(spec, self._misfortune)
         worker.kill = partial(self._host.kill, spec.worker_id)
@@ -80,10 +84,6 @@ class ModelLauncher:
         if (worker := self._host.workers.pop(worker_id, None)) is not None:
             worker.die()
         await self._misfortune.delay(0.5)
-
-    @property
-    def reports(self) -> bool:
-        return True
 
     async def list(self) -> list[WorkerHandle]:
         return [worker.handle for worker in self._host.workers.values()]

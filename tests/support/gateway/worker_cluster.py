@@ -19,7 +19,14 @@ from gateway.workers.roster import Roster
 from gateway.workers.schedule import explain_wait
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
-from tandem.errors import OutOfMemory, StorageFailed, WorkerDied, WorkerMayRun, WorkerStartFailed
+from tandem.errors import (
+    OperationTimedOut,
+    OutOfMemory,
+    StorageFailed,
+    WorkerDied,
+    WorkerMayRun,
+    WorkerStartFailed,
+)
 from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.gateway.supervised_workers import CheckedSupervisor
@@ -62,7 +69,7 @@ class Cluster:
             groups=self.groups,
             adapters={"trainer": self, "engine": self},
             settings=self.settings,
-            budgets=Budgets(starts=2, silence=60),
+            budgets=Budgets(starts=2, silence=60, patience=100),
             epoch=self.epoch,
             clock=asyncio.get_running_loop().time,
         )
@@ -243,7 +250,7 @@ class User:
                 try:
                     await self._place()
                     await self._use()
-                except (StorageFailed, WorkerStartFailed, WorkerDied):
+                except (StorageFailed, WorkerStartFailed, WorkerDied, OperationTimedOut):
                     await asyncio.sleep(0.3)
             for request in reversed(self._requests()):  # a trainer keeps its engines
                 await self.cluster.supervisor.release(request.key, holder=self.holder)

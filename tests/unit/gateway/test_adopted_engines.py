@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from gateway.workers import model_sizes
-from tandem.errors import SessionFinished
+from tandem.errors import OperationTimedOut, SessionFinished
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.sampler_world import LOAD_TIMEOUT, ONE_PLACE, TURNS, WHOLE_MACHINE, World
@@ -206,6 +206,21 @@ def test_an_engine_of_no_use_that_nobody_needs_is_killed_and_no_other_is_started
         await asyncio.sleep(2 * DESCRIBE_TIMEOUT)
         assert world.sampler().engine.state == "idle"
         assert world.running() == []
+
+    world.run(scenario())
+
+
+def test_samples_of_an_engine_that_nobody_can_find_fail_until_it_answers(world):
+    async def scenario():
+        engine = world.left()
+        engine.frozen, world.launcher.reports = True, False
+        await world.open()
+        assert await world.sample() == OperationTimedOut.type
+        assert LOAD_TIMEOUT <= now() < LOAD_TIMEOUT + 2 * DESCRIBE_TIMEOUT
+        engine.frozen = False
+        assert await world.sample() == await engine_alone(world, "v1")
+        assert world.running() == ["sampler-s-1-0"]
+        world.launcher.reports = True
 
     world.run(scenario())
 

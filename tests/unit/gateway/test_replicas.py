@@ -12,9 +12,10 @@ import pytest
 
 from gateway.checkpoints.versions import WeightVersion
 from gateway.workers.groups import WorkerGroup
-from tandem.errors import InvalidRequest, NoRoom, SessionFinished, WorkerDied
+from tandem.errors import InvalidRequest, NoRoom, OperationTimedOut, SessionFinished, WorkerDied
 from tests.support.gateway.model_workers import ModelSampler
-from tests.support.gateway.sampler_world import TURNS, WHOLE_MACHINE, World
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, WHOLE_MACHINE, World
+from tests.support.virtual_time import now
 from tests.support.waiting import until
 
 DEVICES = tuple(
@@ -240,6 +241,59 @@ def test_each_engine_is_adopted_as_the_one_that_it_was(new_world):
         assert world.running() == ["sampler-s-1-0", "sampler-s-1-1"], "the third has no place"
 
     world.run(scenario())
+
+
+# --- Lost -----------------------------------------------------------------------------------------
+
+
+async def losing(world: World, replicas: int) -> ModelSampler:
+    """Have that many engines that serve, and lose the first."""
+    await serving(world, replicas)
+    first = world.sampler().engine
+    process = world.host.workers[first.process]
+    process.frozen, world.launcher.reports = True, False
+    world.supervisor.roster.note(first.row.moved("lost", at=now()))
+    return process
+
+
+def test_a_sample_of_a_lost_engine_fails_in_time_and_shows_why_it_waits(new_world):
+    world = new_world(1)
+
+    async def scenario():
+        process = await losing(world, 1)
+        asked = asyncio.create_task(world.sample())
+        await asyncio.sleep(LOAD_TIMEOUT - 50)
+        assert "neither it nor its launcher answers" in world.sampler().explain()
+        assert not asked.done()
+        async with asyncio.timeout(100):
+            assert await asked == OperationTimedOut.type
+        with pytest.raises(OperationTimedOut, match="neither it nor its launcher answers"):
+            await world.sampler().load(saved(world, "v2"))
+        process.frozen = False
+        await world.sample()
+        assert process.answered
+        world.launcher.reports = True
+
+    world.run(scenario())
+
+
+def test_a_sample_of_a_lost_engine_goes_to_another_one_in_the_end(new_world):
+    world, alone = new_world(), new_world(1)
+    answers = []
+
+    async def scenario():
+        lost = await losing(world, 2)
+        answers.append(await world.sample())
+        assert LOAD_TIMEOUT <= now() < LOAD_TIMEOUT + 50
+        assert not lost.answered
+        world.launcher.reports = True
+
+    async def undisturbed():
+        await serving(alone, 1)
+        assert [await alone.sample()] == answers
+
+    world.run(scenario())
+    alone.run(undisturbed())
 
 
 # --- Scaled while it lives ------------------------------------------------------------------------

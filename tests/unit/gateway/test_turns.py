@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from gateway.workers.groups import CONTEXT_BYTES
-from gateway.workers.overview import Demand
-from gateway.workers.schedule import schedule
+from gateway.workers.overview import Budgets, Demand
+from gateway.workers.schedule import explain_wait, schedule
 from gateway.workers.steps import (
     AskToYield,
     FindWorker,
     KeepAwake,
     PutToSleep,
+    RefuseCalls,
     SleepPlan,
     StartWorker,
     StopWorker,
@@ -176,7 +177,7 @@ def test_a_row_between_two_states_is_found_before_anybody_else_has_its_devices(s
 def test_nobody_starts_while_the_launcher_is_silent_and_awake_workers_serve_on():
     rows = row("a", "placed"), row("b", "awake")
     demand = {"a": waits(), "b": Demand(uses=1)}
-    assert decided(*rows, demand=demand, silent=frozenset({"agent"})) == []
+    assert decided(*rows, demand=demand, silent={"agent": NOW}) == []
 
 
 def test_a_group_names_the_launcher_of_each_kind_and_the_silence_of_one_is_that_kinds_alone():
@@ -184,13 +185,41 @@ def test_a_group_names_the_launcher_of_each_kind_and_the_silence_of_one_is_that_
     demand = {"a": waits(), "b": waits()}
     group = worker_group(awake=0, launchers={"trainer": "agent at a", "engine": "agent at b"})
     about = {"demand": demand, "groups": [group]}
-    assert decided(*rows, silent=frozenset({"agent at b"}), **about) == [StartWorker("a")]
-    assert decided(*rows, silent=frozenset({"agent at a"}), **about) == [StartWorker("b")]
+    assert decided(*rows, silent={"agent at b": NOW}, **about) == [StartWorker("a")]
+    assert decided(*rows, silent={"agent at a": NOW}, **about) == [StartWorker("b")]
 
 
 def test_a_row_gets_one_step_at_a_time():
     rows = row("a", "awake"), row("b", "asleep")
     demand = {"a": Demand(silent_since=NOW - 60), "b": waits(since=NOW - 60)}
-    assert decided(*rows, demand=demand, silent=frozenset({"agent"})) == [FindWorker("a")]
+    assert decided(*rows, demand=demand, silent={"agent": NOW}) == [FindWorker("a")]
     leaving = row("a", "placed", ends_as="waiting")
     assert decided(leaving, demand={"a": waits()}) == [TakeGroup("a")]
+
+
+@pytest.mark.parametrize("state", ["waiting", "lost", "stopping", "placed"])
+def test_calls_of_an_engine_are_refused_when_nobody_could_serve_them_for_the_patience(state):
+    about = {"budgets": Budgets(patience=60), "silent": {"agent": 0.0}, "busy": frozenset("h")}
+    rows = row("e", state, kind="engine", since=0), row("h", "awake", since=0)
+    for waited, refused in ((59, False), (60, True)):
+        demand = {"e": waits(since=NOW - waited)}
+        steps, again_at = schedule(overview(*rows, demand=demand, **about))
+        assert any(isinstance(step, RefuseCalls) for step in steps) == refused
+        assert refused or again_at == NOW + 1
+    trainer = row("e", state, since=0)
+    steps = decided(trainer, rows[1], demand={"e": waits(since=0)}, **about)
+    assert not any(isinstance(step, RefuseCalls) for step in steps), "its session bounds the wait"
+
+
+def test_calls_of_an_engine_that_waits_for_its_turn_are_not_refused():
+    rows = row("e", "placed", kind="engine", since=0), row("h", "awake", since=NOW - 1)
+    demand = {"e": waits(since=NOW - 61), "h": Demand(uses=1)}
+    assert decided(*rows, demand=demand, budgets=Budgets(patience=60)) == []
+
+
+def test_whoever_waits_behind_a_lost_worker_is_told_so():
+    found = overview(row("a", "lost"), row("b", "asleep"), demand={"b": waits()})
+    wait = explain_wait(found, found.rows["b"])
+    assert wait is not None
+    assert (wait.position, wait.seconds) == (1, 10)
+    assert "neither a worker of group g nor its launcher answers" in wait.reason
