@@ -26,11 +26,12 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A worker of an earlier gateway. `silent` means that it runs, as its launcher says, and does
-    not answer."""
+    """The answer to `find`. The connection to a `silent` worker broke, and its launcher says that
+    it runs. A `useless` worker must end, for this `reason`."""
 
-    state: Literal["awake", "asleep", "silent", "gone"]
+    state: Literal["awake", "asleep", "silent", "useless", "gone"]
     has: Moved = Moved()
+    reason: str = ""
 
 
 class WorkerAdapter(Protocol):

@@ -385,7 +385,8 @@ class StepRunner:
     async def _find(self, key: str) -> None:
         row = self._row(key)
         try:
-            async with asyncio.timeout(self._roster.settings.switch_timeout):
+            limit = row.request.start_timeout + self._roster.settings.switch_timeout
+            async with asyncio.timeout(limit):  # it may still start, and then move its state
                 group = self._roster.groups[row.group]
                 found = await self._adapter(row).find(row, group)
         except (WorkerMayRun, TimeoutError) as error:
@@ -412,7 +413,7 @@ class StepRunner:
         elif found.state == "awake" and self._may_become(row, "awake"):
             self._note_awake(key)
         elif found.state != "silent" or row.state not in ("awake", "asleep"):
-            await self._kill(key, f"it was {found.state} after the gateway's restart")
+            await self._kill(key, found.reason or f"it was {found.state} when it was looked for")
 
     def _may_become(self, row: WorkerRow, state: State) -> bool:
         return state in TRANSITIONS[row.state]

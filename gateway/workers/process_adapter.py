@@ -14,7 +14,14 @@ from gateway.workers.processes import Processes
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
-from tandem.errors import TandemError, WorkerMayRun, WorkerStartFailed, describe, from_failure
+from tandem.errors import (
+    OperationTimedOut,
+    TandemError,
+    WorkerMayRun,
+    WorkerStartFailed,
+    describe,
+    from_failure,
+)
 from tandem.protocol.worker import WorkerKind, WorkerSpec
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -133,12 +140,14 @@ class ProcessAdapter(Generic[Owner]):
             return await self.find_state(worker, row, group)
         except WorkerMayRun:
             raise
-        except WorkerUnavailable:  # it runs, as its launcher says
-            return Found(state="silent")
-        except TandemError as error:
+        except (WorkerUnavailable, TandemError) as error:
+            unanswered = isinstance(error, WorkerUnavailable | OperationTimedOut)
+            if unanswered and not self._processes.launcher_answers(row.process):
+                raise WorkerMayRun(describe(error)) from error
+            if isinstance(error, WorkerUnavailable):  # it runs, as its launcher says
+                return Found(state="silent")
             self._log.warning("worker_not_taken_up", worker_id=row.process, reason=describe(error))
-            await self.stop(row, at_once=True)
-            return Found(state="gone")
+            return Found(state="useless", reason=describe(error))
 
     async def find_state(self, worker: Worker, row: WorkerRow, group: WorkerGroup) -> Found:
         """Return the state of an earlier gateway's process."""

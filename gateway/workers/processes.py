@@ -152,7 +152,7 @@ class Processes:
             return None
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
         worker = Worker.of(handle, self.epoch, lease=lease)
-        worker.left = True
+        worker.left = worker.busy = True
         return self._note_ready(self._add_record(handle, key), worker)
 
     async def stop(self, process: str, *, at_once: bool) -> None:
@@ -175,6 +175,9 @@ class Processes:
     def explain(self, process: str) -> str:
         """Return why a starting process waits, or ""."""
         return self._launcher_of(process).explain(process)
+
+    def launcher_answers(self, process: str) -> bool:
+        return self._launcher_of(process).reports
 
     async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
         """Stop processes of a kind that an earlier gateway started and no row names."""

@@ -242,11 +242,13 @@ class Supervisor:
         self._runner.note_exit(key, process, reason)
 
     def note_failure(self, key: str, process: str, reason: str) -> None:
-        """End a useless process. In the middle of a step, the step ends it."""
+        """End a useless process, after its step under way."""
         row = self.roster.rows.get(key)
-        if row is None or row.process != process or key in self._runner.busy:
+        if row is None or row.process != process or not self._open:
             return
-        if row.state in ("awake", "asleep"):
+        if key in self._runner.busy:
+            self._loop.call_later(RETRY_SECONDS, self.note_failure, key, process, reason)
+        elif row.state in ("awake", "asleep"):
             self._runner.begin(StopWorker(key, reason))
 
     def drop_step(self, key: str, caller: str) -> None:

@@ -44,7 +44,7 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
     async def send_sleep(
         self, worker: Worker, row: WorkerRow, request: common_pb2.SleepRequest
     ) -> common_pb2.SwitchReply:
-        if worker.left:
+        if worker.busy:
             await self._until_idle(worker)
         stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         return await call_worker(worker, stub.Sleep, request, timeout=self._timeout)
@@ -69,7 +69,7 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
                 if not progress.seq_id:
                     after[run_id] = (await self._describe(worker, run_id)).last_seq_id
             if len(after) == len(hosted.run_ids) and after == last:
-                worker.left = False
+                worker.busy = False
                 return
             last = after
             await asyncio.sleep(_IDLE_SECONDS)

@@ -17,8 +17,8 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 @dataclass(eq=False)
 class Worker:
     """A serving worker. Every call carries `identity` and the fencing token of its lease.
-    `silent_since` is the monotonic time of the first unanswered heartbeat. A worker `left` by an
-    earlier gateway may still be busy with that gateway's calls."""
+    `silent_since` is the monotonic time of the first unanswered heartbeat. An earlier gateway has
+    `left` the worker, which may still be `busy` with that gateway's calls."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -27,6 +27,7 @@ class Worker:
     lease: int = 0
     silent_since: float | None = None
     left: bool = False
+    busy: bool = False
 
     @classmethod
     def of(cls, handle: WorkerHandle, epoch: Epoch, *, lease: int = 0) -> Worker:

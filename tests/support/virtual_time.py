@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from types import SimpleNamespace
 from typing import TypeVar
+from unittest.mock import patch
 
 Result = TypeVar("Result")
 
@@ -62,3 +66,14 @@ def in_virtual_time(scenario: Callable[..., Coroutine[None, None, None]]) -> Cal
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+@contextmanager
+def heartbeats_in_virtual_time() -> Iterator[None]:
+    """Let the silence of workers follow the virtual clock within the block."""
+    clock = SimpleNamespace(monotonic=now, time=time.time)
+    with (
+        patch("gateway.workers.worker.time", clock),
+        patch("gateway.workers.heartbeats.time", clock),
+    ):
+        yield
