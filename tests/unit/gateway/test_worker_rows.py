@@ -133,6 +133,32 @@ async def test_a_row_that_the_database_refuses_leaves_nothing_behind():
     assert cluster.table.rows == cluster.processes == {}
 
 
+@pytest.mark.parametrize("step", ["a start", "a wake", "a sleep"])
+def test_a_use_waits_while_the_database_refuses_and_then_goes_on(step):
+    async def scenario():
+        cluster = await opened()
+        for key in ("t", "u"):
+            await cluster.supervisor.place([replace(TRAINER, key=key)], holder="r")
+        if step != "a start":
+            await use(cluster, "t")
+        if step == "a wake":
+            await use(cluster, "u")
+            await cluster.supervisor.end_process("u", cluster.table.rows["u"].process, "over")
+        processes, key = {*cluster.processes}, "u" if step == "a sleep" else "t"
+        cluster.table.failing = 10**6
+        waiting = asyncio.create_task(use(cluster, key))
+        await asyncio.sleep(100)
+        assert not waiting.done() and {*cluster.processes} == processes
+        wait = cluster.supervisor.explain(key)
+        assert wait.reason and wait.seconds == pytest.approx(100, abs=1)
+        cluster.table.failing = 0
+        async with asyncio.timeout(2):
+            await waiting
+        assert processes <= {*cluster.processes}
+
+    run_in_virtual_time(scenario())
+
+
 @in_virtual_time
 async def test_while_a_launcher_is_silent_a_killed_worker_keeps_its_devices():
     cluster = await opened()
@@ -272,6 +298,36 @@ async def test_a_worker_whose_group_is_gone_ends_and_is_placed_anew():
     await cluster.restart(holders={"r"})
     assert await use(cluster, "t") != process
     assert (cluster.table.rows["t"].group, len(cluster.processes)) == ("h", 1)
+
+
+@in_virtual_time
+async def test_after_a_restart_with_other_devices_a_worker_goes_on_and_the_next_one_has_the_new():
+    cluster = await opened(devices=("cuda:0",))
+    await cluster.supervisor.place([TRAINER], holder="r")
+    process = await use(cluster, "t")
+    cluster.groups = [replace(cluster.groups[0], devices=("cuda:1",))]
+    await cluster.restart(holders={"r"})
+    assert await use(cluster, "t") == process
+    cluster.die(cluster.processes[process])
+    after = cluster.processes[await use(cluster, "t")]
+    assert after.group.devices == ("cuda:1",)
+
+
+@in_virtual_time
+async def test_a_worker_with_too_few_devices_after_a_restart_ends_and_waits_for_another_group():
+    cluster = await opened("g", devices=("cuda:0", "cuda:1"))
+    await cluster.supervisor.place([replace(TRAINER, ranks=2)], holder="r")
+    process = await use(cluster, "t")
+    cluster.groups = [replace(cluster.groups[0], devices=("cuda:0",))]
+    await cluster.restart(holders={"r"})
+    waiting = asyncio.create_task(use(cluster, "t"))
+    await asyncio.sleep(10)
+    assert (state(cluster, "t"), [*cluster.processes]) == ("waiting", [])
+    assert cluster.supervisor.explain("t").reason
+    cluster.groups = [*cluster.groups, replace(cluster.groups[0], name="h", devices=("a", "b"))]
+    waiting.cancel()
+    await cluster.restart(holders={"r"})
+    assert await use(cluster, "t") != process
 
 
 @pytest.mark.parametrize("forgets_cancelled", [False, True], ids=["committed", "not committed"])
