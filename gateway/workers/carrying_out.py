@@ -394,6 +394,8 @@ class StepRunner:
             if self._row(key).state not in ("lost", "asleep"):
                 self._move(key, "lost", reason=describe(error))
             return
+        if self._adapter(row).silent_for(row):
+            self._roster.calls_of(key).rests_until = self._now() + ASK_AGAIN_SECONDS
         await self._take_up(key, found)
 
     async def _take_up(self, key: str, found: Found) -> None:
@@ -402,7 +404,8 @@ class StepRunner:
         if found.state == "gone":
             self._roster.note_ended(row, "it ended before this gateway looked for it")
             return
-        calls.note_started(on_host=self._roster.on_host(row))
+        if found.state != "silent" and not calls.started_at:  # else its bytes are as they were
+            calls.note_started(on_host=self._roster.on_host(row))
         if found.state == "asleep" and (row.state == "asleep" or self._may_become(row, "asleep")):
             plan = SleepPlan("disk" if found.has.disk else "host")
             calls.note_asleep(plan, found.has, on_host=self._roster.on_host(row))

@@ -21,7 +21,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
 from gateway.workers.launchers.base import Launcher, Launchers
 from gateway.workers.worker import Worker, WorkerRecord
-from tandem.errors import GatewaySuperseded, WorkerCrashed
+from tandem.errors import GatewaySuperseded, WorkerCrashed, describe
 from tandem.protocol.worker import (
     WORKER_STOP_TIMEOUT,
     WorkerExit,
@@ -35,6 +35,7 @@ from tandem.telemetry import get_log
 
 _LOOK_SECONDS = 0.5
 """Seconds between two looks at the launcher."""
+_STOP_AGAIN_SECONDS = 5.0
 
 
 class ProcessReports(Protocol):
@@ -67,6 +68,8 @@ class Processes:
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._left: dict[str, WorkerHandle] = {}
+        self._ending: set[str] = set()
+        """Processes that were asked to end, and that may run."""
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
 
@@ -144,6 +147,8 @@ class Processes:
         if record is not None and record.worker is not None:
             record.worker.lease = lease
             return record.worker
+        if process in self._ending:
+            await self.stop(process, at_once=True)
         handle = self._left.get(process)
         if handle is None:
             return None
@@ -161,7 +166,9 @@ class Processes:
         record = self._records.pop(process, None)
         if record is not None and record.worker is not None:
             await record.worker.channel.close()
+        self._ending.add(process)
         await self._launcher_of(process).stop(process, at_once=at_once)
+        self._ending.discard(process)
         self._left.pop(process, None)
 
     async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
@@ -180,15 +187,24 @@ class Processes:
         return self._launcher_of(process).reports
 
     async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
-        """Stop processes of a kind that an earlier gateway started and no row names."""
+        """Stop the processes of a kind that an earlier gateway has left and that have no row.
+        Return when nothing of them is left."""
         strangers = [
             handle.worker_id
             for handle in self._left.values()
             if handle.kind == kind and not is_known(handle.worker_id)
         ]
-        for process in strangers:
-            self._log.warning("stranger_stopped", worker_id=process)
-        await asyncio.gather(*(self.stop(each, at_once=True) for each in strangers))
+        await asyncio.gather(*(self._stop_stranger(each) for each in strangers))
+
+    async def _stop_stranger(self, process: str) -> None:
+        self._log.warning("stranger_stopped", worker_id=process)
+        while True:
+            try:
+                return await self.stop(process, at_once=True)
+            except Exception as error:  # noqa: BLE001 - asked again until it is known to be gone
+                reason = describe(error)
+                self._log.error("worker_not_stopped", worker_id=process, reason=reason)
+            await asyncio.sleep(_STOP_AGAIN_SECONDS)
 
     def fail(self, worker: Worker, reason: str) -> None:
         """Report a useless process."""

@@ -85,7 +85,8 @@ def _end_rows(overview: Overview) -> Turns:
 def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | FindWorker], float]:
     """Kill a silent worker, sooner while others wait for its devices. If its launcher is silent
     too, look for the worker instead."""
-    since = overview.demand_of(row).silent_since
+    demand = overview.demand_of(row)
+    since = demand.silent_since
     if not since:
         return [], math.inf
     group = overview.group_of(row)
@@ -95,7 +96,7 @@ def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | F
     if overview.now < since + patience:
         return [], since + patience
     if group.launcher_of(row.request.kind) in overview.silent:
-        return [FindWorker(row.key)], math.inf
+        return [FindWorker(row.key)] * (demand.rests_until <= overview.now), math.inf
     seconds = overview.now - since
     return [StopWorker(row.key, f"it did not answer its heartbeat for {seconds:.0f} s")], math.inf
 

@@ -63,6 +63,7 @@ class Supervisor:
         )
         self._free_on_disk = free_on_disk
         self._watching: asyncio.Task[None] | None = None
+        self._settling: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._poked = False
@@ -98,14 +99,15 @@ class Supervisor:
             for holder in row.holders:
                 if holder not in holders:
                     self.let_go(row.key, holder=holder)
-        for adapter in {*self.roster.adapters.values()}:
-            await adapter.stop_strangers(self._is_known)
         ending = [row.key for row in self.roster.rows.values() if row.ends_as == "gone"]
-        if ending:
-            tasks = {asyncio.create_task(self._holdings.gone(key)) for key in ending}
-            _, late = await asyncio.wait(tasks, timeout=_SETTLE_SECONDS)
-            for task in late:
-                task.cancel()
+        self._settling = [
+            *(asyncio.create_task(self._holdings.gone(key)) for key in ending),
+            *(
+                asyncio.create_task(adapter.stop_strangers(self._is_known))
+                for adapter in {*self.roster.adapters.values()}
+            ),
+        ]
+        await asyncio.wait(self._settling, timeout=_SETTLE_SECONDS)
 
     def _is_known(self, process: str) -> bool:
         return any(row.process == process for row in self.roster.rows.values())
@@ -120,6 +122,8 @@ class Supervisor:
         self._stop_timer()
         if self._watching is not None:
             self._watching.cancel()
+        for task in self._settling:
+            task.cancel()
         await self._runner.close()
 
     # --- Rows ---------------------------------------------------------------------------------

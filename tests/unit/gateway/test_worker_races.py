@@ -156,3 +156,16 @@ async def test_a_row_that_is_released_while_another_one_ends_is_requested_anew()
     cluster.supervisor.let_go("t", holder="r")
     await placing
     assert await soon(use(cluster, "t")) in cluster.processes
+
+
+@in_virtual_time
+async def test_a_silent_worker_of_a_silent_launcher_is_asked_every_few_seconds():
+    cluster = await opened()
+    await cluster.supervisor.place([TRAINER], holder="r")
+    process = await use(cluster, "t")
+    found, find = [], cluster.find
+    cluster.find = lambda row, group: found.append(row.key) or find(row, group)
+    cluster.supervisor.note_launcher("agent", answers=False)
+    cluster.freeze(cluster.processes[process])
+    await asyncio.sleep(160)
+    assert 10 <= len(found) <= 25
