@@ -169,7 +169,9 @@ def _explain_placing(overview: Overview, row: WorkerRow, seconds: float) -> Wait
     waiting = candidates(overview)
     led = [each for each in waiting if row.key in (each.key, *each.request.together)]
     if not led:
-        return WaitReason(reason=row.reason or "nobody uses it now", seconds=seconds)
+        unused = row.kind == "engine" and not overview.demand_of(row).waiting
+        why = "nobody uses it now" if unused else "the database is asked to note its places"
+        return WaitReason(reason=row.reason or why, seconds=seconds)
     bundle = together_with(overview, led[0])
     found = find_groups(overview, bundle)
     why = found if isinstance(found, str) else "others have waited longer and are next"

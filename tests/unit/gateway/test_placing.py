@@ -39,6 +39,15 @@ def test_a_trainer_and_its_engines_get_their_groups_at_one_moment_or_not_at_all(
     assert placed(*rows, row("x", "awake"), row("y", "awake", group="h"), groups=groups) == {}
 
 
+def test_a_trainer_gets_no_group_while_that_of_its_engine_is_being_written():
+    rows = row("t", together=("e",)), engine("e", "placed")
+    found = overview(*rows, busy=frozenset("e"))
+    assert schedule(found)[0] == []
+    wait = explain_wait(found, rows[0])
+    assert wait is not None and wait.reason == "the database is asked to note its places"
+    assert placed(*rows) == {"t": "g"}
+
+
 def test_a_released_engine_gets_no_group_with_its_trainer():
     released = engine("e", ends_as="gone")
     assert placed(row("t", together=("e",)), released) == {"t": "g"}
