@@ -85,14 +85,17 @@ def _asks(overview: Overview, row: WorkerRow) -> bool:
     demand = overview.demand_of(row)
     if row.key in overview.busy or demand.rests_until > overview.now:
         return False
-    if any(_is_being_placed(overview, key) for key in row.request.together):
-        return False  # the database may refuse that place
+    if any(_is_being_written(overview, key) for key in row.request.together):
+        return False  # the database may refuse it
     return row.kind != "engine" or demand.waiting > 0 or overview.is_kept(row)
 
 
-def _is_being_placed(overview: Overview, key: str) -> bool:
+def _is_being_written(overview: Overview, key: str) -> bool:
+    """Whether a row without a process, or its place, is being written."""
     row = overview.rows.get(key)
-    return row is not None and row.state == "placed" and key in overview.busy
+    if row is None or row.has_process or row.ends_as == "gone":
+        return False
+    return key in overview.busy
 
 
 def _arrival(overview: Overview, row: WorkerRow) -> tuple[float, int]:
