@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from gateway.workers.groups import WorkerGroup
@@ -95,9 +96,21 @@ class Overview:
     busy: frozenset[str] = frozenset()
     silent: Mapping[str, float] = field(default_factory=dict)
 
-    def on(self, group: WorkerGroup) -> list[WorkerRow]:
+    def on(self, group: WorkerGroup) -> Sequence[WorkerRow]:
         """Return the rows of a group."""
-        return [row for row in self.rows.values() if row.group == group.name]
+        return self._by_group.get(group.name, ())
+
+    @cached_property
+    def _by_group(self) -> Mapping[str, Sequence[WorkerRow]]:
+        found: dict[str, list[WorkerRow]] = {}
+        for row in self.rows.values():
+            found.setdefault(row.group, []).append(row)
+        return found
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each row, in the order of their requests."""
+        return {key: number for number, key in enumerate(self.rows)}
 
     def group_of(self, row: WorkerRow) -> WorkerGroup:
         return self.groups[row.group]
@@ -110,10 +123,12 @@ class Overview:
 
     def is_kept(self, row: WorkerRow) -> bool:
         """Whether a placed trainer keeps this engine."""
-        return any(row.key in other.request.together for other in self._keepers())
+        return row.key in self._kept
 
-    def _keepers(self) -> Iterator[WorkerRow]:
-        return (row for row in self.rows.values() if row.group and row.kind != "engine")
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        keepers = (row for row in self.rows.values() if row.group and row.kind != "engine")
+        return frozenset(key for row in keepers for key in row.request.together)
 
     def with_rows(self, rows: Sequence[WorkerRow]) -> Overview:
         """Return the overview after rows have changed."""

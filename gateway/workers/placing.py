@@ -101,8 +101,7 @@ def _is_being_written(overview: Overview, key: str) -> bool:
 def _arrival(overview: Overview, row: WorkerRow) -> tuple[float, int]:
     """Return the time of a row's request, and its number among all rows. An engine asks from its
     first call on."""
-    number = next(n for n, key in enumerate(overview.rows) if key == row.key)
-    return max(row.since, overview.demand_of(row).waiting_since), number
+    return max(row.since, overview.demand_of(row).waiting_since), overview.numbers[row.key]
 
 
 def together_with(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
@@ -237,14 +236,16 @@ def _why_not_in_host_memory(
         (group.node_bytes, there, "its node's memory", f"on group {group.name}"),
         (
             overview.budgets.host_bytes,
-            [row for row in overview.rows.values() if row.group],
+            overview.rows.values(),
             "the host's memory",
             "(TANDEM_HOST_MEMORY_BYTES)",
         ),
     )
     for bound, rows, memory, where in bounds:
-        taken = sum(row.request.host_bytes for row in rows)
-        if bound and taken + request.host_bytes > bound:
+        if not bound:
+            continue
+        taken = sum(row.request.host_bytes for row in rows if row.group)
+        if taken + request.host_bytes > bound:
             return (
                 f"it needs {gib(request.host_bytes)} of {memory}, and workers have {gib(taken)} "
                 f"of {gib(bound)} {where}"

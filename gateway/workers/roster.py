@@ -221,7 +221,7 @@ class Roster:
                 if key in self._calls
             },
             bytes={key: calls.bytes for key, calls in self._calls.items() if key in self.rows},
-            shares={owner: self._share(owner) for owner in {r.owner for r in self.rows.values()}},
+            shares=self._shares_now(),
             switch_seconds=dict(self._switch_seconds),
             busy=frozenset(busy),
             silent=dict(self.silent_launchers),
@@ -242,7 +242,8 @@ class Roster:
         """Note that an owner wants devices. It does not catch up for idle time before."""
         active = {row.owner for row in self.rows.values() if self._is_active(row)}
         if owner not in active and active:
-            fewest = min(self._share(other) for other in active)
+            shares = self._shares_now()
+            fewest = min(shares.get(other, 0.0) for other in active)
             self._shares[owner] = max(self._shares.get(owner, 0.0), fewest)
 
     def _is_active(self, row: WorkerRow) -> bool:
@@ -251,13 +252,14 @@ class Roster:
     def _add_share(self, owner: str, seconds: float) -> None:
         self._shares[owner] = self._shares.get(owner, 0.0) + seconds / self._weight(owner)
 
-    def _share(self, owner: str) -> float:
-        running = sum(
-            calls.running_seconds
-            for key, calls in self._calls.items()
-            if key in self.rows and self.rows[key].owner == owner
-        )
-        return self._shares.get(owner, 0.0) + running / self._weight(owner)
+    def _shares_now(self) -> Mapping[str, float]:
+        """Return the share of each owner, with the calls that are under way."""
+        shares = dict(self._shares)
+        for key, row in self.rows.items():
+            if key in self._calls and self._calls[key].uses:
+                running = self._calls[key].running_seconds / self._weight(row.owner)
+                shares[row.owner] = shares.get(row.owner, 0.0) + running
+        return shares
 
     def _weight(self, owner: str) -> float:
         return self.settings.weights.get(owner, 1.0)

@@ -7,6 +7,7 @@ part sees the overview after the steps of the parts before."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.workers.memory import why_not_on_device, why_not_on_host
@@ -143,15 +144,18 @@ class WaitReason:
     seconds: float = 0.0
 
 
-def explain_wait(overview: Overview, row: WorkerRow) -> WaitReason | None:
-    """Return why a worker is not awake, or None if it is."""
+def explain_wait(
+    overview: Overview, row: WorkerRow, *, waiting: Sequence[WorkerRow] | None = None
+) -> WaitReason | None:
+    """Return why a worker is not awake, or None if it is. `waiting` are the `candidates`, which a
+    caller with many rows finds once."""
     demand = overview.demand_of(row)
     since = demand.waiting_since if demand.waiting else row.since
     seconds = overview.now - since
     if row.state == "awake" and not demand.waiting:
         return None
     if row.state == "waiting":
-        return _explain_placing(overview, row, seconds)
+        return _explain_placing(overview, row, seconds, waiting or candidates(overview))
     if row.state in ("placed", "asleep"):
         return _explain_turn(overview, row, seconds)
     doing = {
@@ -165,8 +169,9 @@ def explain_wait(overview: Overview, row: WorkerRow) -> WaitReason | None:
     return WaitReason(reason=f"{doing}: {row.reason}" if row.reason else doing, seconds=seconds)
 
 
-def _explain_placing(overview: Overview, row: WorkerRow, seconds: float) -> WaitReason:
-    waiting = candidates(overview)
+def _explain_placing(
+    overview: Overview, row: WorkerRow, seconds: float, waiting: Sequence[WorkerRow]
+) -> WaitReason:
     led = [each for each in waiting if row.key in (each.key, *each.request.together)]
     if not led:
         unused = row.kind == "engine" and not overview.demand_of(row).waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.workers.groups import WorkerGroup
@@ -85,11 +86,18 @@ def standings(overview: Overview, group: WorkerGroup) -> list[Standing]:
 def applicants(overview: Overview) -> list[Standing]:
     """Return the rows that wait for a group, the next one first."""
     waiting = candidates(overview)
-    return [_standing(overview, row, number) for number, row in enumerate(waiting, start=1)]
+    return [
+        _standing(overview, row, number, waiting) for number, row in enumerate(waiting, start=1)
+    ]
 
 
-def _standing(overview: Overview, row: WorkerRow, position: int) -> Standing:
-    demand, wait = overview.demand_of(row), explain_wait(overview, row)
+def _standing(
+    overview: Overview,
+    row: WorkerRow,
+    position: int,
+    applicants: Sequence[WorkerRow] | None = None,
+) -> Standing:
+    demand, wait = overview.demand_of(row), explain_wait(overview, row, waiting=applicants)
     waits = bool(demand.waiting) or row.state == "waiting"
     seconds = overview.now - row.since if row.occupies else 0.0
     reason = row.reason

@@ -38,16 +38,17 @@ class WorkerMetrics:
 
 
 def _gauges(name: str, overview: Callable[[], Overview]) -> dict[str, Callable[[], float]]:
-    def rows() -> list[WorkerRow]:
-        return [row for row in overview().rows.values() if row.group == name]
+    def count(part: Callable[[Overview, WorkerRow], bool]) -> int:
+        seen = overview()
+        return sum(part(seen, row) for row in seen.rows.values() if row.group == name)
 
     def total(part: Callable[[WorkerBytes], int]) -> float:
         seen = overview()
         return sum(part(seen.bytes_of(row)) for row in seen.rows.values() if row.group == name)
 
     return {
-        "lease_holders": lambda: sum(row.occupies for row in rows()),
-        "lease_waiters": lambda: sum(bool(overview().demand_of(row).waiting) for row in rows()),
+        "lease_holders": lambda: count(lambda _, row: row.occupies),
+        "lease_waiters": lambda: count(lambda seen, row: seen.demand_of(row).waiting > 0),
         "resident_bytes": lambda: total(lambda said: said.device),
         "sleeping_bytes": lambda: total(lambda said: said.host),
         "sleeping_disk_bytes": lambda: total(lambda said: said.disk),

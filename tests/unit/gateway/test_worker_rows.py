@@ -6,9 +6,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from prometheus_client import generate_latest
 
+from gateway.metrics import GROUP_GAUGES, Metrics
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.worker_metrics import WorkerMetrics
 from tandem.errors import (
     InvalidRequest,
     NoRoom,
@@ -354,3 +357,15 @@ def test_a_restart_at_any_moment_of_a_switch_continues_and_keeps_each_process(fo
 
     for moment in range(120):
         run_in_virtual_time(life(moment * 0.005))
+
+
+@in_virtual_time
+async def test_each_gauge_of_a_group_looks_at_all_rows_once():
+    cluster = await opened()
+    for key in "tuv":
+        await cluster.supervisor.place([replace(TRAINER, key=key)], holder="r")
+    metrics, looks = Metrics(), []
+    look = cluster.supervisor.overview
+    WorkerMetrics(metrics).watch(["g"], lambda: looks.append(1) or look())
+    generate_latest(metrics.registry)
+    assert len(looks) == len(GROUP_GAUGES)
