@@ -281,7 +281,7 @@ class RunTrainer:
                 seq_id, seconds=reply.seconds, failure=failure.type, reason=failure.message
             )
         if isinstance(request, trainer_pb2.OptimStepRequest) and request.snapshot:
-            if not reply.HasField("failure") and self._serving.done():
+            if not reply.HasField("failure") and self.serves:
                 self.taker.follow(self._serving.result(), request.snapshot)
             else:
                 self.taker.not_begun()
@@ -311,7 +311,7 @@ class RunTrainer:
 
     def _note_exit(self, exit_: asyncio.Future[str], reason: str) -> None:
         exit_.set_result(reason)
-        if self._serving.done() and exit_ is self._exit:
+        if self.serves and exit_ is self._exit:
             self.lose(self._serving.result(), WorkerDied(f"the trainer died: {reason}"))
 
     def _serve(self, client: TrainerClient) -> None:
