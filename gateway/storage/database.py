@@ -172,6 +172,12 @@ class Database:
         else:
             self._put(write)
 
+    @property
+    def postpones(self) -> bool:
+        """Whether writes without a caller wait for a storage that has failed. A write with a caller
+        would overtake them."""
+        return bool(self._postponed)
+
     def has_room(self, size: int) -> bool:
         """Return whether a write without a caller may hold this many bytes."""
         return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept

@@ -16,7 +16,7 @@ from gateway.storage.database import Database
 from gateway.storage.tables import drained_groups, worker_events
 from gateway.storage.tables import workers as worker_rows
 from gateway.workers.requests import WorkerRequest
-from tandem.errors import IllegalTransition
+from tandem.errors import IllegalTransition, StorageFailed
 
 State = Literal[
     "waiting",
@@ -194,17 +194,25 @@ class DatabaseTable:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._unsettled = 0
+        """Statements that are written soon."""
 
     async def read(self) -> Sequence[WorkerRow]:
         rows = await self._database.read(select(worker_rows).order_by(worker_rows.c.since))
         return [_row_of(row) for row in rows]
 
     async def write(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
+        if self._unsettled and self._database.postpones:
+            raise StorageFailed("earlier writes of workers wait for the storage")
         await self._database.write_together(*self._statements(rows, events))
 
     def write_soon(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
         for statement in self._statements(rows, events):
-            self._database.write_soon(statement)
+            self._unsettled += 1
+            self._database.write_soon(statement, settled=self._note_settled)
+
+    def _note_settled(self) -> None:
+        self._unsettled -= 1
 
     def _statements(
         self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]

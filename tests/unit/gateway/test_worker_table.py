@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from gateway.workers.table import (
     WorkerEvent,
     WorkerRow,
 )
-from tandem.errors import IllegalTransition
+from tandem.errors import IllegalTransition, StorageFailed
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.postgres import url_for
 
@@ -116,3 +117,26 @@ def test_after_its_end_a_row_is_placed_waits_or_is_gone():
     placed = replace(stopping, ends_as="placed").ended(at=20.0)
     assert (placed.state, placed.group, placed.process) == ("placed", "g", "")
     assert replace(stopping, ends_as="gone").ended(at=20.0).state == "gone"
+
+
+async def test_an_intention_is_refused_while_results_before_it_wait_for_the_storage(
+    tmp_path, monkeypatch
+):
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    await database.open()
+    table = DatabaseTable(database)
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "gateway.storage.database.write_batch",
+            lambda _connection, batch, _epoch: [StorageFailed("the disk is away")] * len(batch),
+        )
+        table.write_soon([ROW], [])
+        await asyncio.sleep(0.1)
+    awake = replace(ROW, state="awake", token=ROW.token + 1)
+    with pytest.raises(StorageFailed):
+        await table.write([awake], [])
+    await asyncio.sleep(1.5)
+    assert await table.read() == [ROW]
+    await table.write([awake], [])
+    assert await table.read() == [awake]
+    await database.close()
