@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -63,6 +63,7 @@ class Supervisor:
         )
         self._free_on_disk = free_on_disk
         self._watching: asyncio.Task[None] | None = None
+        self._asking: asyncio.Future[int] | None = None
         self._settling: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -120,8 +121,9 @@ class Supervisor:
         """Stop acting, and leave workers and rows to the next gateway."""
         self._open = False
         self._stop_timer()
-        if self._watching is not None:
-            self._watching.cancel()
+        for asking in (self._watching, self._asking):
+            if asking is not None:
+                asking.cancel()
         for task in self._settling:
             task.cancel()
         await self._runner.close()
@@ -328,10 +330,14 @@ class Supervisor:
             await self._look_at_disk(free_on_disk)
 
     async def _look_at_disk(self, free_on_disk: Callable[[], Awaitable[int]]) -> None:
-        """Ask for the free bytes of the disk. A disk that fails has none."""
-        try:
-            async with asyncio.timeout(_DISK_SECONDS):
-                free = await free_on_disk()
-        except OSError:  # also `TimeoutError`
-            free = 0
+        """Ask for the free bytes of the disk. A disk that fails or does not answer has none. One
+        that hangs is not asked again, since each question would take a thread."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(free_on_disk())
+        done, _ = await asyncio.wait({self._asking}, timeout=_DISK_SECONDS)
+        free = 0
+        if done:
+            asked, self._asking = self._asking, None
+            with suppress(OSError):
+                free = asked.result()
         self.roster.budgets = replace(self.roster.budgets, disk_bytes=free)

@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from gateway.metrics import GROUP_GAUGES, Metrics
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.supervisor import Supervisor
 from gateway.workers.worker_metrics import WorkerMetrics
 from tandem.errors import (
     InvalidRequest,
@@ -369,3 +370,23 @@ async def test_each_gauge_of_a_group_looks_at_all_rows_once():
     WorkerMetrics(metrics).watch(["g"], lambda: looks.append(1) or look())
     generate_latest(metrics.registry)
     assert len(looks) == len(GROUP_GAUGES)
+
+
+@in_virtual_time
+async def test_a_disk_that_hangs_has_no_room_and_is_asked_once():
+    cluster, asked = await opened(), []
+    answer = asyncio.Event()
+
+    async def free_on_disk() -> int:
+        asked.append(1)
+        await answer.wait()
+        return 7
+
+    supervisor = Supervisor(cluster.supervisor.roster, free_on_disk=free_on_disk)
+    await supervisor.open()
+    await asyncio.sleep(100)
+    assert (len(asked), supervisor.roster.budgets.disk_bytes) == (1, 0)
+    answer.set()
+    await asyncio.sleep(10)
+    assert supervisor.roster.budgets.disk_bytes == 7
+    await supervisor.close()
