@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
@@ -53,8 +52,8 @@ def with_settings(page: str) -> str:
 def _lines() -> Iterator[str]:
     left = dict(settings_by_name())
     for subject, names in _SUBJECTS.items():
-        yield from ("", f"### {subject}", "", "| variable | type | default | meaning |")
-        yield "|---|---|---|---|"
+        yield from ("", f"### {subject}", "", "| variable | default | meaning |")
+        yield "|---|---|---|"
         for pattern in names.split():
             expression = re.compile("TANDEM_" + pattern.replace("*", ".*"))
             found = [name for name in left if expression.fullmatch(name)]
@@ -70,26 +69,12 @@ def _lines() -> Iterator[str]:
 def _row(name: str, field: FieldInfo) -> str:
     if not field.description or not field.description.endswith("."):
         raise ValueError(f"{name} has no sentence")
-    cells = (f"`{name}`", _type(field.annotation), _default(name, field), field.description)
+    cells = (f"`{name}`", _default(name, field), field.description)
     return f"| {' | '.join(cells)} |"
 
 
-def _type(annotation: object) -> str:
-    origin = get_origin(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{each}`" for each in get_args(annotation))
-    if origin is Annotated:
-        return _type(get_args(annotation)[0])
-    if origin in (Union, UnionType):
-        return _type(next(each for each in get_args(annotation) if each is not NoneType))
-    if origin in (dict, list):
-        return "JSON"
-    names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}
-    assert isinstance(annotation, type)
-    return names[annotation]
-
-
 def _default(name: str, field: FieldInfo) -> str:
+    """Return the default, before the other choices if there are any."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value in ("", [], {}):
         return ""
@@ -100,7 +85,10 @@ def _default(name: str, field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, float):
         return f"{value:.10g}"
-    return f"`{value}`" if isinstance(value, str | Path) else str(value)
+    if not isinstance(value, str | Path):
+        return str(value)
+    others = [each for each in get_args(field.annotation) if each != value]
+    return f"`{value}`" + "".join(f", `{each}`" for each in others)
 
 
 if __name__ == "__main__":

@@ -32,27 +32,27 @@ class KubernetesSettings(BaseSettings):
         "",
         max_length=63,
         pattern=f"{_LABEL}|^$",
-        description="The namespace of the workers' objects (default: the gateway's).",
+        description="The workers' namespace (default: the gateway's).",
     )
     instance: str = Field(
         "tandem",
         max_length=40,
         pattern=_LABEL,
-        description="The name of the gateway's Deployment, which owns all objects (service "
-        "accounts: NAME-trainer, NAME-sampler).",
+        description="The gateway's Deployment, which owns all objects (service accounts: "
+        "NAME-trainer, NAME-sampler).",
     )
     pod: str = Field(
         "",
         max_length=253,
-        description="The gateway's own pod, which has the label of the Service while it leads.",
+        description="The gateway's own pod, which gets the Service's label while it leads.",
     )
     kubeconfig: OptionalPath = Field(
         None, description="A kubeconfig for a gateway outside the cluster."
     )
     placement: Literal["strict", "shared"] = Field(
         "strict",
-        description="Trainers and samplers have nodes of their own (`strict`) or share "
-        "nodes (`shared`).",
+        description="Trainers and samplers have separate nodes (`strict`) or share nodes "
+        "(`shared`).",
     )
     templates: OptionalPath = Field(
         None,
@@ -64,26 +64,23 @@ class KubernetesSettings(BaseSettings):
         "tandem-data",
         max_length=253,
         pattern=f"{_SUBDOMAIN}|^$",
-        description="The PersistentVolumeClaim of the data directory, which workers mount "
-        "(empty: the templates mount it).",
+        description="The PersistentVolumeClaim of the data directory (empty: the templates mount "
+        "it).",
     )
     keep_compiled: bool = Field(
         False,
-        description="Workers share compiled code on the volume, so that an attacker in one "
-        "of them can run code in all.",
+        description="Workers share compiled code, so an attacker in one can run code in all.",
     )
-    cpus: float = Field(
-        4.0, gt=0, description="The cores that each trainer rank and each sampler requests."
-    )
+    cpus: float = Field(4.0, gt=0, description="The cores of each trainer rank and each sampler.")
     pending_timeout: float = Field(
         600.0,
         gt=0,
-        description="A worker that is not scheduled within this many seconds fails to start.",
+        description="A worker that is not scheduled within this time fails to start.",
     )
     node_lost: float = Field(
         60.0,
         ge=0,
-        description="A worker on a node without contact for this many seconds is given up.",
+        description="A worker on a node without contact for this time is given up.",
     )
 
 

@@ -34,49 +34,44 @@ class GatewaySettings(BaseSettings):
     def private(self) -> Path:
         return self.private_dir or self.data_dir
 
-    host: str = Field("127.0.0.1", description="The address that the gateway listens on.")
+    host: str = Field("127.0.0.1", description="The gateway's address.")
     port: int = Field(
         8000,
         ge=0,
         le=65535,
-        description="The port that the gateway listens on (0: any free port).",
+        description="The gateway's port (0: any free port).",
     )
     public_url: str = Field(
         "",
-        description="The URL of the gateway for clients (default: the request's host).",
+        description="The gateway's URL for clients (default: the request's host).",
     )
     data_dir: Path = Field(Path(".tandem"), description="The data directory.")
     private_dir: OptionalPath = Field(
         None,
-        description="The directory of the gateway's keys and of clients' requests and "
-        "results, which workers must not read (default: the data directory).",
+        description="The directory of keys, requests and results, which workers must not read "
+        "(default: the data directory).",
     )
     database_url: str = Field(
         "",
-        description="The PostgreSQL database, as postgresql://USER:PASSWORD@HOST/NAME "
-        "(default: SQLite in the data directory).",
+        description="PostgreSQL, as postgresql://USER:PASSWORD@HOST/NAME (default: SQLite in the "
+        "data directory).",
         repr=False,
     )
-    database_url_file: OptionalPath = Field(
-        None, description="A file with the URL of the database, such as a mounted Secret."
-    )
+    database_url_file: OptionalPath = Field(None, description="A file with the database's URL.")
     lease_ttl: float = Field(
         5.0,
         gt=0,
-        description="With PostgreSQL, a standby takes over from a leader that was silent "
-        "for this many seconds.",
+        description="A standby takes over from a leader that was silent for this time.",
     )
     api_key: str = Field(
         "",
-        description="The local admin key (default: the gateway makes one and keeps it in "
-        "the data directory).",
+        description="The local admin key (default: made at the first start).",
         repr=False,
         exclude=True,
     )
     bootstrap_key_file: OptionalPath = Field(
         None,
-        description="A file with the first admin key of a gateway that others reach, such as a "
-        "mounted Secret.",
+        description="A file with the first admin key, such as a mounted Secret.",
     )
     models: dict[str, Path] = Field(
         default_factory=dict,
@@ -89,81 +84,75 @@ class GatewaySettings(BaseSettings):
     )
     groups: list[GroupSettings] = Field(
         default_factory=list,
-        description="The device groups (default: groups of the devices found).",
+        description="The device groups, as JSON (default: groups of the devices found).",
     )
     claim_pools: list[ClaimPoolSettings] = Field(
         default_factory=list,
-        description="Pools of ResourceClaims for pods.",
+        description="Pools of ResourceClaims for pods, as JSON.",
     )
     host_memory_bytes: int = Field(
         0,
         ge=0,
-        description="The host memory that all workers may use together (0: nine tenths).",
+        description="The host memory of all workers together (0: nine tenths).",
     )
     spill_dir: OptionalPath = Field(
         None,
-        description="The directory for sleeping trainers' state when host memory is full "
-        "(default: `spill` in the data directory).",
+        description="The directory of sleeping trainers' state when host memory is full (default: "
+        "`spill` in the data directory).",
     )
     model_defaults: dict[str, dict[str, str | int | float]] = Field(
         default_factory=dict,
         description='Defaults for the runs of a model, as {"NAME": {"ranks": 2}}.',
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least severe level that the logs contain."
+        "info", description="The lowest level in the logs."
     )
-    recovery_enabled: bool = Field(
-        True, description="Restore a trainer that dies, instead of ending its run."
-    )
+    recovery_enabled: bool = Field(True, description="Restore a trainer that dies.")
     recovery_share: float = Field(
-        0.02, gt=0, le=1, description="The share of the training time that snapshots may take."
+        0.02, gt=0, le=1, description="The share of training time that snapshots may take."
     )
     session_ttl: float = Field(
-        60.0, gt=0, description="A session ends after this many seconds without a heartbeat."
+        60.0, gt=0, description="A session ends after this time without a heartbeat."
     )
     result_ttl: float = Field(
-        3600.0, gt=0, description="An unfetched result is removed after this many seconds."
+        3600.0, gt=0, description="An unfetched result is removed after this time."
     )
     agents: dict[Literal["trainer", "sampler"], str] = Field(
         default_factory=dict,
-        description='Agents in other containers or on other hosts, as {"trainer": '
-        '"HOST:PORT", "sampler": "HOST:PORT"} (default: the agent of the data '
-        "directory).",
+        description='Remote agents, as {"trainer": "HOST:PORT", "sampler": "HOST:PORT"} (default: '
+        "the local agent).",
     )
     tls_dir: OptionalPath = Field(
         None,
-        description="The certificate authority of `tandem tls create`, for workers beyond this "
-        "machine.",
+        description="The certificate authority of `tandem tls create`, for remote workers.",
     )
     launcher: str = Field(
         "agent",
-        description="The launcher of workers: `agent` starts processes, `kubernetes` starts pods.",
+        description="Workers are processes (`agent`) or pods (`kubernetes`).",
     )
     stop_timeout: float = Field(
         30.0,
         ge=0,
-        description="The most seconds that a stopping gateway takes to save runs (0: it "
-        "saves none).",
+        description="A stopping gateway saves runs for at most this time (0: it saves none).",
     )
     worker_start_timeout: float = Field(
         300.0,
         gt=0,
-        description="A worker that does not serve after this many seconds fails to start.",
+        description="A worker that does not serve after this time fails to start.",
     )
     worker_unresponsive_timeout: float = Field(
         300.0,
         gt=0,
-        description="A worker that does not answer for this many seconds is killed.",
+        description="A worker that does not answer for this time is killed.",
     )
     operation_timeout: float = Field(
         1800.0,
         gt=0,
-        description="An operation, or a sample, fails when a worker has computed it for this "
-        "many seconds.",
+        description="An operation or a sample fails after this time at a worker.",
     )
     compress_payloads: bool = Field(
         False,
-        description="Ask clients to compress batches with zstd, for slow networks.",
+        description="Ask clients to compress batches, for slow networks.",
     )
     max_payload_bytes: int = Field(
         64 * 2**20,
@@ -174,30 +163,30 @@ class GatewaySettings(BaseSettings):
     openai_idle_ttl: float = Field(
         900.0,
         gt=0,
-        description="An owner's engines for /v1 end after this many seconds without a request.",
+        description="An owner's engines for /v1 end after this time without a request.",
     )
     sampler_idle_ttl: float = Field(
         3600.0,
         gt=0,
-        description="Weights without a name are removed after this many seconds without a sample.",
+        description="Weights without a name are removed after this time without a sample.",
     )
     history_ttl: float = Field(
         30 * 86_400.0,
         gt=0,
-        description="Ended sessions, runs and operations are forgotten after this many seconds.",
+        description="Ended sessions, runs and operations are forgotten after this time.",
     )
     min_free_bytes: int = Field(
-        64 * 2**20, ge=0, description="Weights are not published when less disk space is free."
+        64 * 2**20, ge=0, description="Weights are not published with less free disk space."
     )
     delta_versions: Literal["auto", "on", "off"] = Field(
         "off",
-        description="Write weights for a run's own sampler as changes of earlier ones "
-        "(auto: if they are in bfloat16).",
+        description="Write weights for a run's own sampler as changes of earlier ones (auto: in "
+        "bfloat16).",
     )
     weights_handoff: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="An engine takes new weights from the memory of a trainer on its device "
-        "(auto: on a GPU).",
+        description="An engine reads new weights from a trainer's memory on its device (auto: on a "
+        "GPU).",
     )
 
     trainer: TrainerEnvironment = Field(default_factory=TrainerEnvironment)

@@ -21,35 +21,33 @@ class SharingSettings(BaseSettings):
 
     policy: Literal["deferred", "eager", "idle_after"] = Field(
         "deferred",
-        description="A worker without waiters for its devices sleeps never (`deferred`), as "
-        "soon as it is idle (`eager`), or some seconds later (`idle_after`).",
+        description="When a worker without waiters sleeps: never (`deferred`), once idle "
+        "(`eager`), or some time later (`idle_after`).",
     )
-    idle_after: float = Field(60.0, ge=0, description="The seconds of the policy `idle_after`.")
+    idle_after: float = Field(60.0, ge=0, description="The time of the policy `idle_after`.")
     quantum: float = Field(
         5.0,
         ge=0,
-        description="A busy worker keeps its devices for this many seconds although others wait.",
+        description="A busy worker keeps its devices for this time although others wait.",
     )
     max_wait: float = Field(
         120.0,
         gt=0,
-        description="A worker that has waited for this many seconds is next, even if the "
-        "holder is busy.",
+        description="A worker that has waited for this time is next, even if the holder is busy.",
     )
     weights: dict[str, float] = Field(
         default_factory=dict,
-        description='The weights of owners that share devices, as {"OWNER": 2.0} (others have 1).',
+        description='The weights of owners that share devices, as {"OWNER": 2.0} (default 1).',
     )
     switch_timeout: float = Field(
         120.0,
         gt=0,
-        description="A worker that takes more than this many seconds to sleep or to wake is "
-        "killed.",
+        description="A worker that takes longer to sleep or to wake is killed.",
     )
     lora_runs: Share = Field(
         "when_full",
-        description="When LoRA runs of one base model share a trainer and an engine, unless "
-        "a run chooses.",
+        description="When LoRA runs of one base model share a trainer and an engine, unless a run "
+        "chooses.",
     )
     across_owners: bool = Field(
         False, description="Runs of several owners may share a trainer and an engine."

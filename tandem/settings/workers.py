@@ -32,18 +32,17 @@ class TrainerEnvironment(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
     ranks: int = Field(1, ge=1, description="The processes that train one run together.")
-    backend: str = Field("fsdp2", description="The trainer backend of runs that name none.")
+    backend: str = Field("fsdp2", description="The default trainer backend.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device of trainers without declared groups (auto: GPUs if present).",
+        description="The device without declared groups (auto: GPUs if present).",
     )
     threads: int = Field(
         0, ge=0, description="The CPU threads of a rank (0: cores divided by ranks)."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of a trainer's computation (auto: bfloat16 on a GPU, float32 "
-        "on a CPU).",
+        description="The dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
     )
     micro_batch_tokens: int = Field(
         0,
@@ -53,18 +52,18 @@ class TrainerEnvironment(BaseSettings):
     memory_bytes: int = Field(
         0,
         ge=0,
-        description="The memory that a trainer may use of each GPU, or of the host for CPU "
-        "ranks (0: nine tenths of the free memory).",
+        description="A trainer's memory on each GPU, or on the host for CPU ranks (0: nine tenths "
+        "of the free memory).",
     )
     collective_timeout: float = Field(
         120.0,
         gt=0,
-        description="Ranks that wait for each other for this many seconds end their trainer.",
+        description="A trainer ends when its ranks wait for each other for this time.",
     )
     interface: str = Field(
         "",
-        description="The network interface between ranks on several nodes (default: the one "
-        "with the route to node 0).",
+        description="The network interface between nodes (default: the one with the route to node "
+        "0).",
     )
 
 
@@ -122,37 +121,33 @@ class SamplerEnvironment(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device of samplers without declared groups (auto: GPUs if present).",
+        description="The device without declared groups (auto: GPUs if present).",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of an engine's computation (auto: bfloat16 on a GPU, float32 "
-        "on a CPU).",
+        description="The dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
     )
     ranks: int = Field(
         1,
         ge=1,
         le=64,
-        description="The devices over which an engine splits its weights.",
+        description="The devices of one engine.",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="An engine has a process of its own beside its sampler's (auto: on a GPU).",
+        description="An engine has a process of its own (auto: on a GPU).",
     )
     max_model_len: int = Field(
         0,
         ge=0,
-        description="The longest sequence of prompt and sample (0: the model's limit, or "
-        "the KV cache's).",
+        description="The longest prompt with its sample (0: the model's limit, or the KV cache's).",
     )
     max_num_seqs: int = Field(
-        256, ge=1, description="The samples that an engine computes at a time (more of them wait)."
+        256, ge=1, description="The samples that an engine computes at a time."
     )
-    kv_cache_bytes: int = Field(
-        512 * 2**20, ge=2**20, description="The bytes of an engine's KV cache on a CPU."
-    )
+    kv_cache_bytes: int = Field(512 * 2**20, ge=2**20, description="An engine's KV cache on a CPU.")
     gpu_memory_utilization: float = Field(
-        0.45, gt=0, le=1, description="The share of a GPU's memory that an engine uses."
+        0.45, gt=0, le=1, description="An engine's share of a GPU's memory."
     )
 
 
@@ -189,5 +184,5 @@ class PoolSettings(BaseSettings):
         1,
         ge=0,
         le=16,
-        description="The idle processes of each kind that an agent keeps for the next workers.",
+        description="The idle processes of each kind that an agent keeps ready.",
     )
