@@ -23,7 +23,13 @@ SHARED: dict[str, tuple[Setting, ...]] = {
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """A head, and rows of as many cells."""
 SETTING_HEAD = ("setting", "default", "range", "meaning")
-SHAPES = {"entry": "as targets", "datum": "[1]", "either": "as targets or [1]", "free": "any"}
+SHAPES = {
+    "entry": "",
+    "datum": ". Shape [1]",
+    "either": ". Also of shape [1]",
+    "free": ". Any shape",
+}
+"""The end of an input's meaning, by its shape: most inputs have the shape of the targets."""
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,19 +57,19 @@ def _losses() -> Table:
 
 def _inputs() -> Table:
     """Return each input once, and again for losses that give it another meaning."""
-    losses: dict[tuple[str, str, str], list[str]] = {}
+    losses: dict[tuple[str, str], list[str]] = {}
     for loss in LOSSES.values():
         for each in loss.inputs:
             default = f". Without it, {each.default:g}" if isinstance(each.default, float) else ""
-            row = (each.name, SHAPES[each.shape], each.meaning + default)
+            row = (each.name, each.meaning + default + SHAPES[each.shape])
             losses.setdefault(row, []).append(loss.name)
-    rows = [("`target_tokens`", "int64", "ids of the target tokens")]
+    rows: list[tuple[str, ...]] = []
     seen: set[str] = set()
-    for (name, shape, meaning), owners in losses.items():
+    for (name, meaning), owners in losses.items():
         others = f" in {_names(owners)}" if name in seen else ""
-        rows.append((f"`{name}`{others}", shape, meaning))
+        rows.append((f"`{name}`{others}", meaning))
         seen.add(name)
-    return ("input", "shape", "meaning"), rows
+    return ("input", "meaning"), rows
 
 
 def _own_settings() -> Table:
