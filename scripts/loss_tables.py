@@ -22,7 +22,7 @@ SHARED: dict[str, tuple[Setting, ...]] = {
 }
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """A head, and rows of as many cells."""
-SETTING_HEAD = ("setting", "default", "range", "meaning")
+SETTING_HEAD = ("setting", "default", "meaning")
 SHAPES = {
     "entry": "",
     "datum": ". Shape [1]",
@@ -93,19 +93,15 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _setting(each: Setting) -> tuple[str, ...]:
-    return f"`{each.name}`", _value(each), _range(each), each.meaning
+    """Return the cells of a setting. The page says that numbers are at least 0."""
+    others = "".join(f", {choice}" for choice in each.choices if choice != each.default)
+    assert each.choices or each.low == 0
+    bound = " (> 0)" if each.above else ""
+    return f"`{each.name}`", f"{_value(each)}{others}{bound}", each.meaning
 
 
 def _value(setting: Setting) -> str:
     return setting.default if isinstance(setting.default, str) else f"{setting.default:.10g}"
-
-
-def _range(setting: Setting) -> str:
-    if isinstance(setting.default, str):
-        return ", ".join(setting.choices) or "text"
-    if setting.low is None:
-        return "any number"
-    return f"{'>' if setting.above else '≥'} {setting.low:g}"
 
 
 def _corrections() -> Table:
