@@ -67,7 +67,10 @@ def _inputs() -> Table:
     seen: set[str] = set()
     for (name, meaning), owners in losses.items():
         others = f" in {_names(owners)}" if name in seen else ""
-        rows.append((f"`{name}`{others}", meaning))
+        label = f"`{name}`{others}"
+        if rows and rows[-1][1] == meaning:
+            label = f"{rows.pop()[0]}, {label}"
+        rows.append((label, meaning))
         seen.add(name)
     return ("input", "meaning"), rows
 

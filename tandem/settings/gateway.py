@@ -43,13 +43,13 @@ class GatewaySettings(BaseSettings):
     )
     public_url: str = Field(
         "",
-        description="The gateway's URL for clients (default: the request's host).",
+        description="The URL for clients (default: the request's host).",
     )
     data_dir: Path = Field(Path(".tandem"), description="The data directory.")
     private_dir: OptionalPath = Field(
         None,
-        description="The directory of keys, requests and results, which workers must not read "
-        "(default: the data directory).",
+        description="Keys, requests and results, which workers must not read (default: the data "
+        "directory).",
     )
     database_url: str = Field(
         "",
@@ -79,8 +79,7 @@ class GatewaySettings(BaseSettings):
     )
     models_dir: OptionalPath = Field(
         None,
-        description="The directory of downloaded base models (default: `models` in the data "
-        "directory).",
+        description="Downloaded base models (default: `models` in the data directory).",
     )
     groups: list[GroupSettings] = Field(
         default_factory=list,
@@ -93,12 +92,12 @@ class GatewaySettings(BaseSettings):
     host_memory_bytes: int = Field(
         0,
         ge=0,
-        description="The host memory of all workers together (0: nine tenths).",
+        description="Host memory of all workers together (0: nine tenths).",
     )
     spill_dir: OptionalPath = Field(
         None,
-        description="The directory of sleeping trainers' state when host memory is full (default: "
-        "`spill` in the data directory).",
+        description="State of sleeping trainers when host memory is full (default: `spill` in the "
+        "data directory).",
     )
     model_defaults: dict[str, dict[str, str | int | float]] = Field(
         default_factory=dict,
@@ -109,10 +108,10 @@ class GatewaySettings(BaseSettings):
     )
     recovery_enabled: bool = Field(True, description="Restore a trainer that dies.")
     recovery_share: float = Field(
-        0.02, gt=0, le=1, description="The share of training time that snapshots may take."
+        0.02, gt=0, le=1, description="The share of time that snapshots may take."
     )
     session_ttl: float = Field(
-        60.0, gt=0, description="A session ends after this time without a heartbeat."
+        60.0, gt=0, description="A session without a heartbeat ends after this time."
     )
     result_ttl: float = Field(
         3600.0, gt=0, description="An unfetched result is removed after this time."
@@ -163,12 +162,12 @@ class GatewaySettings(BaseSettings):
     openai_idle_ttl: float = Field(
         900.0,
         gt=0,
-        description="An owner's engines for /v1 end after this time without a request.",
+        description="Engines for /v1 without a request end after this time.",
     )
     sampler_idle_ttl: float = Field(
         3600.0,
         gt=0,
-        description="Weights without a name are removed after this time without a sample.",
+        description="Unnamed weights without a sample are removed after this time.",
     )
     history_ttl: float = Field(
         30 * 86_400.0,
@@ -180,13 +179,12 @@ class GatewaySettings(BaseSettings):
     )
     delta_versions: Literal["auto", "on", "off"] = Field(
         "off",
-        description="Write weights for a run's own sampler as changes of earlier ones (auto: in "
-        "bfloat16).",
+        description="Write a run's weights for its own sampler as changes (auto: in bfloat16).",
     )
     weights_handoff: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="An engine reads new weights from a trainer's memory on its device (auto: on a "
-        "GPU).",
+        description="An engine reads new weights from the memory of a trainer on its device (auto: "
+        "on a GPU).",
     )
 
     trainer: TrainerEnvironment = Field(default_factory=TrainerEnvironment)

@@ -31,29 +31,27 @@ class TrainerEnvironment(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
-    ranks: int = Field(1, ge=1, description="The processes that train one run together.")
+    ranks: int = Field(1, ge=1, description="Processes that train one run together.")
     backend: str = Field("fsdp2", description="The default trainer backend.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device without declared groups (auto: GPUs if present).",
+        description="Device without declared groups (auto: GPUs if present).",
     )
-    threads: int = Field(
-        0, ge=0, description="The CPU threads of a rank (0: cores divided by ranks)."
-    )
+    threads: int = Field(0, ge=0, description="A rank's CPU threads (0: cores divided by ranks).")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
+        description="Dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
     )
     micro_batch_tokens: int = Field(
         0,
         ge=0,
-        description="The tokens of a forward pass (0: 2048 on a CPU, 16384 on a GPU).",
+        description="Tokens of a forward pass (0: 2048 on a CPU, 16384 on a GPU).",
     )
     memory_bytes: int = Field(
         0,
         ge=0,
-        description="A trainer's memory on each GPU, or on the host for CPU ranks (0: nine tenths "
-        "of the free memory).",
+        description="Memory on each GPU, or on the host for CPU ranks (0: nine tenths of the free "
+        "memory).",
     )
     collective_timeout: float = Field(
         120.0,
@@ -62,8 +60,7 @@ class TrainerEnvironment(BaseSettings):
     )
     interface: str = Field(
         "",
-        description="The network interface between nodes (default: the one with the route to node "
-        "0).",
+        description="Network interface between nodes (default: the one with the route to node 0).",
     )
 
 
@@ -121,17 +118,17 @@ class SamplerEnvironment(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="The device without declared groups (auto: GPUs if present).",
+        description="Device without declared groups (auto: GPUs if present).",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="The dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
+        description="Dtype of computation (auto: bfloat16 on a GPU, float32 on a CPU).",
     )
     ranks: int = Field(
         1,
         ge=1,
         le=64,
-        description="The devices of one engine.",
+        description="Devices of one engine.",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -140,11 +137,9 @@ class SamplerEnvironment(BaseSettings):
     max_model_len: int = Field(
         0,
         ge=0,
-        description="The longest prompt with its sample (0: the model's limit, or the KV cache's).",
+        description="Longest prompt with its sample (0: the model's limit, or the KV cache's).",
     )
-    max_num_seqs: int = Field(
-        256, ge=1, description="The samples that an engine computes at a time."
-    )
+    max_num_seqs: int = Field(256, ge=1, description="Samples that an engine computes at a time.")
     kv_cache_bytes: int = Field(512 * 2**20, ge=2**20, description="An engine's KV cache on a CPU.")
     gpu_memory_utilization: float = Field(
         0.45, gt=0, le=1, description="An engine's share of a GPU's memory."
@@ -184,5 +179,5 @@ class PoolSettings(BaseSettings):
         1,
         ge=0,
         le=16,
-        description="The idle processes of each kind that an agent keeps ready.",
+        description="Idle processes of each kind that an agent keeps ready.",
     )
