@@ -42,8 +42,8 @@ class WorkerAdapter(Protocol):
         ...
 
     async def start(self, row: WorkerRow, group: WorkerGroup) -> None:
-        """Start the row's process on its group, and return when it serves. Raises
-        `WorkerStartFailed`."""
+        """Start the row's process on its group, and return when it serves. The launcher sets the
+        deadline. Raises `WorkerStartFailed`."""
         ...
 
     async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
@@ -71,6 +71,10 @@ class WorkerAdapter(Protocol):
     async def stop_strangers(self, is_known: Callable[[str], bool]) -> None:
         """Stop each process of this kind that no row names. Ask `is_known` after the launcher has
         listed its processes, since others may start meanwhile."""
+        ...
+
+    def explain(self, row: WorkerRow) -> str:
+        """Return the reason for the wait for a start or an end, or ""."""
         ...
 
     def silent_for(self, row: WorkerRow) -> float:

@@ -207,8 +207,7 @@ class StepRunner:
             return
         row, calls = self._row(key), self._roster.calls_of(key)
         try:
-            async with asyncio.timeout(row.request.start_timeout):
-                await self._adapter(row).start(row, self._roster.groups[row.group])
+            await self._adapter(row).start(row, self._roster.groups[row.group])
         except Exception as error:  # noqa: BLE001 - after any error it does not serve
             await self._end_start(key, self._why_not_started(row, error))
             return
@@ -218,9 +217,6 @@ class StepRunner:
     def _why_not_started(self, row: WorkerRow, error: Exception) -> WorkerStartFailed:
         if isinstance(error, WorkerStartFailed):
             return error
-        if isinstance(error, TimeoutError):
-            limit = row.request.start_timeout
-            return WorkerStartFailed(f"it did not start in {limit:g} s (tandem.start_timeout)")
         if not isinstance(error, TandemError):
             self._log.error("start_failed", worker=row.key, exc_info=error)
             name = type(error).__name__
@@ -358,7 +354,7 @@ class StepRunner:
             async with asyncio.timeout(self._roster.settings.switch_timeout):
                 await self._adapter(row).stop(row, at_once=at_once)
         except Exception as error:  # noqa: BLE001 - the stop is repeated until it is confirmed
-            why = describe(error) or "its launcher does not answer"
+            why = describe(error) or self._adapter(row).explain(row) or "its launcher is silent"
             self._log.error("worker_not_stopped", worker=key, reason=why)
             self._roster.calls_of(key).rests_until = self._now() + ASK_AGAIN_SECONDS
             return

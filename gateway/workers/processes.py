@@ -36,6 +36,8 @@ from tandem.telemetry import get_log
 _LOOK_SECONDS = 0.5
 """Seconds between two looks at the launcher."""
 _STOP_AGAIN_SECONDS = 5.0
+_STOP_SECONDS = 2 * WORKER_STOP_TIMEOUT + 30.0
+"""Seconds in which a closing gateway waits for the end of a process."""
 
 
 class ProcessReports(Protocol):
@@ -68,8 +70,8 @@ class Processes:
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._left: dict[str, WorkerHandle] = {}
-        self._ending: set[str] = set()
-        """Processes that were asked to end, and that may run."""
+        self._may_run: set[str] = set()
+        """Processes without a known end, also of an earlier gateway."""
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
 
@@ -81,6 +83,7 @@ class Processes:
         exits = [each.watch() for each in launchers]
         found = await asyncio.gather(*(each.list() for each in launchers))
         self._left = {handle.worker_id: handle for handles in found for handle in handles}
+        self._may_run.update(self._left)
         await asyncio.gather(*(self._claim(each) for each in self._left.values()))
         heartbeats = Heartbeats(
             settings=self.settings,
@@ -104,8 +107,18 @@ class Processes:
         for record in records:
             if record.worker is not None:
                 await record.worker.channel.close()
-        launchers = {*self.launchers.values()}
-        await asyncio.gather(*(each.close(leaving=leaving) for each in launchers))
+        if not leaving:
+            answering = [each for each in self._may_run if self._launcher_of(each).reports]
+            await asyncio.gather(*map(self._stop_in_time, answering))
+        await asyncio.gather(*(each.close() for each in {*self.launchers.values()}))
+
+    async def _stop_in_time(self, process: str) -> None:
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self.stop(process, at_once=False)
+        except Exception as error:  # noqa: BLE001 - the next gateway finds it
+            reason = describe(error) or self.explain(process)
+            self._log.error("worker_not_stopped", worker_id=process, reason=reason)
 
     def all(self) -> list[WorkerRecord]:
         """Return the processes that start or serve."""
@@ -129,6 +142,7 @@ class Processes:
             }
         )
         record, launcher = self._add_record(spec, key), self.launchers[spec.kind]
+        self._may_run.add(spec.worker_id)
         try:
             handle = await launcher.start(spec)
             await launcher.wait_ready(spec.worker_id)
@@ -147,10 +161,9 @@ class Processes:
         if record is not None and record.worker is not None:
             record.worker.lease = lease
             return record.worker
-        if process in self._ending:
-            await self.stop(process, at_once=True)
         handle = self._left.get(process)
-        if handle is None:
+        if handle is None:  # it was asked to end, or something may be left of its start
+            await self.stop(process, at_once=True)
             return None
         await self._launcher_of(process).wait_ready(process)
         if self._left.pop(process, None) is None:  # it ended meanwhile
@@ -166,10 +179,9 @@ class Processes:
         record = self._records.pop(process, None)
         if record is not None and record.worker is not None:
             await record.worker.channel.close()
-        self._ending.add(process)
-        await self._launcher_of(process).stop(process, at_once=at_once)
-        self._ending.discard(process)
         self._left.pop(process, None)
+        await self._launcher_of(process).stop(process, at_once=at_once)
+        self._may_run.discard(process)
 
     async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
         """Let the host move a process's state off its devices. Raises `SuspendFailed`."""
@@ -246,6 +258,7 @@ class Processes:
     async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
         async for exit_ in exits:
             self._left.pop(exit_.worker_id, None)
+            self._may_run.discard(exit_.worker_id)
             record = self._records.get(exit_.worker_id)
             if record is None:
                 continue

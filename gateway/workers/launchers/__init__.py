@@ -58,7 +58,6 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launchers:
         return AgentLauncher(
             data_dir=settings.data_dir,
             timeout=settings.worker_start_timeout + WORKER_STOP_TIMEOUT + _CALL_SECONDS,
-            stop_timeout=WORKER_STOP_TIMEOUT,
             epoch=epoch,
             address=address,
             authority=authority,

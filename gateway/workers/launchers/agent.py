@@ -38,8 +38,6 @@ _ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
 _BEYOND_START = 60.0
-_BEYOND_STOP = 30.0
-"""Seconds beyond twice the stop timeout. By then the agent has answered."""
 _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -57,12 +55,10 @@ class AgentLauncher:
 
     A worker is gone when the agent says so, or when a later agent does not know it: an agent
     answers only when nothing is left of the previous agent's workers. A broken connection proves
-    nothing. A call may take `timeout` seconds, and longer for slow starts. Workers may take
-    `stop_timeout` seconds to end."""
+    nothing. A call may take `timeout` seconds, and longer for slow starts."""
 
     data_dir: Path
     timeout: float
-    stop_timeout: float
     epoch: Epoch
     address: str = ""
     authority: Authority | None = None
@@ -70,7 +66,6 @@ class AgentLauncher:
     prepare = staticmethod(with_needs)
 
     def __post_init__(self) -> None:
-        self._starting: set[str] = set()
         self._workers: dict[str, agent_pb2.AgentWorker] = {}
         self._start_timeouts: dict[str, float] = {}
         self._watchers = ExitWatchers()
@@ -104,16 +99,12 @@ class AgentLauncher:
         return agent_pb2_grpc.AgentStub(self._channel)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        self._starting.add(spec.worker_id)
         self._start_timeouts[spec.worker_id] = spec.start_timeout
         if self.authority is not None:
             tls = self.authority.issue(spec.worker_id)
             spec = spec.model_copy(update={"host": _ANY_ADDRESS, "tls": tls})
-        try:
-            request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
-            reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
-        finally:
-            self._starting.discard(spec.worker_id)
+        request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
+        reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
         if reply.HasField("failure"):
             self._start_timeouts.pop(spec.worker_id, None)
             raise from_failure(reply.failure)
@@ -134,18 +125,11 @@ class AgentLauncher:
             raise
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """While the gateway runs, this also waits for the next agent."""
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
         try:
-            reply = await self._stub.Stop(
-                request,
-                metadata=self.epoch.metadata,
-                timeout=2 * self.stop_timeout + _BEYOND_STOP,
-                wait_for_ready=not self._closed,
-            )
-        except grpc.aio.AioRpcError as error:
-            self.epoch.check(error)
-            raise _unknown(error) from error
+            reply = await self._ask(self._stub.Stop, request)
+        except WorkerStartFailed as error:  # there is no agent now
+            raise WorkerMayRun(error.message) from error
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         self._workers.pop(worker_id, None)
@@ -195,22 +179,13 @@ class AgentLauncher:
             self._following = asyncio.create_task(self._follow(), name="agent-follower")
         return self._watchers.add()
 
-    async def close(self, *, leaving: bool = False) -> None:
-        """Stop every worker that this launcher started or listed, unless it is `leaving` them. The
-        agent continues. The next gateway finds remaining workers."""
+    async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
-        if not leaving:
-            workers = {*self._workers, *self._starting}
-            stops = (self.stop(each) for each in workers)
-            ends = await asyncio.gather(*stops, return_exceptions=True)
-            for worker_id, fault in zip(workers, ends, strict=True):
-                if fault is not None:
-                    self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
         await self._channel.close()
         self._watchers.close()
 

@@ -49,8 +49,8 @@ class Launcher(Protocol):
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         """Ask the worker to end, and kill it after the stop timeout, or at once (`at_once`).
 
-        Returns when it is gone, also for an unknown worker. Raises `WorkerMayRun` after a while;
-        the request stays in effect and may be repeated."""
+        Returns when it is gone, also for an unknown worker. The request stays in effect if the
+        caller goes away, and may be repeated. Raises `WorkerMayRun` if nobody answers."""
         ...
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
@@ -65,8 +65,8 @@ class Launcher(Protocol):
         ...
 
     async def list(self) -> list[WorkerHandle]:
-        """Return the running workers with an address, including another gateway's. All others are
-        ended first. Raises `WorkerStartFailed` or `WorkerMayRun`."""
+        """Return the running workers with an address, including another gateway's. All others end,
+        and `stop` waits for it. Raises `WorkerStartFailed` or `WorkerMayRun`."""
         ...
 
     async def describe_host(self) -> Host:
@@ -79,7 +79,7 @@ class Launcher(Protocol):
         ...
 
     def explain(self, worker_id: str) -> str:
-        """Return a starting worker's reason for waiting, or ""."""
+        """Return the reason for the wait for a worker's start or end, or ""."""
         ...
 
     def watch(self) -> AsyncIterator[WorkerExit]:
@@ -89,9 +89,8 @@ class Launcher(Protocol):
         Iterators end when the launcher closes."""
         ...
 
-    async def close(self, *, leaving: bool = False) -> None:
-        """Stop all workers, unless they are left to the next gateway (`leaving`). Late ones are
-        left too. Idempotent."""
+    async def close(self) -> None:
+        """Let go of all workers. Idempotent."""
         ...
 
 

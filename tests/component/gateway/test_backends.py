@@ -75,7 +75,7 @@ async def test_an_agent_tells_which_backends_its_host_has(tmp_path, monkeypatch)
     launcher = ProcessLauncher(data_dir=tmp_path)
     epoch = Epoch(number=1, superseded=lambda: None)
     async with serving(launcher, data_dir=tmp_path):
-        agent = AgentLauncher(data_dir=tmp_path, timeout=60, stop_timeout=10, epoch=epoch)
+        agent = AgentLauncher(data_dir=tmp_path, timeout=60, epoch=epoch)
         host = await agent.describe_host()
         await agent.close()
     assert (host.backends["fsdp2"], host.backends["own"]) == ("", "")

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from gateway.app import create_app, make_server
+from gateway.workers.processes import Processes
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import no_signals, settings_for
 from tests.support.waiting import PATIENCE
@@ -23,16 +24,6 @@ async def test_a_signal_that_comes_before_the_gateway_serves_ends_it(tmp_path, n
     assert not (settings.data_dir / "gateway.json").exists()
 
 
-class Noting(FakeLauncher):
-    """Notes whether the workers were left running."""
-
-    left: bool | None = None
-
-    async def close(self, *, leaving: bool = False) -> None:
-        self.left = leaving
-        await super().close(leaving=leaving)
-
-
 async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
     tmp_path, monkeypatch
 ):
@@ -40,9 +31,14 @@ async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
         raise OSError("the disk is away")
 
     monkeypatch.setattr("gateway.owners.sessions.registry.SessionRegistry.open", fail)
-    launcher = Noting()
-    app = create_app(settings_for(tmp_path), launcher=launcher)
+    left: list[bool] = []
+
+    async def close(self, *, leaving: bool) -> None:
+        left.append(leaving)
+
+    monkeypatch.setattr(Processes, "close", close)
+    app = create_app(settings_for(tmp_path), launcher=FakeLauncher())
     with pytest.raises(OSError, match="the disk is away"):
         async with app.router.lifespan_context(app):
             pass
-    assert launcher.left is True
+    assert left == [True]

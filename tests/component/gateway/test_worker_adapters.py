@@ -56,9 +56,8 @@ class LeavingLauncher(FakeLauncher):
         self.addresses[spec.worker_id], self.told[spec.worker_id] = handle.address, spec
         return handle
 
-    async def close(self, *, leaving: bool = False) -> None:
-        if not leaving:
-            await super().close()
+    async def close(self) -> None:
+        """Its workers stay for the next gateway, unless they were stopped."""
 
 
 @dataclass(eq=False)

@@ -128,7 +128,7 @@ async def test_an_agent_says_on_its_own_host_whether_it_answers(agents, tmp_path
 async def test_the_next_gateway_calls_what_the_one_before_has_left(agents):
     first = make_launchers(agents, EPOCH)["sampler"]
     handle = await first.start(spec("sampler"))
-    await first.close(leaving=True)
+    await first.close()
     second = make_launchers(agents, EPOCH)["sampler"]
     assert await second.list() == [handle]
     await second.wait_ready(handle.worker_id)
@@ -146,7 +146,7 @@ async def test_an_agent_does_not_answer_a_gateway_of_another_authority(
     launcher = make_launchers(settings, EPOCH)["trainer"]
     with pytest.raises(WorkerStartFailed, match="TANDEM_AGENTS"):
         await launcher.start(spec("trainer"))
-    await launcher.close(leaving=True)
+    await launcher.close()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Gateway:
         self.superseded: list[int] = []
         settings = GatewaySettings(data_dir=data_dir)
         mine = Epoch(number=epoch, superseded=lambda: self.superseded.append(epoch))
-        self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=mine)
+        self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, epoch=mine)
         self.processes = Processes(
             settings=settings,
             launchers=for_each_kind(self.launcher),
@@ -46,8 +46,7 @@ class Gateway:
         try:
             yield self
         finally:
-            self.launcher._workers.clear()
-            await self.processes.close(leaving=False)
+            await self.processes.close(leaving=True)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ async def make(tmp_path, request):
             if request.param == "process":
                 return processes
             await opened.enter_async_context(serving(processes, data_dir=tmp_path))
-            agent = AgentLauncher(data_dir=tmp_path, timeout=120, stop_timeout=10, epoch=EPOCH)
+            agent = AgentLauncher(data_dir=tmp_path, timeout=120, epoch=EPOCH)
             opened.push_async_callback(agent.close)
             agent.processes = processes
             return agent

@@ -175,7 +175,7 @@ async def agent(machine, tmp_path, monkeypatch):
         suspender=machine.suspender,
     )
     epoch = Epoch(number=1, superseded=lambda: None)
-    gateway = AgentLauncher(data_dir=tmp_path, timeout=60, stop_timeout=10, epoch=epoch)
+    gateway = AgentLauncher(data_dir=tmp_path, timeout=60, epoch=epoch)
     async with serving(launcher, data_dir=tmp_path):
         yield gateway
         await gateway.close()

@@ -144,6 +144,6 @@ class FakeLauncher:
         while True:
             yield await self._exits.get()
 
-    async def close(self, *, leaving: bool = False) -> None:
+    async def close(self) -> None:
         for worker_id in tuple(self._servers):
             await self._end(worker_id)

@@ -106,9 +106,7 @@ class ModelLauncher:
         while True:
             yield await exits.get()
 
-    async def close(self, *, leaving: bool = False) -> None:
-        for worker_id in () if leaving else tuple(self._host.workers):
-            await self.stop(worker_id)
+    async def close(self) -> None: ...
 
 
 class ModelCall:

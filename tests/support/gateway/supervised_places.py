@@ -45,6 +45,9 @@ class ObedientWorkers:
     async def find(self, row: WorkerRow, group: WorkerGroup) -> Found:
         return Found(state="asleep" if row.state == "asleep" else "awake")
 
+    def explain(self, row: WorkerRow) -> str:
+        return ""
+
     def silent_for(self, row: WorkerRow) -> float:
         return 0.0
 

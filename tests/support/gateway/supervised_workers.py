@@ -140,6 +140,9 @@ class WorldAdapter:
             return Found(state="silent")
         return Found(state="awake" if process.awake else "asleep", has=_moved(_has(process)))
 
+    def explain(self, row: WorkerRow) -> str:
+        return ""
+
     def silent_for(self, row: WorkerRow) -> float:
         return self.world.workers[row.key].silent_for
 

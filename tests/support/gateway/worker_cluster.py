@@ -139,6 +139,9 @@ class Cluster:
         for process in [each for each in self.processes if not is_known(each)]:
             del self.processes[process]
 
+    def explain(self, row: WorkerRow) -> str:
+        return ""
+
     def silent_for(self, row: WorkerRow) -> float:
         process = self.processes.get(row.process)
         frozen = process is not None and process.frozen

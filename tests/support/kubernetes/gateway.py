@@ -242,7 +242,7 @@ class Gateway:
             self._hearing.cancel()
 
     async def close(self) -> None:
-        await self.launcher.close(leaving=True)
+        await self.launcher.close()
 
 
 def spec(worker_id: str, *, group: str = "train-0", **about) -> WorkerSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import grpc.aio
@@ -47,8 +48,8 @@ def broken(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 def launcher_of(agents: Agents, folder, *workers: str) -> AgentLauncher:
     epoch = Epoch(number=1, superseded=lambda: None)
-    launcher = AgentLauncher(data_dir=folder, timeout=60, stop_timeout=10, epoch=epoch)
-    vars(launcher)["_stub"] = agents
+    launcher = AgentLauncher(data_dir=folder, timeout=60, epoch=epoch)
+    vars(launcher)["_stub"], vars(launcher)["_connect"] = agents, AsyncMock()
     for worker_id in workers:
         launcher._workers[worker_id] = agent_pb2.AgentWorker(worker_id=worker_id, kind="trainer")
     return launcher
@@ -102,6 +103,6 @@ def test_a_connection_that_broke_says_nothing_and_the_next_agent_what_is_left(tm
         assert launcher.reports
         agents.streams.put_nowait("ended")
         assert await told(watch) == "b"
-        await launcher.close(leaving=True)
+        await launcher.close()
 
     run_in_virtual_time(scenario())

@@ -44,8 +44,6 @@ from tandem.settings.cluster import KubernetesSettings
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
-_BEYOND_STOP = 30.0
-"""Seconds, beyond the worker's own, for a node to end a pod and report it."""
 _FIRST_LIST = 60.0
 _API_TIMEOUT = 30.0
 """Seconds before a request to the API server is repeated."""
@@ -85,7 +83,6 @@ class KubernetesLauncher:
         self._maker = maker
         self._stop_timeout = stop_timeout
         self._epoch = epoch.number
-        self._node_lost = settings.node_lost
         self._serving = serving
         self._reconciler = Reconciler(
             api,
@@ -162,7 +159,7 @@ class KubernetesLauncher:
             await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
             if worker.failure is None:
                 return
-            await self._await_end(worker.worker_id)
+            await self._await_end(self._reconciler.gone(worker.worker_id))
             raise worker.failure
         finally:
             worker.awaited = False
@@ -170,18 +167,14 @@ class KubernetesLauncher:
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self._open()
         grace = KILL_GRACE if at_once else max(KILL_GRACE, round(self._stop_timeout))
-        self._reconciler.end(worker_id, grace=grace)
-        await self._await_end(worker_id)
+        await self._await_end(self._reconciler.end(worker_id, grace=grace))
 
-    async def _await_end(self, worker_id: str, *, beyond: float = 0.0) -> None:
-        """Wait until an ending worker is gone. Raises `WorkerMayRun`, `beyond` seconds later than
-        usual."""
-        gone = self._reconciler.gone(worker_id)
-        if gone is None:
-            return
-        await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP + beyond)
-        if not gone.done() or gone.cancelled():  # cancelled by `close`
-            raise WorkerMayRun(self._reconciler.why_left(worker_id))
+    async def _await_end(self, gone: asyncio.Future[None] | None) -> None:
+        """Wait until an ending worker is gone. Raises `WorkerMayRun` when the launcher closes."""
+        if gone is not None:
+            await asyncio.wait({gone})
+            if gone.cancelled():
+                raise WorkerMayRun("the launcher was closed")
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         raise SuspendFailed(
@@ -219,10 +212,6 @@ class KubernetesLauncher:
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
         for worker_id in others:
             reconciler.end(worker_id, grace=KILL_GRACE)
-        # A lost node must not block every gateway's start. Wait until its pods are forgotten, which
-        # each process times anew.
-        ends = (self._await_end(each, beyond=self._node_lost) for each in others)
-        await asyncio.gather(*ends)
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _supersede(self) -> None:
@@ -261,24 +250,18 @@ class KubernetesLauncher:
         return WorkerDetails()
 
     def explain(self, worker_id: str) -> str:
-        worker = self._reconciler.workers.get(worker_id)
-        return self._api.trouble or worker.says if worker is not None else ""
+        if (worker := self._reconciler.workers.get(worker_id)) is not None:
+            return self._api.trouble or worker.says
+        return self._reconciler.why_left(worker_id)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         self._open()
         return self._watchers.add(self._ended.values())
 
-    async def close(self, *, leaving: bool = False) -> None:
+    async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if not leaving:
-            workers = tuple(self._reconciler.workers)
-            stops = (self.stop(each) for each in workers)
-            ends = await asyncio.gather(*stops, return_exceptions=True)
-            for worker_id, fault in zip(workers, ends, strict=True):
-                if fault is not None:
-                    self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
         await self._label.close()
         await self._reconciler.close()
         await self._api.close()
@@ -319,7 +302,11 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
             "TANDEM_LAUNCHER=kubernetes needs TANDEM_TLS_DIR, the certificate authority that signs "
             "the workers' certificates; `tandem tls create` makes one"
         )
-    _check_lifeline(settings)
+    if settings.lease_ttl + _FIRST_LIST >= LIFELINE:
+        raise InvalidRequest(
+            f"workers end themselves when no gateway has called them for {LIFELINE:g} s; lower "
+            "TANDEM_LEASE_TTL, so that a takeover takes less"
+        )
     home = Home(
         settings=cluster,
         namespace=cluster.namespace or _own_namespace(),
@@ -339,19 +326,6 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
         stop_timeout=WORKER_STOP_TIMEOUT,
         epoch=epoch,
     )
-
-
-def _check_lifeline(settings: GatewaySettings) -> None:
-    """Raise `InvalidRequest` if a takeover may outlast the workers' `LIFELINE`."""
-    cluster = settings.kubernetes
-    ends = 2 * WORKER_STOP_TIMEOUT + _BEYOND_STOP + cluster.node_lost
-    most = settings.lease_ttl + _FIRST_LIST + ends
-    if most >= LIFELINE:
-        raise InvalidRequest(
-            f"workers end themselves when no gateway has called them for {LIFELINE:g} s, and a "
-            f"gateway's takeover may take {most:g} s with TANDEM_LEASE_TTL and "
-            "TANDEM_KUBERNETES_NODE_LOST as they are; lower them"
-        )
 
 
 def _own_namespace() -> str:

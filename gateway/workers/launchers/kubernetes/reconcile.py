@@ -179,6 +179,9 @@ class Reconciler:
         return ending.gone if ending is not None else None
 
     def why_left(self, worker_id: str) -> str:
+        """Say why an ending worker is not gone; "" if none of this id ends."""
+        if worker_id not in self._removal.endings:
+            return ""
         if not self.current:
             return "the API server does not answer"
         return self._removal.why_left(worker_id)
