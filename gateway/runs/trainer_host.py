@@ -242,7 +242,7 @@ class TrainerHost:
         if self.runs:
             async with self._changing:
                 with suppress(WorkerUnavailable):  # it ends, and the others restore themselves
-                    await self._remove(run_id, reason)
+                    await self._remove(run_id)
         await self._supervisor.release(self.key, holder=run_id)
         if not self.runs:
             self._adapter.unregister(self.key)
@@ -260,7 +260,7 @@ class TrainerHost:
             self.hosted, self._untouched = {self._began_with}, self._began_with
         self._process = row.process
         for run_id in self.hosted - self.runs.keys():
-            await self._remove(run_id, "its run has ended")
+            await self._remove(run_id)
         return worker
 
     async def _begin(self, run: TrainingRun, worker: Worker) -> bool:
@@ -271,7 +271,7 @@ class TrainerHost:
             return True
         if self.hosted == {run.id}:
             return False
-        await self._remove(run.id, "its run begins anew")
+        await self._remove(run.id)
         await self._add(run, worker)
         return True
 
@@ -286,7 +286,7 @@ class TrainerHost:
             raise from_failure(reply.failure)
         self._log.info("trainer_shared", run_id=run.id, runs=len(self.hosted))
 
-    async def _remove(self, run_id: str, reason: str) -> None:
+    async def _remove(self, run_id: str) -> None:
         """Remove a run from a process with other runs."""
         self._supervisor.drop_step(self.key, run_id)
         worker = self.worker

@@ -112,11 +112,6 @@ class SamplerEngine:
         """Whether calls wait for its devices."""
         return self.row is not None and bool(self.supervisor.roster.calls_of(self.key).waiting)
 
-    @property
-    def has_place(self) -> bool:
-        row = self.row
-        return row is not None and bool(row.group)
-
     def is_beside(self, trainer: str) -> bool:
         """Whether it and a trainer are awake on one device."""
         return self.serves and are_side_by_side(self.supervisor.overview(), self.key, trainer)
