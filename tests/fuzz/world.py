@@ -37,8 +37,9 @@ class CheckingTrainer(FakeTrainer):
     """Checks every batch as the real trainer does, but computes nothing."""
 
     async def ForwardBackward(self, request, context):
-        error = await self._admit(context, request.header)
-        await self._apply("forward_backward", request)
+        run = await self._find(request.header.run_id, context)
+        error = await self._admit(context, run, request.header)
+        await self._apply("forward_backward", run, request)
         try:
             validate(parse(request.payload), limits=LIMITS, definition=request.loss_definition)
         except UserError as refused:
@@ -48,8 +49,8 @@ class CheckingTrainer(FakeTrainer):
         output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString(), tokens=1)
 
-    async def _apply(self, kind, request):
-        await super()._apply(kind, request)
+    async def _apply(self, kind, run, request):
+        await super()._apply(kind, run, request)
         self.requests.clear()
         self.applied.clear()
 

@@ -67,9 +67,11 @@ def test_the_defaults_are_the_sdks_and_a_seed_is_drawn(gate):
     with gate.service() as service:
         specs = []
         for _ in range(2):
-            info = service.create_lora_training_client("tiny").result().get_info()
+            training = service.create_lora_training_client("tiny").result()
+            info = training.get_info()
             assert (info.lora_rank, info.optimizer_config.type) == (32, "adamw")
-            specs.append(gate.worker("trainer")[1].spec.training.lora)
+            run = gate.trainer_of(training.model_id).runs[training.model_id]
+            specs.append(run.training.lora)
     assert all(s.attention and s.mlp and s.unembedding and s.alpha == 32 for s in specs)
     assert specs[0].seed != specs[1].seed
 

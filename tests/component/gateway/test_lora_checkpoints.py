@@ -43,10 +43,10 @@ def test_a_run_made_from_an_adapters_state_trains_such_an_adapter(gate, service,
         assert (info.base_model, info.is_lora, info.lora_rank) == ("tiny", True, 8)
         assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
         resumed = service.create_training_client_from_state_with_optimizer(source).result()
-        _, trainer = gate.worker("trainer")
-        assert trainer.step == 2
-        assert trainer.spec.training.lora.rank == 8
-        assert trainer.spec.training.lora.unembedding is False
+        run = gate.trainer_of(resumed.model_id).runs[resumed.model_id]
+        assert run.step == 2
+        assert run.training.lora.rank == 8
+        assert run.training.lora.unembedding is False
         assert resumed.get_info().lora_rank == 8
         again = resumed.save_state("again").result().path
         assert rest.get_weights_info_by_tinker_path(again).result().lora_rank == 8

@@ -201,7 +201,7 @@ def test_a_long_poll_says_what_is_being_waited_for(run):
 def test_a_long_operation_says_how_many_tokens_are_done(run, monkeypatch):
     monkeypatch.setattr("gateway.runs.delivery._PROGRESS_INTERVAL", 0.01)
     run.hold()
-    run.trainer.progress = trainer_pb2.ProgressReply(
+    run.trainer.only.progress = trainer_pb2.ProgressReply(
         seq_id=2, seconds=4.0, tokens_done=1000, tokens=8000
     )
     run.step(1)
@@ -212,7 +212,7 @@ def test_a_long_operation_says_how_many_tokens_are_done(run, monkeypatch):
 
     found = wait_until(lambda: (now := operation()) and now["tokens"] and now)
     answer = run.client.post("/api/v1/retrieve_future", json={"request_id": f"{run.id}:1"})
-    run.trainer.progress = trainer_pb2.ProgressReply(seq_id=2, seconds=5.0, compiling=True)
+    run.trainer.only.progress = trainer_pb2.ProgressReply(seq_id=2, seconds=5.0, compiling=True)
     compiling = "optim_step 1: the trainer is at work on it (compiling, 5 s)"
     wait_until(lambda: (now := operation()) and now["says"] == compiling)
     run.release()

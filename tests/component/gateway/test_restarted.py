@@ -46,8 +46,8 @@ def seen_by(gate, run: Run | str) -> Run:
     session_id = run_id.partition(":")[0]
     client = gate.http()
     client.post("/api/v1/session_heartbeat", json={"session_id": session_id})
-    worker_id, trainer = gate.worker(f"trainer-{session_id}")
-    return Run(gate, run_id, worker_id, trainer, client)
+    trainer = gate.trainer_of(run_id)
+    return Run(gate, run_id, trainer.spec.worker_id, trainer, client)
 
 
 def test_a_run_goes_on_under_the_next_gateway(start):
@@ -70,6 +70,19 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         counted = select(usage.c.event, func.sum(usage.c.count)).group_by(usage.c.event)
         rows = gate.run(gate.gateway.database.read(counted))
         assert {tuple(row.values()) for row in rows} == {("forward_backward", 3), ("optim_step", 3)}
+
+
+def test_runs_that_shared_a_trainer_share_the_next_gateways(start):
+    with start(recovery=SELDOM) as gate:
+        runs = [Run.new(gate, rank=8) for _ in range(3)]
+        for steps, run in enumerate(runs, start=1):
+            train(run, *range(1, steps + 1))
+    with start(recovery=SELDOM) as gate:
+        runs = [seen_by(gate, run) for run in runs]
+        for steps, run in enumerate(runs, start=1):
+            train(run, steps + 1)
+            assert run.state.history == undisturbed(steps + 1)
+        assert len(gate.launcher.trainers) == 1
 
 
 def test_a_fault_while_a_trainer_is_taken_up_does_not_hang_its_clients(start, monkeypatch):

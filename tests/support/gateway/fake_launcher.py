@@ -78,6 +78,17 @@ class FakeLauncher:
         self._servers: dict[str, grpc.aio.Server] = {}
         self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
 
+    @property
+    def trainers(self) -> list[FakeTrainer]:
+        """All trainers, the newest one last."""
+        found = tuple(self.servicers.values())
+        return [each for each in found if isinstance(each, FakeTrainer)]
+
+    @property
+    def serving(self) -> list[str]:
+        """The ids of the workers that have not ended."""
+        return [*self._servers]
+
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         self.specs.append(spec)
         await self.start_gate.wait()

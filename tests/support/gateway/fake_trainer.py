@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
-from tandem.errors import CheckpointDamaged, OutOfMemory, TandemError
-from tandem.protocol.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
+from tandem.errors import CheckpointDamaged, InvalidRequest, OutOfMemory, TandemError
+from tandem.protocol.worker import (
+    OUT_OF_MEMORY_METADATA_KEY,
+    SECRET_METADATA_KEY,
+    TrainingSpec,
+    WorkerSpec,
+)
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
@@ -28,56 +33,42 @@ def after(history: str, kind: str, seq_id: int) -> str:
     return hashlib.sha256(f"{history} {kind} {seq_id}".encode()).hexdigest()
 
 
-class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
-    """Applies operations in log order. `gate` holds them back while it is not set.
+class FakeRun:
+    """A run of a trainer: its state, its snapshots and the order of its operations."""
 
-    `memory` maps a `seq_id` to the tokens that fit at once, by default 2048. Plans below 500 tokens
-    always fail."""
-
-    memory: Mapping[int, int] = {}
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__()
-        self.spec = spec
-        self.launcher: FakeLauncher | None = None
-        self.applied: list[tuple[str, int]] = []
-        self.requests: list[object] = []
+    def __init__(self, training: TrainingSpec) -> None:
+        self.training = training
         self.step = 0
         self.held = 0
         self.published = ""
-        self.released: list[str] = []
         self.history = ""
         self.snapshots: dict[str, trainer_pb2.AwaitSnapshotReply] = {}
-        self.snapshot_error: TandemError | None = None
-        self.restored: list[trainer_pb2.RestoreRequest] = []
         self.progress = trainer_pb2.ProgressReply()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.snapshot_gate = asyncio.Event()
-        self.snapshot_gate.set()
-        self.fail_with: dict[int, TandemError] = {}
+        self.done = 0
+        self._removed = False
         self._turn = asyncio.Condition()
-        self._done = 0
 
-    async def _admit(self, context, header) -> TandemError | None:
-        metadata = dict(context.invocation_metadata())
-        assert metadata[SECRET_METADATA_KEY] == self.spec.secret
-        self.check_awake()
-        async with self._turn:
-            await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
-        await self.gate.wait()
-        return self.fail_with.get(header.seq_id - 1)
+    @property
+    def is_lora(self) -> bool:
+        return self.training.lora is not None
 
-    async def _apply(self, kind: str, request) -> None:
-        self.applied.append((kind, request.header.seq_id - 1))
-        self.requests.append(request)
-        if kind in ("forward_backward", "optim_step", "load"):
-            self._learn(kind, request)
+    async def wait_for_turn(self, header) -> bool:
+        """Return False if the run is removed meanwhile."""
         async with self._turn:
-            self._done = request.header.seq_id
+            await self._turn.wait_for(lambda: self._removed or self.done >= header.previous_seq_id)
+        return not self._removed
+
+    async def finish(self, seq_id: int) -> None:
+        async with self._turn:
+            self.done = max(self.done, seq_id)
             self._turn.notify_all()
 
-    def _learn(self, kind: str, request) -> None:
+    async def remove(self) -> None:
+        async with self._turn:
+            self._removed = True
+            self._turn.notify_all()
+
+    def learn(self, kind: str, request) -> None:
         """Mix calls that change a real trainer's weights into the `history`, in order."""
         if kind == "forward_backward":
             message = tinker_pb2.ForwardBackwardRequest.FromString(request.payload)
@@ -85,13 +76,104 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
                 return
         self.history = after(self.history, kind, request.header.seq_id - 1)
 
+
+class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
+    """Applies the operations of each run in log order. `gate` holds them back while it is not set.
+
+    `applied` and `requests` are those of all runs. `step`, `history` and `published` are those of
+    the only run. `memory` maps a `seq_id` to the tokens that fit at once, by default 2048. Plans
+    below 500 tokens always fail."""
+
+    memory: Mapping[int, int] = {}
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.launcher: FakeLauncher | None = None
+        self.runs = {spec.first_run or spec.run_id: FakeRun(spec.training or TrainingSpec())}
+        self.applied: list[tuple[str, int]] = []
+        self.requests: list[object] = []
+        self.released: list[str] = []
+        self.snapshot_error: TandemError | None = None
+        self.restored: list[trainer_pb2.RestoreRequest] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.snapshot_gate = asyncio.Event()
+        self.snapshot_gate.set()
+        self.fail_with: dict[int, TandemError] = {}
+
+    @property
+    def only(self) -> FakeRun:
+        (run,) = self.runs.values()
+        return run
+
+    @property
+    def step(self) -> int:
+        return self.only.step
+
+    @property
+    def history(self) -> str:
+        return self.only.history
+
+    @property
+    def published(self) -> str:
+        return self.only.published
+
+    async def _find(self, run_id: str, context) -> FakeRun:
+        if run_id not in self.runs:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"it does not host the run {run_id}")
+        return self.runs[run_id]
+
+    async def _admit(self, context, run: FakeRun, header) -> TandemError | None:
+        metadata = dict(context.invocation_metadata())
+        assert metadata[SECRET_METADATA_KEY] == self.spec.secret
+        self.check_awake()
+        if not await run.wait_for_turn(header):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "its run was removed")
+        await self.gate.wait()
+        return self.fail_with.get(header.seq_id - 1)
+
+    async def _apply(self, kind: str, run: FakeRun, request) -> None:
+        self.applied.append((kind, request.header.seq_id - 1))
+        self.requests.append(request)
+        if kind in ("forward_backward", "optim_step", "load"):
+            run.learn(kind, request)
+        await run.finish(request.header.seq_id)
+
+    async def AddRun(self, request, context):
+        self.check_awake()
+        await self.gate.wait()
+        training = TrainingSpec.model_validate_json(request.training)
+        run = self.runs.setdefault(request.run_id, FakeRun(training))
+        if run.training != training:
+            error = InvalidRequest(f"it hosts {request.run_id} already, with other adapters")
+            return trainer_pb2.AddRunReply(failure=error.to_failure())
+        return trainer_pb2.AddRunReply(about=self._describe(run))
+
+    async def RemoveRun(self, request, context):
+        if list(self.runs) == [request.run_id]:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it is the last run")
+        if (run := self.runs.pop(request.run_id, None)) is not None:
+            await run.remove()
+        await self.gate.wait()
+        return trainer_pb2.RemoveRunReply()
+
     async def Describe(self, request, context):
+        if not request.run_id:
+            return trainer_pb2.DescribeTrainerReply(run_ids=self.runs)
+        return self._describe(await self._find(request.run_id, context))
+
+    def _describe(self, run: FakeRun) -> trainer_pb2.DescribeTrainerReply:
         return trainer_pb2.DescribeTrainerReply(
             architecture="Fake",
             parameters=7,
             trainable_parameters=7,
             ranks=1,
+            last_seq_id=run.done,
+            step=run.step,
             micro_batch_tokens=2048,
+            run_ids=self.runs,
+            shares=True,
             memory=trainer_pb2.MemoryPlan(
                 micro_batch_tokens=2048,
                 checkpointing=True,
@@ -101,10 +183,11 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         )
 
     async def Progress(self, request, context):
-        return self.progress
+        return (await self._find(request.run_id, context)).progress
 
     async def ForwardBackward(self, request, context):
-        error = await self._admit(context, request.header)
+        run = await self._find(request.header.run_id, context)
+        error = await self._admit(context, run, request.header)
         plan = request.micro_batch_tokens or 2048
         if request.out_of_memory_at:
             plan = min(plan, request.out_of_memory_at // 2)
@@ -115,7 +198,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         elif plan > self.memory.get(request.header.seq_id - 1, 2048):
             context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(plan)),))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rank 1 ran out of memory")
-        await self._apply("forward_backward", request)
+        await self._apply("forward_backward", run, request)
         if error is not None:
             return trainer_pb2.ForwardBackwardReply(
                 failure=error.to_failure(), out_of_memory_at=request.out_of_memory_at
@@ -129,7 +212,7 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         field.offsets = np.cumsum([0, *lengths]).astype(np.int64).tobytes()
         field.dtype = tinker_pb2.DTYPE_FLOAT32
         if not message.forward_only:
-            self.held += sum(lengths) // 4
+            run.held += sum(lengths) // 4
         output.metrics["loss:sum"] = float(len(lengths))
         return trainer_pb2.ForwardBackwardReply(
             output=output.SerializeToString(),
@@ -140,34 +223,36 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         )
 
     async def OptimStep(self, request, context):
-        error = await self._admit(context, request.header)
-        await self._apply("optim_step", request)
+        run = await self._find(request.header.run_id, context)
+        error = await self._admit(context, run, request.header)
+        await self._apply("optim_step", run, request)
         if error is not None:
             return trainer_pb2.OptimStepReply(failure=error.to_failure())
-        self.step += 1
-        held, self.held = self.held, 0
+        run.step += 1
+        held, run.held = run.held, 0
         if request.snapshot:
-            self._take_snapshot(request)
+            self._take_snapshot(run, request)
         return trainer_pb2.OptimStepReply(
             seconds=0.25,
-            step=self.step,
+            step=run.step,
             metrics={"grad_norm": 1.5},
-            batch_metrics={"loss:sum": 2.0 * held / self.step} if held else {},
+            batch_metrics={"loss:sum": 2.0 * held / run.step} if held else {},
             batch_tokens=held,
             batch_seconds=0.5 * bool(held),
-            weight_version=self.published,
+            weight_version=run.published,
         )
 
     async def Publish(self, request, context):
-        error = await self._admit(context, request.header)
-        await self._apply("publish", request)
+        run = await self._find(request.header.run_id, context)
+        error = await self._admit(context, run, request.header)
+        await self._apply("publish", run, request)
         if error is not None:
             return trainer_pb2.PublishReply(failure=error.to_failure())
         version = request.version
-        version.step = self.step
-        version.adapter = self.is_lora
-        manifest = self._write_version(version, request.delta_of)
-        self.published = version.name
+        version.step = run.step
+        version.adapter = run.is_lora
+        manifest = _write_version(run, version, request.delta_of)
+        run.published = version.name
         return trainer_pb2.PublishReply(
             version=version,
             bytes=manifest.bytes,
@@ -180,23 +265,25 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         self.released.append(request.name)
         return trainer_pb2.ReleaseReply()
 
-    def _take_snapshot(self, request) -> None:
-        reply = self.snapshots[request.snapshot] = trainer_pb2.AwaitSnapshotReply(
-            seq_id=request.header.seq_id, step=self.step, bytes=100, seconds=0.01
+    def _take_snapshot(self, run: FakeRun, request) -> None:
+        reply = run.snapshots[request.snapshot] = trainer_pb2.AwaitSnapshotReply(
+            seq_id=request.header.seq_id, step=run.step, bytes=100, seconds=0.01
         )
         if self.snapshot_error is not None:
             reply.failure.CopyFrom(self.snapshot_error.to_failure())
             return
         folder = Path(request.snapshot)
         folder.mkdir(parents=True)
-        state = {"step": self.step, "seq_id": reply.seq_id, "history": self.history}
+        state = {"step": run.step, "seq_id": reply.seq_id, "history": run.history}
         (folder / "checkpoint.json").write_text(json.dumps(state))
 
     async def AwaitSnapshot(self, request, context):
+        run = await self._find(request.run_id, context)
         await self.snapshot_gate.wait()
-        return self.snapshots[request.path]
+        return run.snapshots[request.path]
 
     async def Restore(self, request, context):
+        run = await self._find(request.run_id, context)
         await self.gate.wait()
         self.restored.append(request)
         if request.path:
@@ -206,79 +293,76 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
                 failure = CheckpointDamaged(str(error)).to_failure()
                 return trainer_pb2.RestoreReply(failure=failure)
             assert state["seq_id"] == request.seq_id
-            self.step = state["step"]
-            self.history = state["history"]
-        self.published = request.weight_version
-        async with self._turn:
-            self._done = max(self._done, request.seq_id)
-            self._turn.notify_all()
-        return trainer_pb2.RestoreReply(step=self.step)
-
-    @property
-    def is_lora(self) -> bool:
-        return self.spec.training is not None and self.spec.training.lora is not None
-
-    def _write_version(self, version, delta_of: str) -> Manifest:
-        """Write the number of steps as weights, and a manifest. A delta holds a three-byte
-        patch."""
-        partial = PartialVersion(Path(version.path))
-        partial.create()
-        names = (
-            ("adapter_model.safetensors", "adapter_config.json")
-            if version.adapter
-            else ("model.safetensors", "config.json")
-        )
-        (partial.path / names[0]).write_bytes(b"weights of step %d" % self.step)
-        (partial.path / names[1]).write_text('{"fake": true}')
-        files = [checksum_file(partial.path / name) for name in names]
-        patches = []
-        if delta_of:
-            patch = (partial.path / names[0]).rename(partial.path / f"{names[0]}.patch")
-            patch.write_bytes(b"new")
-            patches.append(checksum_file(patch))
-        manifest = Manifest(
-            version=version.name,
-            run_id=version.run_id,
-            step=self.step,
-            adapter=version.adapter,
-            delta_of=delta_of,
-            patches=patches,
-            dtype="float32",
-            tensors=1,
-            created="2026-01-01T00:00:00+00:00",
-            files=files,
-        )
-        partial.commit(manifest)
-        return manifest
+            run.step = state["step"]
+            run.history = state["history"]
+        run.published = request.weight_version
+        await run.finish(request.seq_id)
+        return trainer_pb2.RestoreReply(step=run.step)
 
     async def SaveCheckpoint(self, request, context):
-        await self._admit(context, request.header)
-        await self._apply("save", request)
+        run = await self._find(request.header.run_id, context)
+        await self._admit(context, run, request.header)
+        await self._apply("save", run, request)
         folder = Path(request.path)
         folder.mkdir(parents=True)  # noqa: ASYNC240
-        (folder / "rank-0-0.safetensors").write_bytes(b"state of step %d" % self.step)
+        (folder / "rank-0-0.safetensors").write_bytes(b"state of step %d" % run.step)
         entry = checksum_file(folder / "rank-0-0.safetensors")
         record = {
-            "step": self.step,
+            "step": run.step,
             "seq_id": request.header.seq_id,
-            "history": self.history,
+            "history": run.history,
             "files": [entry.model_dump()],
         }
         (folder / "checkpoint.json").write_text(json.dumps(record))
         return trainer_pb2.SaveCheckpointReply(
-            step=self.step, bytes=entry.bytes, at_step=not self.held
+            step=run.step, bytes=entry.bytes, at_step=not run.held
         )
 
     async def LoadCheckpoint(self, request, context):
-        error = await self._admit(context, request.header)
-        await self._apply("load", request)
+        run = await self._find(request.header.run_id, context)
+        error = await self._admit(context, run, request.header)
+        await self._apply("load", run, request)
         if error is not None:
             return trainer_pb2.LoadCheckpointReply(failure=error.to_failure())
         record = json.loads((Path(request.path) / "checkpoint.json").read_text())
         for entry in record["files"]:
             assert checksum_file(Path(request.path) / entry["name"]).model_dump() == entry
-        self.step = record["step"]
-        return trainer_pb2.LoadCheckpointReply(step=self.step)
+        run.step = record["step"]
+        return trainer_pb2.LoadCheckpointReply(step=run.step)
+
+
+def _write_version(run: FakeRun, version, delta_of: str) -> Manifest:
+    """Write the number of steps as weights, and a manifest. A delta holds a three-byte
+    patch."""
+    partial = PartialVersion(Path(version.path))
+    partial.create()
+    names = (
+        ("adapter_model.safetensors", "adapter_config.json")
+        if version.adapter
+        else ("model.safetensors", "config.json")
+    )
+    (partial.path / names[0]).write_bytes(b"weights of step %d" % run.step)
+    (partial.path / names[1]).write_text('{"fake": true}')
+    files = [checksum_file(partial.path / name) for name in names]
+    patches = []
+    if delta_of:
+        patch = (partial.path / names[0]).rename(partial.path / f"{names[0]}.patch")
+        patch.write_bytes(b"new")
+        patches.append(checksum_file(patch))
+    manifest = Manifest(
+        version=version.name,
+        run_id=version.run_id,
+        step=run.step,
+        adapter=version.adapter,
+        delta_of=delta_of,
+        patches=patches,
+        dtype="float32",
+        tensors=1,
+        created="2026-01-01T00:00:00+00:00",
+        files=files,
+    )
+    partial.commit(manifest)
+    return manifest
 
 
 async def die(trainer: FakeTrainer, reason: str) -> None:

@@ -24,6 +24,7 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.constants import changed
 from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.model_files import tensor_file
 from tests.support.postgres import url_for
 from tests.support.waiting import PATIENCE, until, wait_until
@@ -91,6 +92,12 @@ class Gate:
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
         return ids[index], self.launcher.servicers[ids[index]]
 
+    def trainer_of(self, run_id: str) -> FakeTrainer:
+        """Return the newest trainer that has a run."""
+        return wait_until(lambda: [each for each in self.launcher.trainers if run_id in each.runs])[
+            -1
+        ]
+
     def session_id(self) -> str:
         with self.http() as client:
             answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
@@ -102,10 +109,20 @@ class Gate:
             session.seen_at -= seconds
 
     def run_id(
-        self, session_id: str, number: int = 0, model: str = "tiny:full", **asks: str
+        self,
+        session_id: str,
+        number: int = 0,
+        model: str = "tiny:full",
+        *,
+        rank: int = 0,
+        **asks: str,
     ) -> str:
-        """Create a run that asks for these `tandem.…` names; return its id once it is there."""
+        """Create a run that asks for these `tandem.…` names; return its id once it is there.
+
+        With a rank, it trains adapters of `tiny`."""
         body = {"session_id": session_id, "model_seq_id": number, "base_model": model}
+        if rank:
+            body |= {"base_model": "tiny", "lora_config": {"rank": rank}}
         if asks:
             body["user_metadata"] = {f"tandem.{name}": value for name, value in asks.items()}
         with self.http() as client:
@@ -135,7 +152,6 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "api_key": KEY,
         "session_ttl": 600,  # most clients of these tests send no heartbeats
         "min_free_bytes": 0,
-        "sharing": {"lora_runs": "never"},  # a fake trainer has one run
         "stop_timeout": 0,  # a test may leave unfinished operations
         # Longer than any test holds an operation back.
         "operation_timeout": 2 * PATIENCE,

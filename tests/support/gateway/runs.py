@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.gateway.fake_trainer import FakeTrainer, after
+from tests.support.gateway.fake_trainer import FakeRun, FakeTrainer, after
 from tests.support.gateway.running import forward_backward_bytes
 
 PROTO = {"Content-Type": "application/x-protobuf"}
@@ -20,11 +20,11 @@ class Run:
         self.trainer, self.client = trainer, client
 
     @classmethod
-    def new(cls, gate) -> Run:
-        session = gate.session_id()
-        run_id = gate.run_id(session)
-        worker_id, trainer = gate.worker(f"trainer-{session}")
-        return cls(gate, run_id, worker_id, trainer, gate.http())
+    def new(cls, gate, *, rank: int = 0) -> Run:
+        """Create a run in a new session. With a rank, it trains adapters."""
+        run_id = gate.run_id(gate.session_id(), rank=rank)
+        trainer = gate.trainer_of(run_id)
+        return cls(gate, run_id, trainer.spec.worker_id, trainer, gate.http())
 
     def step(self, seq_id: int, **changes):
         fields = {"learning_rate": 0.1} | changes
@@ -44,12 +44,16 @@ class Run:
         return self.gate.retrieve(f"{self.id}:{seq_id}")
 
     def die(self, reason: str = "it was killed by SIGKILL") -> None:
-        worker_id, _ = self.gate.worker(f"trainer-{self.session_id}")
-        self.gate.run(self.gate.launcher.kill(worker_id, reason))
+        self.gate.run(self.gate.launcher.kill(self.newest.spec.worker_id, reason))
 
     @property
     def newest(self) -> FakeTrainer:
-        return self.gate.worker(f"trainer-{self.session_id}")[1]
+        return self.gate.trainer_of(self.id)
+
+    @property
+    def state(self) -> FakeRun:
+        """The run as its newest trainer has it."""
+        return self.newest.runs[self.id]
 
     @property
     def session_id(self) -> str:
