@@ -255,13 +255,22 @@ class TrainerHost:
         self._calls.clear()
         self._untouched = ""
         if worker.left:
-            self.hosted = set((await self._client(worker).describe()).run_ids)
+            self.hosted = await self._runs_of_earlier_gateway(worker)
         else:
             self.hosted, self._untouched = {self._began_with}, self._began_with
         self._process = row.process
         for run_id in self.hosted - self.runs.keys():
             await self._remove(run_id)
         return worker
+
+    async def _runs_of_earlier_gateway(self, worker: Worker) -> set[str]:
+        """Return the ids of the runs of a process. If it does not answer, it ends."""
+        try:
+            return set((await self._client(worker).describe()).run_ids)
+        except (WorkerUnavailable, TandemError) as error:
+            why = f"it did not answer the next gateway: {describe(error)}"
+            self._supervisor.note_failure(self.key, worker.worker_id, why)
+            raise WorkerUnavailable(why) from error
 
     async def _begin(self, run: TrainingRun, worker: Worker) -> bool:
         """Begin a run anew in the process. Return False if the process has only this run, and must

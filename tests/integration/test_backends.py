@@ -44,9 +44,8 @@ def losses(run: TrainingClient, steps: int) -> list[float]:
 
 
 def trainer_of(stack: TestStack, run: TrainingClient) -> dict:
-    number = run.model_id.rpartition(":")[2]
     workers = [worker for worker in stack.status()["workers"] if worker["kind"] == "trainer"]
-    return next(worker for worker in workers if worker["id"].endswith(f"-{number}"))
+    return next(worker for worker in workers if worker["run_id"] == run.model_id)
 
 
 def plain_models_loaded(stack: TestStack) -> int:

@@ -91,7 +91,12 @@ def test_malformed_requests_leave_one_line_a_minute_and_a_sentence(tmp_path):
                 upgrade = host + b"upgrade, close\r\nUpgrade: websocket\r\n\r\n"
                 raw(gate, b"GET /api/v1/healthz HTTP/1.1\r\n" + upgrade)
         lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    said = [line for line in lines if line["level"] == "warning"]
+    said = [
+        line
+        for line in lines
+        if line["level"] == "warning"
+        and not line["event"].startswith("Session heartbeat failed")  # an earlier test's SDK client
+    ]
     assert [line["event"] for line in said] == ["malformed_request", "malformed_requests"]
     assert said[1]["count"] == 59
     assert said[1]["reasons"] == {"not HTTP": 39, "upgrade": 20}

@@ -28,8 +28,8 @@ class Sampler(sampler_pb2_grpc.SamplerServicer):
         self.cancelled: list[int] = []
         self.broken = asyncio.Event()
 
-    async def Describe(self, request, context):
-        return sampler_pb2.DescribeSamplerReply()
+    async def Load(self, request, context):
+        return sampler_pb2.LoadReply()
 
     async def Sample(self, requests, context):
         self.leases.append(dict(context.invocation_metadata()).get(LEASE_METADATA_KEY, ""))
@@ -129,7 +129,7 @@ async def test_another_lease_takes_a_stream_of_its_own_and_the_one_before_ends(w
 async def test_a_gateway_that_was_replaced_is_refused_on_the_stream_that_it_has(world: World):
     await world.sample(2)
     later = SamplerClient(world.gateway(2), timeout=60, give_up=pytest.fail)
-    await later.describe()
+    await later.load(sampler_pb2.LoadRequest())
     with pytest.raises(GatewaySuperseded, match=r"epoch 2\) has taken over"):
         await world.sample(4)
     await later.worker.channel.close()
