@@ -95,6 +95,12 @@ class TestStack:
 
         return wait_until(one, what=f"session {session_id} has one ready {kind}")
 
+    def reasons_of_ends(self) -> set[str]:
+        """Return the reasons for which the gateway has ended workers."""
+        lines = self.stack.log_path.read_text().splitlines()
+        entries = [json.loads(line) for line in lines if '"worker_stopping"' in line]
+        return {entry["reason"] for entry in entries}
+
     def processes(self) -> list[Process]:
         return marked(self.mark)
 
