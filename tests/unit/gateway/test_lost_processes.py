@@ -44,6 +44,7 @@ def test_a_silent_process_keeps_its_devices_until_its_launcher_answers(world, mo
         (row,) = world.supervisor.roster.rows.values()
         with monkeypatch.context() as patched:
             patched.setattr(world.launcher, "stop", stop)
+            patched.setattr(world.launcher, "reports", False)
             world.supervisor.note_launcher(world.launcher.name, answers=False)
             world.adapter.worker(row.key).silent_since = time.monotonic() - 100
             world.supervisor.poke()
@@ -51,7 +52,7 @@ def test_a_silent_process_keeps_its_devices_until_its_launcher_answers(world, mo
             assert world.running() == [row.process]
             assert world.supervisor.roster.rows[row.key].state == "lost"
         world.supervisor.note_launcher(world.launcher.name, answers=True)
-        await asyncio.sleep(10)
+        await asyncio.sleep(60)  # the process is asked once more
         assert world.running() == []
 
     world.run(scenario())
