@@ -97,7 +97,8 @@ def test_without_host_memory_trainers_sleep_in_files_and_engines_drop_their_weig
         threads = begin(stack, experiments)
         wait_until(lambda: spilled(stack) > 0, what="a trainer sleeps in a file", timeout=TIMEOUT)
         end(threads, experiments)
-        assert stack.reasons_of_ends() <= {"it was released"}, "each worker slept in its turn"
+        # A sleeper may have to end for a worker that has waited for too long.
+        assert stack.reasons_of_ends() <= {"it was released", "another worker needs its memory"}
     assert_as_alone(experiments, alone)
     assert not list((tmp_path / "spilled").iterdir()), "the files have no names"
 
