@@ -300,6 +300,20 @@ async def silent(_plural, _query):
 
 
 @on_cluster()
+async def test_a_failed_start_does_not_wait_for_ever_until_its_pods_are_gone(cluster):
+    cluster.images["worker:1"] = Image(error="manifest unknown")
+    async with Gateway(cluster, idle=0) as gateway:
+        away = refusal(503, "ServiceUnavailable", "away")
+        cluster.meddle = lambda call: away if call.verb == "delete" else None
+        with pytest.raises(WorkerMayRun, match=r"did not run within .*manifest unknown; not gone"):
+            async with asyncio.timeout(1000):
+                await gateway.launcher.start(spec(NAME))
+        cluster.meddle = lambda _call: None
+        await gateway.launcher.stop(NAME)
+        await until(lambda: not cluster.owned())
+
+
+@on_cluster()
 async def test_a_token_that_has_expired_is_renewed(cluster):
     async with Gateway(cluster) as gateway:
         await gateway.run(NAME)

@@ -45,6 +45,8 @@ from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _FIRST_LIST = 60.0
+_BEYOND_STOP = 30.0
+"""Seconds, beyond the worker's own, for a node to end a pod and report it."""
 _API_TIMEOUT = 30.0
 """Seconds before a request to the API server is repeated."""
 _PATIENCE = 2
@@ -152,14 +154,20 @@ class KubernetesLauncher:
             check.cancel()
 
     async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
-        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, else
-        `WorkerMayRun`."""
+        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, and
+        `WorkerMayRun` if that takes too long. Then the supervisor stops it."""
         worker.awaited = True
         try:
             await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
             if worker.failure is None:
                 return
-            await self._await_end(self._reconciler.gone(worker.worker_id))
+            within = 2 * self._stop_timeout + _BEYOND_STOP
+            try:
+                async with asyncio.timeout(within):
+                    await self._await_end(self._reconciler.gone(worker.worker_id))
+            except TimeoutError:
+                left = self._reconciler.why_left(worker.worker_id)
+                raise WorkerMayRun(f"{worker.failure.message}; {left}") from None
             raise worker.failure
         finally:
             worker.awaited = False
