@@ -99,15 +99,14 @@ class AgentLauncher:
         return agent_pb2_grpc.AgentStub(self._channel)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        self._start_timeouts[spec.worker_id] = spec.start_timeout
         if self.authority is not None:
             tls = self.authority.issue(spec.worker_id)
             spec = spec.model_copy(update={"host": _ANY_ADDRESS, "tls": tls})
         request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
         reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
         if reply.HasField("failure"):
-            self._start_timeouts.pop(spec.worker_id, None)
             raise from_failure(reply.failure)
+        self._start_timeouts[spec.worker_id] = spec.start_timeout
         self._workers[spec.worker_id] = reply.worker
         return _handle(reply.worker)
 
@@ -121,7 +120,7 @@ class AgentLauncher:
             if reply.HasField("failure"):
                 raise from_failure(reply.failure)
         except WorkerStartFailed:
-            self._workers.pop(worker_id, None)
+            self._forget(worker_id)
             raise
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
@@ -132,7 +131,7 @@ class AgentLauncher:
             raise WorkerMayRun(error.message) from error
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
-        self._workers.pop(worker_id, None)
+        self._forget(worker_id)
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         await self._switch(self._stub.Suspend, worker_id, lease, timeout)
@@ -277,8 +276,12 @@ class AgentLauncher:
             if (worker := self._workers.get(worker_id)) is not None:
                 self._tell(worker_id, f"the {worker.kind} ended with the agent that had started it")
 
-    def _tell(self, worker_id: str, reason: str) -> None:
+    def _forget(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+        self._start_timeouts.pop(worker_id, None)
+
+    def _tell(self, worker_id: str, reason: str) -> None:
+        self._forget(worker_id)
         self._watchers.tell(WorkerExit(worker_id=worker_id, reason=reason))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -14,6 +15,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.errors import WorkerMayRun
 from tandem.v1 import agent_pb2
+from tests.support.kubernetes.gateway import spec
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -104,5 +106,25 @@ def test_a_connection_that_broke_says_nothing_and_the_next_agent_what_is_left(tm
         agents.streams.put_nowait("ended")
         assert await told(watch) == "b"
         await launcher.close()
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("ends", ["before the agent answers", "before it serves"])
+def test_nothing_is_kept_of_a_worker_that_did_not_come_to_serve(tmp_path, ends):
+    async def scenario() -> None:
+        agents = Agents()
+        launcher = launcher_of(agents, tmp_path)
+        reply = agent_pb2.StartWorkerReply(
+            worker=agent_pb2.AgentWorker(worker_id="trainer-a", kind="trainer")
+        )
+        lost = broken(grpc.StatusCode.UNAVAILABLE)
+        answers = {"before the agent answers": lost, "before it serves": reply}
+        agents.Start = AsyncMock(side_effect=[answers[ends]])
+        worker = spec("trainer-a")
+        with contextlib.suppress(WorkerMayRun):
+            await launcher.start(worker)
+        await launcher.stop("trainer-a")
+        assert not launcher._workers and not launcher._start_timeouts
 
     run_in_virtual_time(scenario())
