@@ -2,7 +2,7 @@
 
 See `docs/design/kubernetes.md`.
 
-Pure functions compute the objects: `objects` from `templates`, `resources` and the `model_size`.
+Pure functions compute the objects: `objects` from `templates` and `resources`.
 `maker` calls them with the gateway's settings. `launcher` implements the interface. `reconcile`
 compares wanted workers (`worker`) with a `view` of each kind of object, and takes `steps` through
 `api`. It creates missing objects, with the group's `claims` and in `turns`, and `removal` deletes
