@@ -195,7 +195,12 @@ class Gateway:
         )
         self._worker_metrics = WorkerMetrics(metrics)
         spill, patience = str(spill_folder(settings)), settings.sharing.switch_timeout
-        trainers = TrainerAdapter(self.processes, spill_folder=spill, timeout=patience)
+        trainers = TrainerAdapter(
+            self.processes,
+            spill_folder=spill,
+            timeout=patience,
+            operation_timeout=settings.operation_timeout,
+        )
         engines = EngineAdapter(
             self.processes,
             spill_folder=spill,

@@ -24,6 +24,10 @@ class Moved:
     disk: int = 0
 
 
+class StillAtWork(Exception):
+    """A worker is at calls of an earlier gateway, and stays awake until they have ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The answer to `find`. The connection to a `silent` worker broke, and its launcher says that
@@ -50,7 +54,7 @@ class WorkerAdapter(Protocol):
         """Return when the worker is asleep.
 
         Raises `OutOfMemory`, `StorageFailed` or `CannotSleep` if the worker found no room and is
-        still awake. After any other error it is useless."""
+        still awake, and `StillAtWork`. After any other error it is useless."""
         ...
 
     async def wake(self, row: WorkerRow) -> Moved:

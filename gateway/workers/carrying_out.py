@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from gateway.workers.adapters import Found, Moved, WorkerAdapter
+from gateway.workers.adapters import Found, Moved, StillAtWork, WorkerAdapter
 from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
 from gateway.workers.roster import RETRY_SECONDS, Roster
 from gateway.workers.steps import (
@@ -44,7 +44,7 @@ from tandem.errors import (
 from tandem.telemetry import get_log
 
 ASK_AGAIN_SECONDS = 5.0
-"""Seconds until a worker without room to sleep, or a silent launcher, is asked again."""
+"""Seconds until a worker that could not sleep, or a silent launcher, is asked again."""
 _NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
 """Errors of a worker that found no room to sleep and is still awake."""
 
@@ -269,6 +269,12 @@ class StepRunner:
                 if await self._sleep_in_one_way(self._row(key), plan):
                     self._move(key, "asleep")
                 return
+            except StillAtWork as error:
+                calls.note_not_asleep()
+                calls.stays_until = self._now() + ASK_AGAIN_SECONDS
+                self._move(key, "awake", reason=str(error))
+                self._admit(key)
+                return
             except _NO_ROOM as error:
                 faults.append(error.message)
         calls.note_not_asleep()
@@ -303,7 +309,7 @@ class StepRunner:
     ) -> Moved | None:
         """Return the answer to a sleep or a wake, or None if the worker failed it and was killed.
 
-        Raises an error of `_NO_ROOM` if the worker found no room and is awake."""
+        Raises `StillAtWork`, or an error of `_NO_ROOM` if the worker found no room and is awake."""
         began, limit = self._now(), self._roster.settings.switch_timeout
         try:
             async with asyncio.timeout(limit):
@@ -311,6 +317,8 @@ class StepRunner:
         except TimeoutError:
             await self._kill(row.key, f"it did not {name} within {limit:g} s")
             return None
+        except StillAtWork:
+            raise
         except Exception as error:
             if name == "sleep" and isinstance(error, _NO_ROOM):
                 raise

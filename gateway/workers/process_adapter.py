@@ -154,6 +154,7 @@ class ProcessAdapter(Generic[Owner]):
         if not group.leased:
             return Found(state="awake")
         if row.state == "asleep":
+            worker.busy = False  # it ended all calls before it slept
             return Found(state="asleep", has=await self.sleep(row, SleepPlan("host")))
         return Found(state="awake", has=await self.wake(row))
 

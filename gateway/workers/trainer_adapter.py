@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from gateway.workers.adapters import Moved
+from gateway.workers.adapters import Moved, StillAtWork
 from gateway.workers.clients import DESCRIBE_TIMEOUT, call_worker
 from gateway.workers.process_adapter import ProcessAdapter, WorkerOwner
+from gateway.workers.processes import Processes
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
-from tandem.errors import CannotSleep
+from tandem.errors import CannotSleep, OperationTimedOut
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 
 _IDLE_SECONDS = 0.1
 """Seconds between two looks at a trainer with calls of an earlier gateway."""
+_LOOK_TIMEOUT = 5.0
+"""Seconds for an idle trainer to describe a run. A busy one answers after its call."""
 
 
 class TrainerAdapter(ProcessAdapter[WorkerOwner]):
     """Implements `WorkerAdapter`. If a backend cannot sleep, the host suspends the trainer.
 
     A process of an earlier gateway may still be at that gateway's calls. It ends them before it
-    sleeps."""
+    sleeps. For each of its runs they may take `operation_timeout` seconds."""
 
     kind = "trainer"
+
+    def __init__(
+        self, processes: Processes, *, spill_folder: str, timeout: float, operation_timeout: float
+    ) -> None:
+        super().__init__(processes, spill_folder=spill_folder, timeout=timeout)
+        self._operation_timeout = operation_timeout
 
     async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
         try:
@@ -45,7 +55,7 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
         self, worker: Worker, row: WorkerRow, request: common_pb2.SleepRequest
     ) -> common_pb2.SwitchReply:
         if worker.busy:
-            await self._until_idle(worker)
+            await self._check_idle(worker, row)
         stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         return await call_worker(worker, stub.Sleep, request, timeout=self._timeout)
 
@@ -54,27 +64,46 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
         request = common_pb2.WakeRequest()
         return await call_worker(worker, stub.Wake, request, timeout=self._timeout)
 
-    async def _until_idle(self, worker: Worker) -> None:
-        """Return when a process has ended the calls of an earlier gateway. Two looks in succession
-        must find its runs idle after the same calls."""
-        stub, last = trainer_pb2_grpc.TrainerStub(worker.channel), dict[str, int]()
-        hosted = await self._describe(worker, "")
-        while True:
-            after: dict[str, int] = {}
-            for run_id in hosted.run_ids:
-                request = trainer_pb2.ProgressRequest(run_id=run_id)
-                progress = await call_worker(
-                    worker, stub.Progress, request, timeout=DESCRIBE_TIMEOUT
-                )
-                if not progress.seq_id:
-                    after[run_id] = (await self._describe(worker, run_id)).last_seq_id
-            if len(after) == len(hosted.run_ids) and after == last:
-                worker.busy = False
-                return
-            last = after
-            await asyncio.sleep(_IDLE_SECONDS)
+    async def _check_idle(self, worker: Worker, row: WorkerRow) -> None:
+        """Raise `StillAtWork` unless a process has ended the calls of an earlier gateway, or
+        `OperationTimedOut` if they take too long. Two looks in succession must find its runs idle
+        after the same calls."""
+        now = asyncio.get_running_loop().time()
+        worker.busy_since = worker.busy_since or now
+        run_ids = (await self._describe(worker, "", timeout=DESCRIBE_TIMEOUT)).run_ids
+        last = await self._last_calls(worker, run_ids)
+        await asyncio.sleep(_IDLE_SECONDS)
+        if last is not None and last == await self._last_calls(worker, run_ids):
+            worker.busy = False
+            return
+        limit = self._operation_timeout * max(1, len(run_ids))
+        if now > worker.busy_since + limit:
+            raise OperationTimedOut(
+                f"it did not end the calls of an earlier gateway within {limit:g} s "
+                "(TANDEM_OPERATION_TIMEOUT)"
+            )
+        await self.send_wake(worker, row)  # it is awake, and learns the row's token
+        raise StillAtWork("it is at a call of an earlier gateway")
 
-    async def _describe(self, worker: Worker, run_id: str) -> trainer_pb2.DescribeTrainerReply:
+    async def _last_calls(self, worker: Worker, run_ids: Sequence[str]) -> dict[str, int] | None:
+        """Return the last call of each run of an idle process, or None if it is busy."""
+        stub = trainer_pb2_grpc.TrainerStub(worker.channel)
+        for run_id in run_ids:
+            request = trainer_pb2.ProgressRequest(run_id=run_id)
+            progress = await call_worker(worker, stub.Progress, request, timeout=DESCRIBE_TIMEOUT)
+            if progress.seq_id:
+                return None
+        try:
+            return {
+                run_id: (await self._describe(worker, run_id, timeout=_LOOK_TIMEOUT)).last_seq_id
+                for run_id in run_ids
+            }
+        except OperationTimedOut:  # its next call has begun
+            return None
+
+    async def _describe(
+        self, worker: Worker, run_id: str, *, timeout: float
+    ) -> trainer_pb2.DescribeTrainerReply:
         stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         request = trainer_pb2.DescribeTrainerRequest(run_id=run_id)
-        return await call_worker(worker, stub.Describe, request, timeout=DESCRIBE_TIMEOUT)
+        return await call_worker(worker, stub.Describe, request, timeout=timeout)

@@ -18,7 +18,8 @@ from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHan
 class Worker:
     """A serving worker. Every call carries `identity` and the fencing token of its lease.
     `silent_since` is the monotonic time of the first unanswered heartbeat. An earlier gateway has
-    `left` the worker, which may still be `busy` with that gateway's calls."""
+    `left` the worker, which may still be `busy` with that gateway's calls. `busy_since` is the
+    event loop time of the first look for them, or 0."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
@@ -28,6 +29,7 @@ class Worker:
     silent_since: float | None = None
     left: bool = False
     busy: bool = False
+    busy_since: float = 0.0
 
     @classmethod
     def of(cls, handle: WorkerHandle, epoch: Epoch, *, lease: int = 0) -> Worker:

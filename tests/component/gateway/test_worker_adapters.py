@@ -103,7 +103,7 @@ class Gateway:
             epoch=Epoch(number=epoch, superseded=lambda: None),
         )
         about = {"spill_folder": "/spill", "timeout": 10.0}
-        self.trainers = TrainerAdapter(self.processes, **about)
+        self.trainers = TrainerAdapter(self.processes, **about, operation_timeout=10.0)
         self.engines = EngineAdapter(self.processes, **about, load_timeout=10.0)
         self.owner = Owner()
         self.supervisor = Supervisor(

@@ -49,10 +49,11 @@ GROUP = WorkerGroup(name="g", kinds=frozenset({"trainer"}), devices=("cuda:0",),
 
 
 class SleepingTrainer(ModelTrainer):
-    """Notes whether it is `asleep`. `at_work` is the operation under way, 0 for none. `foreign`
-    ones do not know how to sleep. Removing a run takes `removal_seconds`."""
+    """Notes whether it is `asleep`, and counts its `wakes`. `at_work` is the operation under way,
+    0 for none. `foreign` ones do not know how to sleep. Removing a run takes `removal_seconds`."""
 
     asleep = False
+    wakes = 0
     at_work = 0
     foreign = False
     removal_seconds = 0.0
@@ -73,6 +74,7 @@ class SleepingTrainer(ModelTrainer):
 
     async def Wake(self, request):
         self.asleep = False
+        self.wakes += 1
         return common_pb2.SwitchReply()
 
 
@@ -139,7 +141,12 @@ class FreezingWorld:
             epoch=Epoch(number=self.epoch, superseded=lambda: None),
         )
         switch_timeout = self.settings.sharing.switch_timeout
-        self.adapter = TrainerAdapter(self.processes, spill_folder="", timeout=switch_timeout)
+        self.adapter = TrainerAdapter(
+            self.processes,
+            spill_folder="",
+            timeout=switch_timeout,
+            operation_timeout=self.settings.operation_timeout,
+        )
         roster = Roster(
             table=self.table,
             groups=[GROUP],

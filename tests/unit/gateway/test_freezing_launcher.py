@@ -256,6 +256,50 @@ async def test_a_trainer_of_an_earlier_gateway_ends_its_operation_before_it_slee
 
 
 @with_freezing_launcher
+async def test_a_trainer_may_be_at_an_operation_of_an_earlier_gateway_longer_than_a_switch(world):
+    process, _ = await world.left()
+    b = await world.trainer("b")
+    process.at_work = 2
+    waits = asyncio.create_task(b.compute())
+    await asyncio.sleep(1500)
+    reason = world.supervisor.explain("b").reason
+    assert "cannot be put to sleep: it is at a call of an earlier gateway" in reason
+    row = world.row("a")
+    assert (row.state, world.adapter.require(row).lease) == ("awake", row.token)
+    assert process.wakes > 100  # each tells it the token of a sleep that it refused
+    process.at_work = 0
+    async with asyncio.timeout(60):
+        await waits
+    assert process.asleep and not process.died.done()
+
+
+@with_freezing_launcher
+async def test_a_trainer_that_does_not_end_an_operation_of_an_earlier_gateway_is_killed(world):
+    process, _ = await world.left()
+    b = await world.trainer("b")
+    process.at_work = 2
+    waits = asyncio.create_task(b.compute())
+    await asyncio.sleep(1700)
+    assert not process.died.done()
+    async with asyncio.timeout(200):
+        await waits
+    assert process.died.done()
+
+
+@with_freezing_launcher
+async def test_a_busy_trainer_of_an_earlier_gateway_ends_with_its_run(world):
+    process, _ = await world.left()
+    b = await world.trainer("b")
+    process.at_work = 2
+    waits = asyncio.create_task(b.compute())
+    await asyncio.sleep(30)
+    async with asyncio.timeout(10):
+        await world.supervisor.release("a", holder="a")
+        await waits
+    assert process.died.done()
+
+
+@with_freezing_launcher
 async def test_a_suspended_trainer_of_an_earlier_gateway_counts_with_the_bytes_of_its_request(
     world,
 ):
