@@ -108,7 +108,7 @@ class Replicas:
         return leaving.engine
 
     def _let_go(self, engine: SamplerEngine) -> None:
-        engine.demand = 1  # it is not idle, so nobody else may end it
+        engine.demand = 0  # if its process dies, no other replaces it
         leaving = self._leaving[engine.replica] = _Leaving(engine)
         leaving.task = asyncio.create_task(self._end(leaving), name="engine-leaves")
 

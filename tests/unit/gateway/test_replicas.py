@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -392,6 +393,25 @@ def test_an_engine_that_does_not_end_what_it_has_loses_it_to_the_others(new_worl
 
     world.run(scenario())
     alone.run(undisturbed())
+
+
+def test_an_engine_that_dies_while_it_leaves_is_not_started_again(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.seconds = 50.0
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(1)
+        await scale(world, 1)
+        (leaving,) = world.sampler().replicas.leaving
+        with patch.object(leaving, "start") as start:
+            world.host.kill(leaving.process)
+            await asked
+            await until(lambda: len(world.supervisor.roster.rows) == 1)
+        start.assert_not_called()
+
+    world.run(scenario())
 
 
 def test_an_engine_that_is_wanted_again_while_it_leaves_stays(new_world):
