@@ -34,6 +34,7 @@ class Write:
     after: FileWork | None = None
     size: int = 0
     durable: bool = False
+    in_order: bool = False
     done: asyncio.Future[None] | None = None
     settled: Callable[[], object] | None = None
     refused: Callable[[], object] | None = None

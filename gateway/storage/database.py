@@ -130,10 +130,13 @@ class Database:
         write = Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
 
-    async def write_together(self, *statements: Executable, durable: bool = False) -> None:
-        """Write several statements in one transaction, as `write` does."""
-        write = Write([(statement, ()) for statement in statements], durable=durable)
-        await self._committed(write)
+    async def write_together(
+        self, *statements: Executable, durable: bool = False, in_order: bool = False
+    ) -> None:
+        """Write several statements in one transaction, as `write` does. With `in_order` it fails if
+        an earlier write without a caller is postponed meanwhile."""
+        rows = [(statement, ()) for statement in statements]
+        await self._committed(Write(rows, durable=durable, in_order=in_order))
 
     async def sync(self) -> None:
         """Return when earlier commits would survive a power failure. Concurrent calls share one
@@ -325,8 +328,8 @@ class Database:
         self.failure = failure
 
     def _settle(self, batch: Sequence[Write], errors: Sequence[Exception | None]) -> None:
-        """Report each outcome to its caller or the log. Postpone refused writes without a caller,
-        and later ones too, to keep their order."""
+        """Report each outcome to its caller or the log. Postpone refused writes without a
+        caller."""
         refused = []
         for write, error in zip(batch, errors, strict=True):
             if write.done is not None:
@@ -343,9 +346,21 @@ class Database:
             else:
                 self._forget(write)
         if refused:
-            self._postponed = [*refused, *(write for write in self._queue if write.done is None)]
-            self._queue = deque(write for write in self._queue if write.done is not None)
-            asyncio.get_running_loop().call_later(_RETRY_AFTER, self._try_again)
+            self._postpone(refused)
+
+    def _postpone(self, refused: Sequence[Write]) -> None:
+        """Postpone writes without a caller, and the queued ones too, to keep their order. Queued
+        writes with a caller go on, but those `in_order` fail."""
+        queued, self._queue = self._queue, deque()
+        self._postponed = [*refused]
+        for write in queued:
+            if write.done is None:
+                self._postponed.append(write)
+            elif not write.in_order:
+                self._queue.append(write)
+            elif not write.done.done():
+                write.done.set_exception(StorageFailed("earlier writes wait for the storage"))
+        asyncio.get_running_loop().call_later(_RETRY_AFTER, self._try_again)
 
     def _try_again(self) -> None:
         postponed, self._postponed = self._postponed, []

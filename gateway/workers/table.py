@@ -204,7 +204,7 @@ class DatabaseTable:
     async def write(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
         if self._unsettled and self._database.postpones:
             raise StorageFailed("earlier writes of workers wait for the storage")
-        await self._database.write_together(*self._statements(rows, events))
+        await self._database.write_together(*self._statements(rows, events), in_order=True)
 
     def write_soon(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
         for statement in self._statements(rows, events):

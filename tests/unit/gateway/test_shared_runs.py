@@ -31,9 +31,9 @@ class SecondIsNotCreated(Scenario):
         writing, goes_on = asyncio.Event(), asyncio.Event()
         write = gateway.database.write_together
 
-        async def slowly(*statements) -> None:
+        async def slowly(*statements, **options) -> None:
             if self.how == "ends":
-                await write(*statements)
+                await write(*statements, **options)
             writing.set()
             await goes_on.wait()
             if self.how == "fails":

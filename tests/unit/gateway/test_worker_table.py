@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from gateway.workers.table import (
 from tandem.errors import IllegalTransition, StorageFailed
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.postgres import url_for
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -139,4 +142,32 @@ async def test_an_intention_is_refused_while_results_before_it_wait_for_the_stor
     assert await table.read() == [ROW]
     await table.write([awake], [])
     assert await table.read() == [awake]
+    await database.close()
+
+
+async def test_an_intention_does_not_overtake_a_result_that_is_refused_at_that_moment(
+    tmp_path, monkeypatch
+):
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
+    await database.open()
+    table = DatabaseTable(database)
+    began, goes_on = threading.Event(), threading.Event()
+
+    def refuse_late(_connection: object, batch: Sequence[object], _epoch: int) -> list[Exception]:
+        began.set()
+        assert goes_on.wait(PATIENCE)
+        return [StorageFailed("the disk is away")] * len(batch)
+
+    awake = replace(ROW, state="awake", token=ROW.token + 1)
+    with monkeypatch.context() as broken:
+        broken.setattr("gateway.storage.database.write_batch", refuse_late)
+        table.write_soon([ROW], [])
+        assert await asyncio.to_thread(began.wait, PATIENCE)
+    intended = asyncio.create_task(table.write([awake], []))
+    await asyncio.sleep(0)
+    goes_on.set()
+    with pytest.raises(StorageFailed):
+        await intended
+    await asyncio.sleep(1.5)
+    assert await table.read() == [ROW]
     await database.close()
