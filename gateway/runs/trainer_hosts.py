@@ -84,7 +84,14 @@ class TrainerHosts:
         host.runs.pop(run_id, None)
         if not host.runs:
             self._hosts.pop(host.key, None)
-        await host.leave(run_id, reason)
+        try:
+            await host.leave(run_id, reason)
+        except Exception:
+            await self._release_engines(host)
+            raise
+        await self._release_engines(host)
+
+    async def _release_engines(self, host: TrainerHost) -> None:
         if host.sampler and not any(host.sampler == each.sampler for each in self._hosts.values()):
             await self.samplers.release_unused(host.sampler)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -29,6 +29,7 @@ class Samplers:
 
     def __init__(self) -> None:
         self.lent: list[tuple[str, str]] = []
+        self.released: list[str] = []
         self.busy = ""
         self.newest = 16
 
@@ -41,7 +42,8 @@ class Samplers:
     def engine_requests(self, sampler: str, asks: Asks, **_about: object) -> list[object]:
         return []
 
-    async def release_unused(self, key: str) -> None: ...
+    async def release_unused(self, key: str) -> None:
+        self.released.append(key)
 
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
         self.lent.append((key, session_id))
@@ -208,3 +210,14 @@ async def test_a_trainer_is_joined_after_its_first_run_has_ended_but_not_after_t
     await here.hosts.leave(host, "b:train:0", "it has ended")
     await here.hosts.leave(host, "c:train:0", "it has ended")
     assert here.shares(here.run("d")) == "d"
+
+
+async def test_the_engines_of_a_trainer_that_cannot_be_left_are_released():
+    here = await world()
+    host = here.hosts.for_new(here.run("a"))
+    with (
+        patch.object(host, "leave", side_effect=ValueError("a fault")),
+        pytest.raises(ValueError, match="a fault"),
+    ):
+        await here.hosts.leave(host, "a:train:0", "it has ended")
+    assert here.samplers.released == ["a/tiny/16"]
