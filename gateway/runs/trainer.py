@@ -17,7 +17,7 @@ from gateway.metrics import Metrics
 from gateway.owners.usage.meter import TrainerReply
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, Operation, RunBroken
-from gateway.runs.replay import SentCall, Snapshot
+from gateway.runs.replay import VARIABLE_FAILURES, SentCall, Snapshot
 from gateway.runs.restoration import (
     DefinitionOf,
     GiveUp,
@@ -49,6 +49,9 @@ from tandem.v1 import trainer_pb2
 
 _MOST_FAILURES = 5
 """Most trainers that fail in a row before one reaches an operation."""
+_PAUSE = 5.0
+"""Seconds before a run joins a shared trainer again, after its replay failed for a temporary
+reason."""
 
 
 class RunTrainer:
@@ -355,12 +358,15 @@ class RunTrainer:
                     error = await self._why(failure)
                     if isinstance(failure, DevicesLost):  # not a failure of the trainer
                         continue
-                    if of_another:
+                    if error.type in VARIABLE_FAILURES and len(self.host.hosted) > 1:
+                        lost = None  # the process is sound: this run joins it anew
+                        await asyncio.sleep(_PAUSE)
+                    elif of_another:
                         restoration.blame_no_snapshot()
                         if isinstance(error, OperationTimedOut):
                             lost = None  # the other run still uses it
                         continue
-                    if restoration.at is not None:
+                    elif restoration.at is not None:
                         restoration.note_death_at(restoration.at, error)
                         continue
                     failed += 1
