@@ -91,11 +91,11 @@ class Gateway:
     ) -> AsyncIterator[Gateway]:
         """Open the data directory and everything in it, and close it at the end of the block.
 
-        Sessions and runs of an earlier gateway continue; its other unfinished things fail or are
+        Sessions and runs of an earlier gateway continue. Its other unfinished work fails or is
         removed. At the end, sessions and runs stay for the next gateway, and `stop` decides about
-        the workers. `leased`: the `epoch` comes from the database lease, which replaces the
-        directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or other
-        machines could reach this one without a key."""
+        the workers. With `leased`, the `epoch` comes from the database lease, which replaces the
+        directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or if other
+        machines could reach this gateway without a key."""
         with locked_data_directory(settings.data_dir, shared=leased):
             gateway = cls(
                 settings,
@@ -141,7 +141,7 @@ class Gateway:
         self.audit = AuditLog(database=database)
         self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
-        # One large request body at a time is decompressed, and one parsed.
+        # The gateway decompresses one large request body at a time, and parses one at a time.
         self.decompression, self.parsing = FairSemaphore(slots=1), FairSemaphore(slots=1)
         self.sessions = SessionRegistry(
             database=database, limits=self.limits, ttl=settings.session_ttl
@@ -323,11 +323,11 @@ class Gateway:
         check_listening(self.settings, keys=self.keys)
         await self.futures.open()
         await self.models.open()
-        for name, path in self.settings.models.items():  # before sessions that sample from them
+        for name, path in self.settings.models.items():  # before sessions, which may use them
             await self.models.add(name=name, path=str(path))
         launchers = self.processes.launchers
         host = await launchers["trainer"].describe_host()
-        # a mistake ends the start before workers are taken up
+        # Wrong settings end the start here, before workers of an earlier gateway are taken up.
         names: dict[str, str] = {role: launcher.name for role, launcher in launchers.items()}
         groups = groups_of(self.settings, host, names)
         check_defaults(self.settings, groups)
@@ -349,8 +349,8 @@ class Gateway:
         return tuple(group for group in self.supervisor.roster.groups.values() if group.kinds)
 
     def _holders(self) -> set[str]:
-        """Return those for whom workers exist: the runs, the samplers, and the samplers whose
-        places runs keep."""
+        """Return the ids of all runs, and the keys of all samplers, also those that only hold
+        places for runs."""
         hosts = self.runs.hosts.all()
         runs = {run_id for host in hosts for run_id in host.runs}
         return runs | self.samplers.keys() | {host.sampler for host in hosts}
@@ -364,9 +364,9 @@ class Gateway:
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
-        self.supervisor.only_end()  # nobody gets the devices of a cancelled run
+        self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
         await self.runs.close(patience=self._patience)
-        self.usage.write()  # the rest may outlast the user's patience
+        self.usage.write()  # now, because the gateway may be killed during the rest
         await self.samplers.close()
         await self.supervisor.close()
         await self.processes.close(leaving=self.stop.hand_over)
@@ -382,10 +382,10 @@ class Gateway:
         await self.versions.check_space(expected_bytes=0, what="take on work")
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """End a session. Return when its workers have stopped and its unnamed files are removed, or
-        after the time to kill workers; then the work continues in the background.
+        """End a session. Return when its workers have stopped and its unnamed files are removed.
+        If workers do not stop in time, return and continue in the background.
 
-        Idempotent: repeated calls wait for one end, and only the first reason counts."""
+        Repeated calls wait for the same end, and only the first reason counts."""
         task = self._ending.get(session_id)
         if task is None:
             if self.sessions.get(session_id) is None:
@@ -400,8 +400,8 @@ class Gateway:
 
     @property
     def _patience(self) -> float:
-        """Seconds to wait for workers to end. They keep their places and leases until nothing is
-        left of them, which can take longer."""
+        """Seconds to wait for workers to end. A worker that takes longer keeps its place until
+        nothing is left of it."""
         return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
@@ -425,7 +425,7 @@ class Gateway:
             await self.sessions.end(
                 session_id=session_id, state=state, reason=reason, detail=detail
             )
-        finally:  # its workers stop even if the write fails
+        finally:  # the session's workers stop even if the write fails
             self._log.info(
                 "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
             )
@@ -435,7 +435,7 @@ class Gateway:
                 self.samplers.end_session(session_id, error),
             )
             ended = sorted({*run_ids, *self.sampling.end_session(session_id)})
-            for run_id in ended:  # for files that are still in use, or a failing storage
+            for run_id in ended:  # so that a failed collection is repeated later
                 self.checkpoints.mark(run_id)
             for definitions in self.loss_definitions.values():
                 definitions.end_session(session_id)

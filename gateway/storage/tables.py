@@ -51,7 +51,7 @@ models = Table(
     Column("added_at", Float, nullable=False),
 )
 
-# API keys, as hashes. The local key has no row.
+# API keys. A row has the hash of the key. The local key has no row.
 keys = Table(
     "keys",
     metadata,
@@ -93,8 +93,9 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
-    Column("asks", JSON),  # a gateway.workers.asks.Asks; None for a copy
-    # The run that owns its trainer: itself, or another run that shares it.
+    # A gateway.workers.asks.Asks. None if the run only has a copied checkpoint.
+    Column("asks", JSON),
+    # The id of the run that started its trainer. LoRA runs may share one.
     Column("host", String(100), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
@@ -102,11 +103,11 @@ runs = Table(
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
-    # A restore needs: the base model as registered, the newest published version (`parent`), the
-    # newest version for sampling, and the last operation that no replay repeats.
-    Column("model", JSON),  # a BaseModelEntry
-    Column("parent", String(200), nullable=False, default=""),
-    Column("newest", String(200), nullable=False, default=""),
+    # The restoration after a gateway's restart uses the next four columns.
+    Column("model", JSON),  # the base model when the run was created, as a BaseModelEntry
+    Column("parent", String(200), nullable=False, default=""),  # the newest published version
+    Column("newest", String(200), nullable=False, default=""),  # the newest version for sampling
+    # A replay can repeat only the operations after this `seq_id`.
     Column("replay_after", BigInteger, nullable=False, default=-1),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
@@ -115,10 +116,11 @@ runs = Table(
     Index("runs_by_state", "state"),
 )
 
-# The journals of all runs. A request's id is RUN:SEQ. `request` is JSON without the payload of a
-# forward_backward; a large payload is a file beside the database. `payload` and `call` (the message
-# to the trainer) stay while a restore may need them. An accepted operation with an error was
-# refused and ends at its turn.
+# The operations of all runs. A request's id is RUN:SEQ. `request` is the client's JSON without the
+# payload of a forward_backward. `payload` is that payload. A large one is a file in the private
+# directory instead. `call` is the message to the trainer. Payload and call stay while a restoration
+# may need them. An operation in the state `accepted` can have an error. Then it was refused, and it
+# fails when its predecessors have ended.
 operations = Table(
     "operations",
     metadata,
@@ -129,14 +131,14 @@ operations = Table(
     Column("request", LargeBinary, nullable=False),
     Column("payload", LargeBinary),
     Column("call", LargeBinary),
-    Column("digest", LargeBinary, nullable=False),  # of kind and request
+    Column("digest", LargeBinary, nullable=False),  # the hash of kind and request
     Column("accepted_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),
     Column("error", Text, nullable=False, default=""),
-    Column("seconds", Float),  # the trainer's work, including `call`
-    Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
-    Column("result", LargeBinary),  # absent if expired, or large and in a file
+    Column("seconds", Float),  # the trainer's time for this operation
+    Column("media", String(16), nullable=False, default=""),  # the result's type: json, protobuf
+    Column("result", LargeBinary),  # None if it has expired, or is in a file because it is large
     Index("operations_by_end", "ended_at"),
     Index(
         "operations_with_result",
@@ -146,7 +148,7 @@ operations = Table(
     ),
 )
 
-# The snapshots of all runs: a trainer's state after an operation.
+# The snapshots of all runs. A snapshot is the trainer's state after the operation `seq_id`.
 snapshots = Table(
     "snapshots",
     metadata,
@@ -158,19 +160,19 @@ snapshots = Table(
     Index("snapshots_by_run", "run_id"),
 )
 
-# The optimizer steps of all runs, with their run's lifetime. `seconds` covers the step and its
-# batches, `tokens` the batches.
+# The optimizer steps of all runs. They are removed with their run. `seconds` is the trainer's time
+# for the step and for its batches. `tokens` counts the tokens of its batches.
 training_steps = Table(
     "training_steps",
     metadata,
     Column("run_id", String(100), primary_key=True),
-    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),  # of the optim_step
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),  # the optim_step's
     Column("step", BigInteger, nullable=False),
     Column("at", Float, nullable=False),
     Column("seconds", Float, nullable=False),
     Column("tokens", BigInteger, nullable=False),
     Column("weight_version", String(200), nullable=False),  # the newest version before the step
-    Column("metrics", JSON, nullable=False),  # null for values that are not finite
+    Column("metrics", JSON, nullable=False),  # a value that is not finite is null
 )
 
 sampling_sessions = Table(
@@ -180,11 +182,11 @@ sampling_sessions = Table(
     Column("session_id", String(64), nullable=False),
     Column("kind", String(16), nullable=False),  # base, named, snapshot, inflight
     Column("base_model", String(200), nullable=False),
-    Column("model_path", Text, nullable=False, default=""),  # tinker://, of kind named
+    Column("model_path", Text, nullable=False, default=""),  # tinker://…, only for the kind named
     Column("run_id", String(100), nullable=False, default=""),
-    Column("version", String(205), nullable=False),  # base/NAME for a base model
+    Column("version", String(205), nullable=False),  # for a base model: base/NAME
     Column("state", String(16), nullable=False),  # active, ended
-    Column("clients", Integer, nullable=False, default=0),  # clients that have joined
+    Column("clients", Integer, nullable=False, default=0),  # the number of clients so far
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sampling_sessions_by_session", "session_id", "state"),
@@ -214,8 +216,8 @@ checkpoints = Table(
     Column("run_id", String(100), nullable=False),
     Column("kind", String(32), nullable=False),  # weights, sampler_weights, external_weights
     Column("base_model", String(200), nullable=False),
-    Column("folder", Text, nullable=False, default=""),  # of kind weights
-    Column("version", String(200), nullable=False, default=""),  # of the other kinds
+    Column("folder", Text, nullable=False, default=""),  # only for the kind weights
+    Column("version", String(200), nullable=False, default=""),  # for all other kinds
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("optimizer", Boolean, nullable=False),
@@ -224,15 +226,15 @@ checkpoints = Table(
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
-    Column("expired_at", Float),  # when the expiry was first seen
+    Column("expired_at", Float),  # when the gateway noticed the expiry
     Index("checkpoints_by_run", "run_id"),
     Index("checkpoints_by_owner", "owner", "created_at"),
     Index("checkpoints_by_expiry", "expires_at"),
     Index("checkpoints_by_expired", "expired_at"),
 )
 
-# Folders of deleted, replaced or expired checkpoints. The garbage collector removes them. It
-# leaves folders that no table mentions.
+# Folders of deleted, replaced or expired checkpoints. The garbage collector removes them. It does
+# not remove folders without a row in any table.
 released_folders = Table(
     "released_folders",
     metadata,
@@ -241,14 +243,15 @@ released_folders = Table(
     Index("released_folders_by_run", "run_id"),
 )
 
-# One row: the gateway that may use a PostgreSQL database (`lease`). No migration touches it.
+# One row for the gateway that may use a PostgreSQL database (see `lease`). Migrations do not change
+# this table.
 gateway_lease = Table(
     "gateway_lease",
     MetaData(),
     Column("only", Boolean, primary_key=True, default=True),
     Column("epoch", BigInteger, nullable=False, default=0),
     Column("beat", BigInteger, nullable=False, default=0),
-    Column("holder", Text, nullable=False, default=""),  # empty: nobody
+    Column("holder", Text, nullable=False, default=""),  # empty: no gateway
 )
 
 custom_losses = Table(
@@ -262,31 +265,36 @@ custom_losses = Table(
     Index("custom_losses_by_session", "session_id"),
 )
 
-# Each worker that should exist, from its request until nothing of it is left.
+# The workers that should exist. A row is deleted when nothing is left of its worker. See
+# `gateway.workers.table.WorkerRow`.
 workers = Table(
     "workers",
     metadata,
-    Column("key", String(320), primary_key=True),  # a run, for its trainer; SESSION/MODEL/RANK#N
+    # A trainer's key is the id of its first run. An engine's key is SESSION/MODEL/RANK#NUMBER.
+    Column("key", String(320), primary_key=True),
     Column("kind", String(16), nullable=False),  # trainer, engine, job
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("request", JSON, nullable=False),  # a gateway.workers.requests.WorkerRequest
     Column("group_name", String(100), nullable=False, default=""),  # empty while it waits
     Column("state", String(16), nullable=False),  # a gateway.workers.table.State
-    Column("token", BigInteger, nullable=False, default=0),
-    Column("process", String(400), nullable=False, default=""),
+    Column("token", BigInteger, nullable=False, default=0),  # a fencing token
+    Column("process", String(400), nullable=False, default=""),  # the id of its process
     Column("reason", Text, nullable=False, default=""),
     Column("since", Float, nullable=False),  # when the state began
-    Column("holders", JSON, nullable=False),  # the keys of its holders
-    Column("ends_as", String(16), nullable=False),  # placed, waiting, gone
+    Column("holders", JSON, nullable=False),  # the ids of runs, or a sampler's key
+    # The state after the end of its process: placed, waiting, gone.
+    Column("ends_as", String(16), nullable=False),
+    # The number of younger rows that got a group before it.
     Column("overtaken", Integer, nullable=False, default=0),
 )
 
-# The changes of all workers' states, kept for some days.
+# The changes of all workers' states. `state` is the new state. `busy_seconds` is the worker's
+# computing time in the state before. Rows are removed after some days.
 worker_events = Table(
     "worker_events",
     metadata,
-    # SQLite numbers rows of its own accord only in a column of this type.
+    # SQLite numbers rows automatically only in a column of this type.
     Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
     Column("at", Float, nullable=False),
     Column("key", String(320), nullable=False),
@@ -294,28 +302,29 @@ worker_events = Table(
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("group_name", String(100), nullable=False, default=""),
-    Column("state", String(16), nullable=False),  # that began
-    Column("busy_seconds", Float, nullable=False, default=0.0),  # of the state that ended
+    Column("state", String(16), nullable=False),
+    Column("busy_seconds", Float, nullable=False, default=0.0),
     Column("reason", Text, nullable=False, default=""),
     Index("worker_events_by_time", "at"),
     Index("worker_events_by_session", "session_id"),
 )
 
-# Device groups that accept no workers.
+# Drained device groups, which get no workers.
 drained_groups = Table("drained_groups", metadata, Column("name", String(64), primary_key=True))
 
-# Hourly usage: one row per hour, run or sampling session, and event.
+# The usage of each hour. There is one row for each run or sampling session and each event.
 usage = Table(
     "usage",
     metadata,
     Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run or a sampling session
-    Column("run_id", String(100), nullable=False, default=""),  # the source of the sampled weights
-    Column("session_id", String(64), nullable=False),
     Column(
-        "project_id", String(200), nullable=False, default=""
-    ),  # set when the session loses its row
+        "run_id", String(100), nullable=False, default=""
+    ),  # the run that trained the sampled weights
+    Column("session_id", String(64), nullable=False),
+    # The session's project. It is written when the session's row is deleted.
+    Column("project_id", String(200), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("count", BigInteger, nullable=False),
@@ -326,7 +335,7 @@ usage = Table(
     Index("usage_by_session", "session_id"),
 )
 
-# Every changing request: actor, action, address and outcome.
+# Requests that change something, with their actor, address and outcome.
 audit = Table(
     "audit",
     metadata,
