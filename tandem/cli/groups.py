@@ -156,7 +156,7 @@ def _show_groups(answer: dict[str, list[Row]]) -> None:
     if memory := cast(Row | None, answer["memory"]):
         used, budget = (byte_size(memory[name]) for name in ("used_bytes", "budget_bytes"))
         of = f" of {budget}" if memory["budget_bytes"] else ""
-        say(f"host memory: workers that take turns have {used}{of}")
+        say(f"host memory: workers have {used}{of}")
 
 
 def _group_row(group: Row) -> list[object]:

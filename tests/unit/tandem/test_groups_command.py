@@ -79,7 +79,7 @@ def test_groups_are_listed_with_what_is_on_them(asked):
     assert head.split()[:5] == ["group", "state", "awake", "waiting", "placed"]
     assert row.split()[:7] == ["gpu", "open", "1/1", "1", "2/16", "57", "0.32"]
     assert "3.0 GiB" in row and "5.0 GiB" in row
-    assert memory == "host memory: workers that take turns have 3.0 GiB of 8.0 GiB"
+    assert memory == "host memory: workers have 3.0 GiB of 8.0 GiB"
     assert orjson.loads(tandem("groups", "list", "--json"))["groups"] == [GROUP]
 
 
