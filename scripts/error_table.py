@@ -93,8 +93,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "ServiceClient",
     errors.PayloadTooLarge: "the request has 70000 JSON values, 65536 at most; send less at once",
     errors.LimitExceeded: "the limit of runs is 128 for each owner (TANDEM_LIMIT_RUNS), 128 are "
-    "used; close the sessions that are no longer needed "
-    '(ServiceClient.close("success")), and their runs end with them; checkpoints stay',
+    "used; close unneeded sessions "
+    '(ServiceClient.close("success")), and their runs end. Checkpoints stay',
     errors.InvalidRequest: "temperature is -1.0; it must be a number of at least 0",
     errors.MalformedPayload: "the body is of the type 'text/plain'; send JSON with Content-Type: "
     "application/json",
@@ -155,8 +155,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "(TANDEM_OPERATION_TIMEOUT); send smaller batches, or raise the setting",
     errors.OutOfMemory: "a micro-batch of 32768 tokens ran out of memory and cannot be divided. "
     "Send shorter sequences, or give the trainer more memory or more ranks",
-    errors.GatewayRestarted: "the gateway restarted and the trainer of the run ended; the run "
-    "cannot be restored, so create it again, from a checkpoint if there is one",
+    errors.GatewayRestarted: "the gateway restarted and the trainer of the run ended. The run "
+    "cannot be restored: create it again, from a checkpoint if there is one",
     errors.GatewaySuperseded: "another gateway (epoch 4) has taken over from this one (epoch 3); "
     "ask that one",
     errors.StandingBy: "this gateway is a standby, and another one serves; ask again soon",
@@ -172,8 +172,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "weights are unchanged. Look for extreme advantages, weights or learning rates",
     errors.Overloaded: "16384 queued operations of this owner are held already, 16384 at most "
     "(TANDEM_LIMIT_QUEUED_OPERATIONS); ask again in 4 s",
-    errors.RequestTimedOut: "the body of the request did not arrive: nothing of it came for 30 s, "
-    "or not all of it within 300 s; send it again",
+    errors.RequestTimedOut: "the body of the request did not arrive: no byte came for 30 s, or it "
+    "was not complete within 300 s; send it again",
     errors.InternalError: "KeyError in the gateway; see its log",
     UserError: "there is no log of 'trainer-1'; `tandem logs` lists the logs",
     ServerError: "the gateway at http://127.0.0.1:8000 does not answer: connection refused",

@@ -224,8 +224,8 @@ class BoundedRequest(Request):
         except TimeoutError:
             self._gateway.metrics.timeouts.labels(what="body").inc()
             raise RequestTimedOut(
-                f"the body of the request did not arrive: nothing of it came for "
-                f"{BODY_GAP_TIMEOUT:g} s, or not all of it within "
+                f"the body of the request did not arrive: no byte came for "
+                f"{BODY_GAP_TIMEOUT:g} s, or it was not complete within "
                 f"{BODY_TIMEOUT:g} s; send it again"
             ) from None
 

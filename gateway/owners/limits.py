@@ -21,11 +21,11 @@ from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded, Overloaded
 from tandem.settings.requests import LimitSettings
 
-_CLOSE = 'close the sessions that are no longer needed (ServiceClient.close("success"))'
+_CLOSE = 'close unneeded sessions (ServiceClient.close("success"))'
 _FREE: Mapping[str, str] = {
     "sessions": f"{_CLOSE}; those without a heartbeat end by themselves",
-    "runs": f"{_CLOSE}, and their runs end with them; checkpoints stay",
-    "samplers": f"{_CLOSE}, and their samplers end with them",
+    "runs": f"{_CLOSE}, and their runs end. Checkpoints stay",
+    "samplers": f"{_CLOSE}, and their samplers end",
     "sampling_sessions": f"{_CLOSE}; ephemeral ones that nobody uses end by themselves",
     "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
     "(`tinker checkpoint set-ttl`)",

@@ -327,6 +327,6 @@ def _check_sharded(config: Mapping[str, object], name: str, asks: Asks) -> None:
 
 def _restarted() -> GatewayRestarted:
     return GatewayRestarted(
-        "the gateway restarted and the trainer of the run ended; the run cannot be restored, so "
+        "the gateway restarted and the trainer of the run ended. The run cannot be restored: "
         "create it again, from a checkpoint if there is one"
     )
