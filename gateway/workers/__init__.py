@@ -1,4 +1,4 @@
-"""Every process that Tandem runs: trainers, engines and jobs. See `docs/design/workers.md`.
+"""Every process that Tandem runs: trainers and engines. See `docs/design/workers.md`.
 
 A worker is one row of a `table`, made from a request (`requests`) for devices of a group
 (`groups`). `schedule` decides the next `steps` from an `overview`: `placing` gives groups to
