@@ -34,7 +34,7 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs, sessions
-from gateway.workers.asks import Asks, settled_asks
+from gateway.workers.asks import Asks, asks_of
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
@@ -160,7 +160,7 @@ class RunRegistry:
         """Start a run and return the request_id of operation 0, its creation. It ends when the
         trainer is ready and has loaded the checkpoint, if any.
 
-        `user_metadata` may choose the recovery (`recovery_of`) and the resources (`settled_asks`),
+        `user_metadata` may choose the recovery (`recovery_of`) and the resources (`asks_of`),
         an `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
         the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`, `InvalidRequest`
         (also for an untrainable model or missing devices), `PermissionDenied` and
@@ -185,7 +185,7 @@ class RunRegistry:
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
-            asks = settled_asks(
+            asks = asks_of(
                 user_metadata,
                 session.user_metadata,
                 model=model.name,

@@ -366,7 +366,6 @@ class SamplerRouter:
             settings=self.settings,
             groups=self.requests.groups(),
             admin=True,  # checked when the session was created
-            trains=False,
         )
 
     def _check_engines(self, owner: str, *, adding: int) -> None:

@@ -145,10 +145,10 @@ def asks_of(
     settings: GatewaySettings,
     groups: Sequence[WorkerGroup],
     admin: bool,
-    trains: bool = True,
+    training: TrainingSpec | None = None,
 ) -> Asks:
-    """Return the asks in the `user_metadata` of a run and its session. Without `trains`, they are
-    for a sampler alone.
+    """Return the asks in the `user_metadata` of a run and its session, without wishes that do not
+    apply to its `training`. Without `training`, they are for a sampler alone.
 
     Raises `InvalidRequest` for an unknown name or value, and if no group can meet the request.
     Raises `PermissionDenied` for wishes of administrators."""
@@ -164,7 +164,7 @@ def asks_of(
         )
     trainers = _named(groups, "trainer", asks.group, "group")
     _check_backend(asks.backend, trainers, f"{_PREFIX}backend")
-    if trains:
+    if training is not None:
         _check_ranks(asks.ranks, trainers, f"{_PREFIX}ranks")
         asks = asks.model_copy(update={"shards": _shards_of(asks, trainers)})
         if (asks.shards or 1) % asks.tensor_parallel:
@@ -175,7 +175,7 @@ def asks_of(
     if asks.sampler:
         samplers = _named(groups, "engine", asks.sampler_group, "sampler_group")
         _check_sampler_ranks(asks.sampler_ranks, samplers, f"{_PREFIX}sampler_ranks")
-    return asks
+    return asks if training is None else _with_what_applies(asks, training, run)
 
 
 def sampled_on_cpu(asks: Asks, groups: Sequence[WorkerGroup]) -> bool:
@@ -234,21 +234,6 @@ def _shards_of(asks: Asks, groups: Sequence[WorkerGroup]) -> int:
             f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
         )
     return asks.shards
-
-
-def settled_asks(
-    run: Mapping[str, object] | None,
-    session: Mapping[str, object] | None,
-    *,
-    model: str,
-    settings: GatewaySettings,
-    groups: Sequence[WorkerGroup],
-    admin: bool,
-    training: TrainingSpec,
-) -> Asks:
-    """Return the asks of a run, without wishes that do not apply to its training."""
-    asks = asks_of(run, session, model=model, settings=settings, groups=groups, admin=admin)
-    return _with_what_applies(asks, training, run)
 
 
 def _with_what_applies(

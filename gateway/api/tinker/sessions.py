@@ -172,7 +172,6 @@ async def create_session(
         settings=gateway.settings,
         groups=gateway.groups(),
         admin=access.caller.role == "admin",
-        trains=False,
     )
     fields = body.model_dump() | {"project_id": body.project_id or ""}
     session = await gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))

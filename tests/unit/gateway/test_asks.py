@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.workers.asks import asks_of, check_defaults, settled_asks
+from gateway.workers.asks import asks_of, check_defaults
 from gateway.workers.groups import WorkerGroup
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 
+FULL = TrainingSpec()
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (
     WorkerGroup(
@@ -26,8 +27,25 @@ WHOLE = (
 )
 
 
-def asked(run=None, session=None, *, model="tiny", groups=GROUPS, admin=False, settings=SETTINGS):
-    return asks_of(run, session, model=model, settings=settings, groups=groups, admin=admin)
+def asked(
+    run=None,
+    session=None,
+    *,
+    model="tiny",
+    groups=GROUPS,
+    admin=False,
+    settings=SETTINGS,
+    training=FULL,
+):
+    return asks_of(
+        run,
+        session,
+        model=model,
+        settings=settings,
+        groups=groups,
+        admin=admin,
+        training=training,
+    )
 
 
 def test_who_asks_for_nothing_gets_the_defaults_of_the_platform():
@@ -208,13 +226,11 @@ def test_settings_that_no_group_has_devices_for_are_refused_with_both_numbers(se
 KNOWN = tuple(replace(g, backends={"fsdp2": "", "own": "", "both": "is of two"}) for g in GROUPS)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_an_unknown_backend_is_refused_with_those_that_are_known(trains):
+@pytest.mark.parametrize("training", [FULL, None])
+def test_an_unknown_backend_is_refused_with_those_that_are_known(training):
     for run, session in (({"tandem.backend": "x"}, None), (None, {"tandem.backend": "x"})):
         with pytest.raises(InvalidRequest, match=r"tandem\.backend is 'x', .*; known: fsdp2, own"):
-            asks_of(
-                run, session, model="", settings=SETTINGS, groups=KNOWN, admin=False, trains=trains
-            )
+            asked(run, session, model="", groups=KNOWN, training=training)
     assert asked({"tandem.backend": "own"}, groups=KNOWN).backend == "own"
     assert asked({"tandem.backend": "x"}, groups=GROUPS).backend == "x", "where nobody knows"
 
@@ -243,15 +259,7 @@ SMALL_STATES = {"tandem.states": "bfloat16", "tandem.offload": "moments"}
 
 
 def settled(run, session, training: TrainingSpec):
-    return settled_asks(
-        run,
-        session,
-        model="tiny",
-        settings=SETTINGS,
-        groups=GROUPS,
-        admin=False,
-        training=training,
-    )
+    return asked(run, session, training=training)
 
 
 OTHERS = {"adapters": TrainingSpec(lora=LoraSpec()), "by dimuon": TrainingSpec(optimizer="dimuon")}

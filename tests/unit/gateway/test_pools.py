@@ -18,7 +18,7 @@ from gateway.workers.launchers.kubernetes.templates import Object, read_template
 from gateway.workers.table import WorkerRow
 from tandem.agent.host import Host
 from tandem.errors import InvalidRequest
-from tandem.protocol.worker import WorkerSpec
+from tandem.protocol.worker import TrainingSpec, WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import TrainerSettings
 from tests.support.gateway.supervised_places import PlacedRun, PlacesWorld
@@ -84,7 +84,15 @@ def test_an_engine_may_have_all_devices_of_a_claim():
 
     def asked(ranks: int) -> Asks:
         metadata = {"tandem.sampler_ranks": str(ranks)}
-        return asks_of(metadata, None, model="tiny", settings=settings, groups=there, admin=False)
+        return asks_of(
+            metadata,
+            None,
+            model="tiny",
+            settings=settings,
+            groups=there,
+            admin=False,
+            training=TrainingSpec(),
+        )
 
     assert asked(2).sampler_ranks == 2
     with pytest.raises(InvalidRequest, match=r"an engine on 4 devices .* there is: sample \(2 dev"):
@@ -154,7 +162,7 @@ def test_what_no_pool_gives_is_said_of_the_pools_and_not_of_each_claim():
     about = {"model": "m", "settings": settings, "groups": groups_of(settings, Host())}
     for asked in ({"tandem.ranks": 7}, {"tandem.group": "elsewhere"}):
         with pytest.raises(InvalidRequest) as raised:
-            asks_of(asked, None, admin=False, **about)
+            asks_of(asked, None, admin=False, training=TrainingSpec(), **about)
         assert raised.value.message.count("train") < 5
 
 
