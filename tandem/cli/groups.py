@@ -47,7 +47,16 @@ _WORKERS = (
     Column("used", right=True),
     Column("reason", wrap=24),
 )
-_HOLDING = ("awake", "waking", "giving_way", "falling_asleep")
+_HOLDING = (
+    "starting",
+    "awake",
+    "giving_way",
+    "falling_asleep",
+    "waking",
+    "stopping",
+    "lost",
+)
+"""States in which a worker's state may be on its devices. They count as awake."""
 
 
 @app.command("list")

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gateway.workers.table import OCCUPYING
 from tandem.cli import groups
 from tandem.cli.main import app
 
@@ -81,6 +82,12 @@ def test_groups_are_listed_with_what_is_on_them(asked):
     assert "3.0 GiB" in row and "5.0 GiB" in row
     assert memory == "host memory: workers have 3.0 GiB of 8.0 GiB"
     assert orjson.loads(tandem("groups", "list", "--json"))["groups"] == [GROUP]
+
+
+@pytest.mark.parametrize("state", sorted(OCCUPYING | {"giving_way"}))
+def test_each_worker_that_may_have_the_devices_counts_as_awake(asked, monkeypatch, state):
+    monkeypatch.setitem(GROUP, "workers", [ANOTHERS | {"state": state}, WORKER])
+    assert tandem("groups", "list").splitlines()[1].split()[2] == "1/1"
 
 
 def test_a_group_is_drained_and_that_is_undone(asked):
