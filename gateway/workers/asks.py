@@ -24,6 +24,7 @@ _LONGEST_START = 3600.0
 _COMPILING = 600.0
 """Seconds that a first compilation adds to a start: minutes on a busy machine."""
 _SIZE = "a number of bytes, such as 17179869184 or 16GiB"
+_LARGEST_SIZE = 2**60
 
 _ALLOWED: Mapping[str, str] = {
     "ranks": "a whole number from 1 to 1024",
@@ -54,6 +55,9 @@ _OF_RUNS_ALONE = ("recovery",)
 """Names that other code reads."""
 
 
+_Size = Annotated[ByteSize, Field(le=_LARGEST_SIZE)]
+
+
 def _sampler(value: object) -> object:
     return False if value == "none" else value
 
@@ -82,10 +86,10 @@ class Asks(BaseModel):
     group: str = ""
     sampler_group: str = ""
     sampler: Annotated[bool, BeforeValidator(_sampler)] = True
-    memory: ByteSize = ByteSize(0)
-    host_memory: ByteSize = ByteSize(0)
-    sampler_memory: ByteSize = ByteSize(0)
-    sampler_host_memory: ByteSize = ByteSize(0)
+    memory: _Size = ByteSize(0)
+    host_memory: _Size = ByteSize(0)
+    sampler_memory: _Size = ByteSize(0)
+    sampler_host_memory: _Size = ByteSize(0)
     share: Share = "when_full"
     start_timeout: float = Field(300.0, gt=0)
     replicas: int = Field(1, ge=1, le=64)

@@ -127,6 +127,7 @@ def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_
         ("sampler", "true", "none, for a run that only trains"),
         ("memory", "much", "a number of bytes"),
         ("memory", "-1", "a number of bytes"),
+        ("memory", "2000000TiB", "a number of bytes"),
         ("start_timeout", "86400", "seconds, 3600 at most"),
         ("priority", "11", "a whole number from -10 to 10"),
     ],
