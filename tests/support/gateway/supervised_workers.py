@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from gateway.workers.adapters import Found, Moved
+from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import CONTEXT_BYTES, WorkerGroup
 from gateway.workers.memory import host_bytes_in_use, left_on_device
 from gateway.workers.overview import Budgets, Overview
@@ -20,7 +20,7 @@ from gateway.workers.steps import SleepPlan
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow
 from gateway.workers.turns import queue
-from tandem.errors import WorkerDied, WorkerMayRun, WorkerStartFailed
+from tandem.errors import WorkerStartFailed
 from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.gateway.modelled_workers import (
@@ -30,8 +30,6 @@ from tests.support.gateway.modelled_workers import (
     SwitchPlan,
     Worker,
 )
-
-_STATES = {"awake": "held", "falling_asleep": "sleeping", "waking": "waking"}
 
 
 class CheckedSupervisor(Supervisor):
@@ -94,10 +92,7 @@ class WorldAdapter:
     async def start(self, row: WorkerRow, _group: WorkerGroup) -> None:
         self._note_token(row)
         worker = self.world.workers[row.key]
-        await asyncio.sleep(self.world.start_seconds)
-        if self.world.failing_starts:
-            self.world.failing_starts -= 1
-            raise WorkerStartFailed("the model cannot be read")
+        await asyncio.sleep(0.002)
         assert worker.process is None, "two processes of one worker"
         try:
             worker.process = worker.devices.start(row.token, size=worker.size)
@@ -121,8 +116,6 @@ class WorldAdapter:
         if worker.process is not None:
             worker.killed_for.append(row.reason)
         await asyncio.sleep(0.05)
-        if self.world.launcher_silent:
-            raise WorkerMayRun("the agent does not answer")
         worker.die()
 
     def new_process(self, row: WorkerRow) -> str:
@@ -132,8 +125,6 @@ class WorldAdapter:
         worker = self.world.workers[row.key]
         process = worker.process
         await asyncio.sleep(0.01)
-        if self.world.launcher_silent and (process is None or process.frozen):
-            raise WorkerMayRun("the agent does not answer")
         if process is None or worker.process is not process or worker.process_name != row.process:
             return Found(state="gone")
         if process.frozen:
@@ -176,6 +167,22 @@ class SupervisedWorker(Worker):
     def row(self) -> WorkerRow:
         return self.world.supervisor.roster.rows[self.key]
 
+    @property
+    def calls(self) -> WorkerCalls:
+        return self.world.supervisor.roster.calls_of(self.key)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of its calls under all gateways."""
+        events = self.world.table.events
+        past = sum(event.busy_seconds for event in events if event.key == self.key)
+        return past + self.calls.busy_seconds + self.calls.running_seconds
+
+    def explain(self) -> str:
+        """Return why its calls wait, or nothing if none waits."""
+        explained = self.world.supervisor.explain(self.key)
+        return explained.reason if explained is not None and self.calls.waiting else ""
+
     async def placed(self) -> None:
         await self.world.opened()
         roster = self.world.supervisor.roster
@@ -198,8 +205,7 @@ class SupervisedWorker(Worker):
     def die(self) -> None:
         if self.process is not None:
             super().die()
-            if not self.world.launcher_silent:
-                self.world.supervisor.note_exit(self.key, self.process_name, "it died")
+            self.world.supervisor.note_exit(self.key, self.process_name, "it died")
 
     def freeze(self) -> None:
         super().freeze()
@@ -232,37 +238,6 @@ class SupervisedWorker(Worker):
         return not left
 
 
-@dataclass(eq=False)
-class LeaseView:
-    """A view of a row for tests of turns."""
-
-    worker: SupervisedWorker
-
-    @property
-    def owner(self) -> str:
-        return self.worker.owner
-
-    @property
-    def state(self) -> str:
-        return _STATES.get(self.worker.row.state, "free")
-
-    @property
-    def in_step(self) -> set[str]:
-        return self.worker.world.supervisor.roster.calls_of(self.worker.key).open_steps
-
-    @property
-    def seconds(self) -> float:
-        calls = self.worker.world.supervisor.roster.calls_of(self.worker.key)
-        events = self.worker.world.table.events
-        past = sum(event.busy_seconds for event in events if event.key == self.worker.key)
-        return past + calls.busy_seconds + calls.running_seconds
-
-    def explain(self) -> str:
-        explained = self.worker.world.supervisor.explain(self.worker.key)
-        waits = self.worker.world.supervisor.roster.calls_of(self.worker.key).waiting
-        return explained.reason if explained is not None and waits else ""
-
-
 @dataclass
 class SupervisedWorld:
     """One group, and the gateways that supervise it one after the other. A device has
@@ -275,13 +250,9 @@ class SupervisedWorld:
     disk: int = 0
     device_memory: int = 0
     processes: int = 0
-    start_seconds: float = 0.002
-    failing_starts: int = 0
-    launcher_silent: bool = False
 
     def __post_init__(self) -> None:
         self.table = MemoryTable(commit_seconds=0.002)
-        self.records = self.table
         self.epoch = 0
         self.adapter = WorldAdapter(self)
         memory = self.device_memory
@@ -312,7 +283,6 @@ class SupervisedWorld:
         )
         self.supervisor = CheckedSupervisor(roster, free_on_disk=self._free_for_state)
         self._opening = asyncio.create_task(self._open())
-        self.group = SimpleNamespace(queue=self._queue)
 
     async def _open(self) -> None:
         await self.supervisor.open()
@@ -328,13 +298,14 @@ class SupervisedWorld:
         await asyncio.sleep(0.001)
         return self.devices.disk
 
-    def _queue(self) -> list[WorkerRow]:
+    def queue(self) -> list[str]:
+        """Return the keys of the workers that wait for their turn, the next one first."""
         overview = self.supervisor.overview()
-        return queue(overview, overview.groups["g"])
+        return [row.key for row in queue(overview, overview.groups["g"])]
 
     @property
-    def memory(self) -> SimpleNamespace:
-        return SimpleNamespace(used=host_bytes_in_use(self.supervisor.overview()))
+    def host_bytes(self) -> int:
+        return host_bytes_in_use(self.supervisor.overview())
 
     async def restart(self) -> None:
         await self._opening
@@ -360,8 +331,4 @@ class SupervisedWorld:
         worker = SupervisedWorker(key, self.devices, kind, size, says)
         worker.world, worker.owner, worker.priority = self, owner, priority
         self.workers[key] = worker
-        worker.lease = LeaseView(worker)
         return worker
-
-
-__all__ = ["SupervisedWorld", "WorkerDied"]

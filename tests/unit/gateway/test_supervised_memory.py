@@ -16,7 +16,7 @@ async def test_state_goes_to_host_memory_while_it_fits_and_then_to_a_file():
     a, b, c = (world.worker(key, size=6) for key in "abc")
     for worker in (a, b, c):
         await worker.compute(0.1)
-    assert (a.log, b.log, world.memory.used) == (["sleep"], ["spill"], 6)
+    assert (a.log, b.log, world.host_bytes) == (["sleep"], ["spill"], 6)
     await b.compute(0.1)
     assert (b.log, c.log) == (["spill", "wake"], ["spill"])
 
@@ -27,7 +27,7 @@ async def test_an_engine_whose_weights_do_not_fit_drops_them():
     a, b, c = (world.worker(key, size=6, kind="sampler") for key in "abc")
     for worker in (a, b, c):
         await worker.compute(0.1)
-    assert (a.process.host, b.process.host, world.memory.used) == (6, 0, 6)
+    assert (a.process.host, b.process.host, world.host_bytes) == (6, 0, 6)
 
 
 @in_virtual_time
@@ -38,7 +38,7 @@ async def test_whoever_finds_no_room_stays_awake_and_goes_on_and_the_others_hear
     await b.compute(0.1)
     waiting = asyncio.create_task(c.compute(0.1))
     await asyncio.sleep(1)
-    why = c.lease.explain()
+    why = c.explain()
     assert "cannot be put to sleep: workers use" in why
     assert "TANDEM_HOST_MEMORY_BYTES" in why
     assert "TANDEM_SPILL_DIR" in why
@@ -68,7 +68,7 @@ async def test_where_devices_have_the_hosts_memory_sleepers_leave_it_for_who_is_
     a, b, c = (world.worker(key, size=4) for key in "abc")
     for worker in (a, b):
         await worker.compute(0.1)
-    assert world.memory.used == 8
+    assert world.host_bytes == 8
     assert a.log == ["sleep"]
     await c.compute(0.1)
     assert (a.process.host, b.process.host, c.process.host) == (4, 0, 4)
@@ -99,7 +99,7 @@ async def test_a_sleeper_that_can_leave_no_more_of_the_devices_is_ended_when_tha
     sleeper, a.process.stuck = a.process, 2
     waiting = asyncio.create_task(b.compute(0.1))
     await asyncio.sleep(50)
-    assert "sleepers have left" in b.lease.explain()
+    assert "sleepers have left" in b.explain()
     assert (a.log, sleeper.alive) == (["sleep"], True), "it is not woken again and again"
     await waiting
     assert 60 <= now() < 70
@@ -116,6 +116,6 @@ async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
     await world.restart()
     await asyncio.sleep(1)
     assert world.supervisor.overview().bytes["a"].host == 6
-    assert a.lease.state == "free"
+    assert a.row.state == "asleep"
     await a.compute(0.1)
     assert (a.process.awake, b.process.disk) == (True, 6)

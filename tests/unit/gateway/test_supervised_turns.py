@@ -21,7 +21,7 @@ async def test_nothing_moves_while_nobody_waits():
         await a.compute(0.1)
         await asyncio.sleep(1000)
     assert a.log == []
-    assert a.lease.state == "held"
+    assert a.row.state == "awake"
 
 
 @in_virtual_time
@@ -44,7 +44,7 @@ async def test_gradients_stay_for_a_quantum_and_then_sleep_with_their_worker():
     await b.compute(0.1)
     assert now() - began == pytest.approx(5, abs=0.5)
     await a.compute(0.1, ends_step="run")
-    assert a.lease.in_step == set()
+    assert a.calls.open_steps == set()
 
 
 @in_virtual_time
@@ -98,7 +98,7 @@ async def test_equal_owners_get_equal_times_and_others_what_their_weight_says():
 
     tasks = [asyncio.create_task(work(worker)) for worker in workers]
     await asyncio.sleep(600)
-    seconds = [worker.lease.seconds for worker in workers]
+    seconds = [worker.busy_seconds for worker in workers]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
     assert seconds[2] == pytest.approx(2 * (seconds[0] + seconds[1]), rel=0.1)
     for task in tasks:
@@ -117,10 +117,10 @@ async def test_an_owner_that_wanted_nothing_does_not_catch_up():
     first = asyncio.create_task(work(a))
     await asyncio.sleep(1000)
     second = asyncio.create_task(work(b))
-    before = a.lease.seconds
+    before = a.busy_seconds
     await asyncio.sleep(1000)
-    assert b.lease.seconds < 600
-    assert a.lease.seconds > before
+    assert b.busy_seconds < 600
+    assert a.busy_seconds > before
     first.cancel(), second.cancel()
 
 
@@ -147,8 +147,8 @@ async def test_a_waiter_sees_its_place_in_the_queue():
     a, b, c = (world.worker(key) for key in "abc")
     tasks = [asyncio.create_task(worker.compute(5)) for worker in (a, b, c)]
     await asyncio.sleep(1)
-    assert "2nd in the queue for the devices of group g" in c.lease.explain()
-    assert a.lease.explain() == ""
+    assert "2nd in the queue for the devices of group g" in c.explain()
+    assert a.explain() == ""
     await asyncio.gather(*tasks)
 
 
@@ -164,8 +164,8 @@ async def test_whoever_gives_up_waiting_leaves_the_queue():
     await working
     await asyncio.sleep(100)
     assert a.log == []
-    assert world.group.queue() == []
-    assert SupervisedWorld is SupervisedWorld or world.records.rows["b"].since == 0
+    assert world.queue() == []
+    assert b.row.state == "placed"
 
 
 @in_virtual_time
@@ -184,7 +184,7 @@ async def test_whoever_gave_up_waiting_waits_from_anew_when_it_comes_back():
         await asyncio.sleep(0.1)
         tasks.append(asyncio.create_task(worker.compute(0.1)))
     await asyncio.sleep(0.1)
-    assert [lease.key for lease in world.group.queue()] == ["c", "b"]
+    assert world.queue() == ["c", "b"]
     await asyncio.gather(working, *tasks)
 
 
@@ -220,7 +220,7 @@ async def test_a_dead_holder_is_no_obstacle():
     a, b = world.worker("a"), world.worker("b")
     await a.compute(0.1)
     a.die()
-    assert a.lease.state != "held"
+    assert a.row.state != "awake"
     await b.compute(0.1)
     assert a.log == []
 
@@ -288,13 +288,13 @@ async def test_the_next_gateway_knows_who_has_the_devices_and_who_waits():
     for task in (first, *waiting):
         task.cancel()
     await world.restart()
-    assert [worker.lease.state for worker in (a, b, c)] == ["held", "free", "free"]
+    assert [worker.row.state for worker in (a, b, c)] == ["awake", "placed", "placed"]
     await asyncio.gather(c.compute(0.1), b.compute(0.1))
     assert a.log == ["sleep"]
 
 
 @in_virtual_time
-async def test_without_a_lease_to_share_everybody_is_always_awake():
+async def test_in_a_group_without_turns_everybody_is_always_awake():
     world = SupervisedWorld(awake=0)
     world.devices.most = 10
     workers = [world.worker(key) for key in "abc"]
@@ -371,7 +371,7 @@ async def random_life(seed: int, *, events: int) -> None:
                 world.devices.disk = chance.choice([0, 3, 100])
                 world.devices.disk_fails = chance.choice([False, False, True])
             case "storage":
-                world.records.failing = chance.randint(1, 4)
+                world.table.failing = chance.randint(1, 4)
             case "restart":
                 for life in lives:
                     life.cancel()
