@@ -12,7 +12,6 @@ from gateway.workers.adapters import Found, Moved
 from gateway.workers.asks import Asks
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets
-from gateway.workers.placing import candidates
 from gateway.workers.requested import engine_key
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
@@ -86,7 +85,8 @@ class Asking:
 
     @property
     def has(self) -> bool:
-        return self.task.done() and not self.task.cancelled()
+        """Whether it has all its places. Raises the error of a failed ask."""
+        return self.task.done() and not self.task.cancelled() and self.task.result() is None
 
     async def granted(self) -> Any:
         await asyncio.wait_for(asyncio.shield(self.task), PATIENCE)
@@ -107,7 +107,7 @@ class PlacesWorld:
         self.number = 0
         self.supervisor: CheckedSupervisor | None = None
 
-    async def open(self, active=lambda _session: True) -> PlacesWorld:
+    async def open(self) -> PlacesWorld:
         if self.supervisor is not None:
             await self.supervisor.close()
         workers = ObedientWorkers()
@@ -122,30 +122,18 @@ class PlacesWorld:
         )
         self.supervisor = CheckedSupervisor(roster)
         await self.supervisor.open()
-        poke = self.supervisor.poke
-        self.places = SimpleNamespace(
-            check=lambda ask: self.supervisor.check(ask),
-            get=self._place_of,
-            replicas_of=lambda sampler: sum(key.startswith(sampler) for key in roster.rows),
-            on=lambda group: [row for row in roster.rows.values() if row.group == group.name],
-            queue=SimpleNamespace(assign=poke),
-        )
         return self
 
-    def _place_of(self, key: str) -> SimpleNamespace:
+    def place_of(self, key: str) -> SimpleNamespace:
         row = self.supervisor.roster.rows[key]
         group = next(each for each in self.groups if each.name == row.group)
         devices = group.devices_for(row.request.ranks)
         return SimpleNamespace(key=key, group=group, devices=devices)
 
     @property
-    def rows(self) -> SimpleNamespace:
-        """The rows of the table with a group."""
-        return SimpleNamespace(rows={k: r for k, r in self.table.rows.items() if r.group})
-
-    @property
-    def waiting(self) -> list[WorkerRow]:
-        return candidates(self.supervisor.overview())
+    def placed(self) -> set[str]:
+        """The keys of the rows in the table with a group."""
+        return {key for key, row in self.table.rows.items() if row.group}
 
     def run(self, owner: str = "ann", run_id: str = "", **asks: Any) -> PlacedRun:
         self.number += 1
@@ -156,7 +144,8 @@ class PlacesWorld:
         return PlacedEngine(self, owner, f"sampler-{self.number}", **values)
 
     def keys(self, group: WorkerGroup) -> list[str]:
-        return sorted(row.key for row in self.places.on(group))
+        rows = self.supervisor.roster.rows.values()
+        return sorted(row.key for row in rows if row.group == group.name)
 
 
 class _Placed(Asking):
@@ -219,7 +208,7 @@ class PlacedRun(_Placed):
 
     @property
     def place(self) -> SimpleNamespace:
-        return self.world._place_of(self.key)
+        return self.world.place_of(self.key)
 
     def end(self) -> None:
         self.supervisor.let_go(self.key, holder=self.key)

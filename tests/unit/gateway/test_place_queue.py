@@ -66,7 +66,7 @@ async def test_who_gives_up_in_the_moment_of_its_turn_gives_its_places_back():
     first.end()  # it is the turn of the second
     await second.give_up()
     await third.granted()
-    assert len(world.rows.rows) == 2
+    assert len(world.placed) == 2
 
 
 # --- Engines --------------------------------------------------------------------------------------
@@ -94,7 +94,8 @@ async def test_an_engine_that_a_run_keeps_is_not_stopped_for_others():
     await kept.serve()
     world.now = 1000.0
     late = await world.engine().ask()
-    world.places.queue.assign()
+    world.supervisor.poke()
+    await quiet()
     assert not late.has and not kept.retired
     run.end()  # the session and its engine go on, until another needs the place
     await quiet()
@@ -109,5 +110,6 @@ async def test_no_engine_is_stopped_where_that_would_not_help():
         await (await world.run(sampler="none").ask()).granted()
     world.now = 1000.0
     late = await world.run(sampler="none").ask()
-    world.places.queue.assign()
+    world.supervisor.poke()
+    await quiet()
     assert not late.has and not idle.retired

@@ -30,10 +30,10 @@ async def test_a_run_has_the_places_of_its_trainer_and_its_sampler_before_it_sta
         TRAIN.devices,
     )
     assert (world.keys(TRAIN), world.keys(SAMPLE)) == (["r"], ["sampler-of-r"])
-    assert sorted(world.rows.rows) == ["r", "sampler-of-r"]
+    assert world.placed == {"r", "sampler-of-r"}
     run.end()
     await quiet()
-    assert (world.keys(TRAIN), world.keys(SAMPLE), world.rows.rows) == ([], [], {})
+    assert (world.keys(TRAIN), world.keys(SAMPLE), world.placed) == ([], [], set())
 
 
 async def test_a_run_holds_nothing_while_half_of_what_it_needs_is_taken():
@@ -44,7 +44,7 @@ async def test_a_run_holds_nothing_while_half_of_what_it_needs_is_taken():
         "1st in the queue for a place on group train and a place on group sample: "
         "2 workers are there (TANDEM_GROUPS workers)"
     )
-    assert len(world.rows.rows) == 4
+    assert len(world.placed) == 4
     first.end()
     await quiet()
     await third.granted()
@@ -75,15 +75,14 @@ async def test_a_run_has_the_places_of_all_its_engines_or_of_none():
     devices = [group(f"s{n}", "sampler", workers=1) for n in range(3)]
     world = await PlacesWorld(group("train", "trainer", workers=9), *devices).open()
     first = await (await world.run(run_id="r", replicas=2).ask()).granted()
-    assert [len(world.keys(each)) for each in devices] == [1, 1, 0]
-    assert world.places.replicas_of(first.sampler) == 2
+    assert [world.keys(each) for each in devices] == [["sampler-of-r"], ["sampler-of-r#1"], []]
     second = await world.run(replicas=2).ask()
     assert not second.has and len(world.keys(devices[2])) == 0
     assert "1 workers are there" in second.why
     first.end()
     await quiet()
     await second.granted()
-    assert len(world.rows.rows) == 3
+    assert len(world.placed) == 3
 
 
 async def test_engines_of_one_sampler_never_take_turns_on_one_group():
@@ -92,9 +91,9 @@ async def test_engines_of_one_sampler_never_take_turns_on_one_group():
     await (await world.run(run_id="r", replicas=2).ask()).granted()
     assert (world.keys(one), world.keys(two)) == (["sampler-of-r"], ["sampler-of-r#1"])
     with pytest.raises(InvalidRequest, match="another engine of the same sampler is on group"):
-        world.places.check(world.run(replicas=3).as_ask())
+        world.supervisor.check(world.run(replicas=3).as_ask())
     free = await PlacesWorld(WHOLE).open()
-    free.places.check(free.run(replicas=3).as_ask())
+    free.supervisor.check(free.run(replicas=3).as_ask())
 
 
 async def test_an_engine_with_several_ranks_has_as_many_devices_of_one_group():
@@ -102,7 +101,7 @@ async def test_an_engine_with_several_ranks_has_as_many_devices_of_one_group():
     large = group("large", "sampler", devices=devices)
     world = await PlacesWorld(TRAIN, SAMPLE, large).open()
     run = await (await world.run(sampler_ranks=2).ask()).granted()
-    place = world.places.get(run.sampler)
+    place = world.place_of(run.sampler)
     assert (place.group, place.devices) == (large, ("cpu:0", "cpu:1"))
 
 
@@ -110,12 +109,12 @@ async def test_more_engines_than_there_is_room_for_are_refused_without_trying_ev
     devices = [group(f"s{n}", "sampler", workers=1) for n in range(24)]
     world = await PlacesWorld(TRAIN, *devices).open()
     fits, too_many = world.run(replicas=24), world.run(replicas=25)
-    world.places.check(fits.as_ask())
-    few = calls_in(lambda: world.places.check(fits.as_ask()))
+    world.supervisor.check(fits.as_ask())
+    few = calls_in(lambda: world.supervisor.check(fits.as_ask()))
 
     def check() -> None:
         with pytest.raises(InvalidRequest, match="no place for it"):
-            world.places.check(too_many.as_ask())
+            world.supervisor.check(too_many.as_ask())
 
     assert calls_in(check) < 50 * few
 
@@ -167,8 +166,8 @@ async def test_what_could_never_fit_is_refused_at_once():
         ({"sampler": "none", "host_memory": 10 * GIB}, "needs 10 GiB of the host's memory"),
     ):
         with pytest.raises(InvalidRequest, match=why):
-            world.places.check(world.run(**asks).as_ask())
-    world.places.check(world.run(sampler="none", memory=8 * GIB).as_ask())
+            world.supervisor.check(world.run(**asks).as_ask())
+    world.supervisor.check(world.run(sampler="none", memory=8 * GIB).as_ask())
 
 
 # --- Drained groups -------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ async def test_a_drained_group_is_drained_for_the_next_gateway():
     world = await PlacesWorld(TRAIN, SAMPLE).open()
     await world.supervisor.drain("train", drained=True)
     await world.open()
-    world.places.check(world.run().as_ask())  # it is not refused
+    world.supervisor.check(world.run().as_ask())  # it is not refused
     waiting = await world.run().ask()
     assert not waiting.has
     await world.supervisor.drain("train", drained=False)
@@ -228,5 +227,5 @@ async def test_the_next_gateway_knows_who_has_a_place():
     assert again.has and again.place.group == place.group and not late.has
     await world.supervisor.settle({"r", "sampler-of-r", "late", "sampler-of-late"})
     await late.granted()
-    assert "ended" not in world.rows.rows
+    assert "ended" not in world.placed
     assert world.keys(SAMPLE) == ["sampler-of-late", "sampler-of-r"]
