@@ -18,7 +18,6 @@ _PLACES = {
     "max_queued_operations": "gateway.runs.admission.MOST_QUEUED",
     "max_waiting_samples": "gateway.sampling.router.MAX_WAITING_SAMPLES",
     "engine_quantum": "gateway.workers.placing.ENGINE_QUANTUM",
-    "most_starts": "gateway.workers.declared_groups.MOST_STARTS",
     "sampler_superseded_ttl": "gateway.sampling.sessions.SUPERSEDED_TTL",
     "sampler_newest_kept": "gateway.sampling.sessions.NEWEST_KEPT",
     "reaper_interval": "gateway.housekeeping.ROUND_INTERVAL",

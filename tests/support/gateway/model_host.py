@@ -47,6 +47,7 @@ class ModelHost:
 class ModelLauncher:
     """It `reports` exits unless a test says otherwise. `trainer` is the class of its trainers."""
 
+    name = "agent"
     prepare = staticmethod(with_needs)
     reports = True
     trainer: type[ModelTrainer] = ModelTrainer
@@ -58,9 +59,6 @@ class ModelLauncher:
     def channel(self, address: str, options: object = None) -> ModelChannel:
         worker = self._host.workers.get(address)
         return ModelChannel(worker, self._misfortune, lambda: self._host.kill(address))
-
-    prepare = staticmethod(with_needs)
-    name = "agent"
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         await self._misfortune.delay(3.0)

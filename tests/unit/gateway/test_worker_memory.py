@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.workers.groups import CONTEXT_BYTES
 from gateway.workers.memory import sleep_plans, sleepers_in_the_way, why_not_on_host
 from gateway.workers.overview import Budgets, Demand, WorkerBytes
 from gateway.workers.schedule import schedule
@@ -89,23 +90,17 @@ def test_a_worker_waits_for_host_memory_until_it_is_overdue_and_then_a_sleeper_e
 
 
 def test_a_sleeper_that_left_bytes_on_the_device_ends_for_an_overdue_worker():
-    group = worker_group(device_bytes=10)
-    group = worker_group(on_host=False, device_bytes=10 + 2 * group_context())
+    group = worker_group(on_host=False, device_bytes=10 + 2 * CONTEXT_BYTES)
     rows = row("a", "asleep", device_bytes=9), row("b", "asleep", device_bytes=9)
     about = {"groups": (group,), "sizes": {"a": WorkerBytes(measured=True, device=2)}}
     assert schedule(overview(*rows, demand={"b": waits()}, **about))[0] == []
     (step,) = schedule(overview(*rows, demand={"b": waits(since=NOW - 60)}, **about))[0]
     assert isinstance(step, StopWorker) and step.key == "a"
-    clean = {"groups": (group,)}
-    assert schedule(overview(*rows, demand={"b": waits()}, **clean))[0] == [WakeWorker("b")]
-
-
-def group_context() -> int:
-    return GPU.context_bytes
+    assert schedule(overview(*rows, demand={"b": waits()}, groups=(group,)))[0] == [WakeWorker("b")]
 
 
 def test_a_worker_that_sleepers_leave_no_bytes_for_holds_up_nobody_else():
-    group = worker_group(device_bytes=10 + 3 * group_context(), on_host=False)
+    group = worker_group(device_bytes=10 + 3 * CONTEXT_BYTES, on_host=False)
     rows = [row("a", "asleep", device_bytes=9), row("b", "asleep", device_bytes=9)]
     rows.append(row("c", "asleep", device_bytes=5))
     sizes = {"a": WorkerBytes(measured=True, device=2)}
