@@ -21,7 +21,7 @@ from gateway.workers.table import (
 from tandem.errors import IllegalTransition, StorageFailed
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.postgres import url_for
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -134,11 +134,12 @@ async def test_an_intention_is_refused_while_results_before_it_wait_for_the_stor
             lambda _connection, batch, _epoch: [StorageFailed("the disk is away")] * len(batch),
         )
         table.write_soon([ROW], [])
-        await asyncio.sleep(0.1)
+        await until(lambda: database.postpones)
     awake = replace(ROW, state="awake", token=ROW.token + 1)
     with pytest.raises(StorageFailed):
         await table.write([awake], [])
-    await asyncio.sleep(1.5)
+    await until(lambda: not database.postpones)
+    assert await database.flush()
     assert await table.read() == [ROW]
     await table.write([awake], [])
     assert await table.read() == [awake]
@@ -168,6 +169,7 @@ async def test_an_intention_does_not_overtake_a_result_that_is_refused_at_that_m
     goes_on.set()
     with pytest.raises(StorageFailed):
         await intended
-    await asyncio.sleep(1.5)
+    await until(lambda: not database.postpones)
+    assert await database.flush()
     assert await table.read() == [ROW]
     await database.close()
