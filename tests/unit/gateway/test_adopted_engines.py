@@ -127,9 +127,11 @@ def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(new_world):
         engine = world.left(state="waking")
         engine.state = sampler_pb2.SAMPLER_STATE_WAKING
         await world.open()
+        sample = asyncio.create_task(world.sample("v1"))
         await asyncio.sleep(100)
+        assert (world.sampler().engine.row.state, sample.done()) == ("waking", False)
         engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
-        assert await world.sample("v1") == await engine_alone(world, "v1")
+        assert await sample == await engine_alone(world, "v1")
         assert world.running() == ["sampler-s-1-0"]
 
     world.run(scenario())
@@ -150,7 +152,7 @@ def test_a_run_uses_the_engine_that_is_kept_for_it_where_its_session_has_others(
 
 def test_an_engine_that_still_starts_is_awaited(world):
     async def scenario():
-        engine = world.left()
+        engine = world.left(state="starting")
         engine.serving.clear()
         await world.open()
         assert now() < 5, "the gateway opens meanwhile"
@@ -387,6 +389,8 @@ def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_ar
         assert len(world.running()) == 2
         await asyncio.gather(*(world.sample(session_id=name) for name in ("s-1", "s-2")))
         assert len(world.running()) == 2
+        await world.sample(session_id="implicit")
+        assert len(world.running()) == 1
 
     world.run(scenario())
 
