@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -428,6 +429,29 @@ def test_an_engine_that_is_wanted_again_while_it_leaves_stays(new_world):
         await asked
         await many(world)
         assert world.running() == before and states(world) == {"ready": 2}
+
+    world.run(scenario())
+
+
+def test_a_load_does_not_wait_for_the_devices_of_an_engine_that_leaves(new_world):
+    small, large = (replace(TURNS[0], name=f"d{n}", workers=n) for n in (1, 2))
+    world = new_world(groups=(small, large))
+
+    async def scenario():
+        await serving(world)
+        first, second = world.sampler().engines
+        other = world.sampler("s-2")
+        await world.router.scale(other, 1, wait=0)
+        await world.sample(session_id="s-2")
+        world.host.workers[other.engine.process].seconds = 5000.0
+        busy = asyncio.create_task(world.sample(session_id="s-2"))
+        await until(lambda: second.row.state == "asleep")
+        load = asyncio.create_task(world.sampler().load(saved(world, "v2")))
+        await until(lambda: second.waits_for_devices)
+        await scale(world, 1)
+        async with asyncio.timeout(10):
+            await load
+        assert first.weights == "s-1:train:0/v2" and not busy.done()
 
     world.run(scenario())
 
