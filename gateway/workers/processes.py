@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.5
 """Seconds between two looks at the launcher."""
 _STOP_AGAIN_SECONDS = 5.0
 _STOP_SECONDS = 2 * WORKER_STOP_TIMEOUT + 30.0
-"""Seconds in which a closing gateway waits for the end of a process."""
+"""Seconds for the end of a process without a row, or of any process when the gateway closes."""
 
 
 class ProcessReports(Protocol):
@@ -109,16 +109,19 @@ class Processes:
                 await record.worker.channel.close()
         if not leaving:
             answering = [each for each in self._may_run if self._launcher_of(each).reports]
-            await asyncio.gather(*map(self._stop_in_time, answering))
+            await asyncio.gather(*(self._stop_in_time(each, at_once=False) for each in answering))
         await asyncio.gather(*(each.close() for each in {*self.launchers.values()}))
 
-    async def _stop_in_time(self, process: str) -> None:
+    async def _stop_in_time(self, process: str, *, at_once: bool) -> bool:
+        """Stop a process. Return whether nothing is left of it."""
         try:
             async with asyncio.timeout(_STOP_SECONDS):
-                await self.stop(process, at_once=False)
-        except Exception as error:  # noqa: BLE001 - the next gateway finds it
+                await self.stop(process, at_once=at_once)
+        except Exception as error:  # noqa: BLE001 - asked again, or found by the next gateway
             reason = describe(error) or self.explain(process)
             self._log.error("worker_not_stopped", worker_id=process, reason=reason)
+            return False
+        return True
 
     def all(self) -> list[WorkerRecord]:
         """Return the processes that start or serve."""
@@ -211,11 +214,8 @@ class Processes:
     async def _stop_stranger(self, process: str) -> None:
         self._log.warning("stranger_stopped", worker_id=process)
         while True:
-            try:
-                return await self.stop(process, at_once=True)
-            except Exception as error:  # noqa: BLE001 - asked again until it is known to be gone
-                reason = describe(error)
-                self._log.error("worker_not_stopped", worker_id=process, reason=reason)
+            if await self._stop_in_time(process, at_once=True):
+                return
             await asyncio.sleep(_STOP_AGAIN_SECONDS)
 
     def fail(self, worker: Worker, reason: str) -> None:

@@ -37,6 +37,22 @@ def test_a_gateway_starts_though_a_process_without_a_row_cannot_be_stopped_yet(w
     world.run(scenario())
 
 
+def test_a_process_without_a_row_is_stopped_once_more_after_a_stop_that_hung(world, monkeypatch):
+    async def hang(worker_id, *, at_once=False):
+        await asyncio.Event().wait()
+
+    async def scenario():
+        world.left("sampler-s-1-x")
+        world.table.rows.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(world.launcher, "stop", hang)
+            await world.open()
+        await asyncio.sleep(300)
+        assert world.running() == []
+
+    world.run(scenario())
+
+
 def test_a_silent_process_keeps_its_devices_until_its_launcher_answers(world, monkeypatch):
     async def scenario():
         world.left().frozen = True
