@@ -10,6 +10,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.workers.adapters import Found, Moved
 from gateway.workers.groups import WorkerGroup
@@ -32,6 +33,7 @@ from tests.support.gateway.memory_table import MemoryTable
 from tests.support.gateway.supervised_workers import CheckedSupervisor
 
 KINDS = frozenset({"trainer", "engine"})
+TRAINER = WorkerRequest(key="t", kind="trainer", owner="ann", session="s")
 
 
 @dataclass(eq=False)
@@ -229,6 +231,22 @@ class CheckedCluster(CheckedSupervisor):
             if overview.demand_of(row).waiting or row.state == "waiting":
                 explained = explain_wait(overview, row)
                 assert explained is not None and explained.reason
+
+
+async def opened(*names: str, **about: Any) -> Cluster:
+    """Return a cluster with these groups, by default `g`, and a gateway."""
+    groups = [WorkerGroup(name=name, kinds=KINDS, host="here", **about) for name in names or ("g",)]
+    cluster = Cluster(groups, SharingSettings(quantum=0.5, switch_timeout=3))
+    await cluster.new_gateway()
+    return cluster
+
+
+async def use(cluster: Cluster, key: str, seconds: float = 0.0) -> str:
+    """Use a worker, and return the id of its process."""
+    async with cluster.supervisor.use(key) as row:
+        if seconds:
+            await asyncio.sleep(seconds)
+        return row.process
 
 
 @dataclass(eq=False)

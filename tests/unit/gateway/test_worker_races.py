@@ -8,27 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.workers.groups import WorkerGroup
-from gateway.workers.requests import WorkerRequest
 from tandem.errors import StorageFailed, WorkerDied
-from tandem.settings.sharing import SharingSettings
-from tests.support.gateway.worker_cluster import KINDS, Cluster
+from tests.support.gateway.worker_cluster import TRAINER, Cluster, opened, use
 from tests.support.virtual_time import in_virtual_time
-
-TRAINER = WorkerRequest(key="t", kind="trainer", owner="ann", session="s")
-
-
-async def opened(*names: str, **about) -> Cluster:
-    groups = [WorkerGroup(name=name, kinds=KINDS, host="here", **about) for name in names or ("g",)]
-    cluster = Cluster(groups, SharingSettings(quantum=0.5, switch_timeout=3))
-    await cluster.new_gateway()
-    return cluster
-
-
-async def use(cluster: Cluster, key: str) -> str:
-    """Use a worker; return the name of its process."""
-    async with cluster.supervisor.use(key) as row:
-        return row.process
 
 
 async def until(cluster: Cluster, condition: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from gateway.metrics import GROUP_GAUGES, Metrics
-from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.worker_metrics import WorkerMetrics
@@ -20,30 +19,13 @@ from tandem.errors import (
     WorkerDied,
     WorkerStartFailed,
 )
-from tandem.settings.sharing import SharingSettings
-from tests.support.gateway.worker_cluster import KINDS, Cluster
+from tests.support.gateway.worker_cluster import TRAINER, Cluster, opened, use
 from tests.support.virtual_time import in_virtual_time, run_in_virtual_time
-
-TRAINER = WorkerRequest(key="t", kind="trainer", owner="ann", session="s")
 
 
 def engine(key: str, **about) -> WorkerRequest:
     sampler = key.partition("#")[0]
     return replace(TRAINER, key=key, kind="engine", sampler=sampler, **about)
-
-
-async def opened(*names: str, **about) -> Cluster:
-    groups = [WorkerGroup(name=name, kinds=KINDS, host="here", **about) for name in names or ("g",)]
-    cluster = Cluster(groups, SharingSettings(quantum=0.5, switch_timeout=3))
-    await cluster.new_gateway()
-    return cluster
-
-
-async def use(cluster: Cluster, key: str, seconds: float = 0.0) -> str:
-    """Use a worker, and return the id of its process."""
-    async with cluster.supervisor.use(key) as row:
-        await asyncio.sleep(seconds)
-        return row.process
 
 
 def state(cluster: Cluster, key: str) -> str:
