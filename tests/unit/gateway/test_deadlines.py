@@ -77,7 +77,6 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     tools: Any = MagicMock()
     run: Any = SimpleNamespace(
         id="r",
-        worker=None,
         session_id="s",
         owner="o",
         model=SimpleNamespace(name="m"),
