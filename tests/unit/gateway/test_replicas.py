@@ -15,6 +15,7 @@ import pytest
 from gateway.checkpoints.versions import WeightVersion
 from gateway.workers.groups import WorkerGroup
 from tandem.errors import InvalidRequest, NoRoom, OperationTimedOut, SessionFinished, WorkerDied
+from tandem.v1 import common_pb2, sampler_pb2
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, WHOLE_MACHINE, World
 from tests.support.virtual_time import now
@@ -473,6 +474,30 @@ def test_a_load_that_waits_for_devices_ends_with_its_sampler(new_world):
         async with asyncio.timeout(10):
             with pytest.raises(SessionFinished, match="over"):
                 await load
+
+    world.run(scenario())
+
+
+def test_an_engine_wakes_with_the_version_that_the_oldest_waiting_request_wants(new_world):
+    world, woken = new_world(1, groups=TURNS), []
+
+    async def scenario():
+        (engine,) = await serving(world, 1)
+        wake = engine.Wake
+
+        async def load_as_it_wakes(request):
+            await wake(request)
+            await engine.Load(sampler_pb2.LoadRequest(version=request.version))
+            woken.append(world.sampler().engine.weights)
+            return common_pb2.SwitchReply(version=request.version)
+
+        engine.Wake = load_as_it_wakes
+        await world.sample("v1")
+        await world.sample(session_id="s-2")
+        samples = [asyncio.create_task(world.sample(version)) for version in ("v2", "v3")]
+        await until(lambda: world.sampler().engine.weights == "s-1:train:0/v2")
+        assert woken == ["s-1:train:0/v1"] and engine.answered == ["s-1:train:0/v1"]
+        await asyncio.gather(*samples)
 
     world.run(scenario())
 
