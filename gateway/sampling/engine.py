@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -162,22 +163,16 @@ class SamplerEngine:
         """Send a call for a `version` once the engine is awake, and return the answer. Raises
         `EngineLost`, `OperationTimedOut` if nobody answered for the engine, and as the call."""
         self._wanted.append(version)
-        using = self.supervisor.use(self.key)
-        try:
-            row = await using.__aenter__()
-        except (WorkerStartFailed, WorkerDied) as error:
-            raise EngineLost from error
-        finally:
-            self._wanted.remove(version)
-        try:
+        async with AsyncExitStack() as stack:
+            try:
+                row = await stack.enter_async_context(self.supervisor.use(self.key))
+            except (WorkerStartFailed, WorkerDied) as error:
+                raise EngineLost from error
+            finally:
+                self._wanted.remove(version)
             if self._client is None or row.process != self.process:
                 raise EngineLost
             return await send(self._client)
-        except BaseException as error:
-            await using.__aexit__(type(error), error, error.__traceback__)
-            raise
-        else:
-            await using.__aexit__(None, None, None)
 
     async def await_end_of(self, worker: Worker) -> None:
         """Return when a worker without an answer has ended, or after a while."""

@@ -457,6 +457,25 @@ def test_a_load_does_not_wait_for_the_devices_of_an_engine_that_leaves(new_world
     world.run(scenario())
 
 
+def test_a_sample_that_was_answered_leaves_the_engine_idle_at_once(new_world):
+    world = new_world(1)
+
+    async def scenario():
+        await serving(world, 1)
+        (engine,) = world.sampler().engines
+        calls = world.supervisor.roster.calls_of(engine.key)
+        version = world.version("v1")
+        seen: list[int] = []
+
+        async def send(_client: object) -> None:
+            seen.append(calls.uses)
+
+        await engine.call(send, version=version)
+        assert (seen, calls.uses) == ([1], 0)
+
+    world.run(scenario())
+
+
 def test_a_load_that_waits_for_devices_ends_with_its_sampler(new_world):
     world = new_world(1, groups=TURNS)
 
@@ -584,14 +603,13 @@ def test_samples_that_wait_for_the_devices_of_an_engine_go_to_one_that_has_nothi
     async def scenario():
         first, second = await serving(world)
         sleeper = next(e for e in world.sampler().engines if e.process == second.spec.worker_id)
-        calls = world.supervisor.roster.calls_of(sleeper.key)
-        calls.waiting.append(asyncio.Future())
+        calls = SimpleNamespace(waiting=[asyncio.Future()])
+        roster = SimpleNamespace(rows=world.supervisor.roster.rows, calls_of=lambda _key: calls)
         sleeper.supervisor = SimpleNamespace(
-            roster=world.supervisor.roster, use=waits_for_its_turn, release=world.supervisor.release
+            roster=roster, use=waits_for_its_turn, release=world.supervisor.release
         )
         answers.extend(await many(world))
         assert len(first.answered) == 40 and not second.answered
-        calls.waiting.clear()
         sleeper.supervisor = world.supervisor
 
     async def undisturbed():
