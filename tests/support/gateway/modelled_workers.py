@@ -5,33 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
 
+from gateway.workers.adapters import Moved
 from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.steps import SleepPlan
 from tandem.errors import OutOfMemory, StorageFailed, StorageFull
-
-
-@dataclass(frozen=True)
-class SwitchPlan:
-    """A way to sleep: into host memory, into a file in `spill_folder`, or by a `drop` of the
-    weights. The state may take `most_bytes`, where 0 is no limit."""
-
-    drop: bool = False
-    spill_folder: str = ""
-    most_bytes: int = 0
-
-
-_TO_HOST_MEMORY = SwitchPlan()
-
-
-@dataclass(frozen=True)
-class Switched:
-    """A worker's answer to a switch."""
-
-    bytes_moved: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -62,40 +40,48 @@ class Process:
     def __post_init__(self) -> None:
         self.host = self.size if self.devices.on_host else 0
 
-    def refusal(self, plan: SwitchPlan) -> Exception | None:
+    def has(self, *, moved: int = 0) -> Moved:
+        """Return its bytes at each place, after it `moved` some."""
+        if self.devices.on_host:
+            return Moved(moved=moved, device=self.host, disk=self.disk)
+        device, host = (self.size, 0) if self.awake else (self.left, self.host)
+        return Moved(moved=moved, device=device, host=host, disk=self.disk)
+
+    def refusal(self, plan: SleepPlan) -> Exception | None:
         """Why it stays awake instead of a sleep."""
-        if plan.drop or (self.devices.on_host and not plan.spill_folder):
+        to_disk = plan.way == "disk"
+        if plan.way == "drop" or (self.devices.on_host and not to_disk):
             return None
-        if plan.spill_folder and self.devices.disk_fails:
+        if to_disk and self.devices.disk_fails:
             return StorageFailed("the disk fails")
-        if plan.spill_folder and self.size > min(plan.most_bytes, self.devices.disk):
+        if to_disk and self.size > min(plan.most_bytes, self.devices.disk):
             return StorageFull("the disk is full")
         if 0 < plan.most_bytes < self.size:
             return OutOfMemory("its state is larger")
         return None
 
     def become(
-        self, awake: bool, token: int, epoch: int, plan: SwitchPlan, says: asyncio.Future[None]
+        self, plan: SleepPlan | None, token: int, epoch: int, says: asyncio.Future[None]
     ) -> None:
-        """Carry out a call when it arrives, even if its sender is gone."""
+        """Carry out a call when it arrives, even if its sender is gone. Without a plan, wake."""
         if not self.alive or self.frozen or epoch < self.epoch:
             return
         if token < self.newest:
             return
         self.newest = token
-        if awake == self.awake:
+        if self.awake == (plan is None):
             return
-        if not awake and (refusal := self.refusal(plan)) is not None:
+        if plan is not None and (refusal := self.refusal(plan)) is not None:
             if not says.cancelled():
                 says.set_exception(refusal)
             return
-        self.awake = awake
+        self.awake = plan is None
         moves = self.size - self.stuck
-        self.left = 0 if awake else self.size - moves
-        if awake:
+        self.left = 0 if self.awake else self.size - moves
+        if plan is None:
             self.host, self.disk = max(self.host, self.devices.on_host * self.size), 0
-        elif plan.drop or plan.spill_folder:
-            self.host, self.disk = 0, 0 if plan.drop else moves
+        elif plan.way != "host":
+            self.host, self.disk = 0, moves if plan.way == "disk" else 0
         else:
             self.host = max(self.host, moves)
         self.devices.check()
@@ -142,30 +128,20 @@ class Worker:
     log: list[str] = field(default_factory=list)
     killed_for: list[str] = field(default_factory=list)
 
-    async def sleep(self, token: int, plan: SwitchPlan) -> Switched:
+    async def sleep(self, token: int, plan: SleepPlan) -> Moved:
         return await self._switch("sleep", token, plan)
 
-    async def wake(self, token: int) -> Switched:
-        return await self._switch("wake", token)
+    async def wake(self, token: int) -> Moved:
+        return await self._switch("wake", token, None)
 
-    async def _switch(
-        self, direction: str, token: int, plan: SwitchPlan = _TO_HOST_MEMORY
-    ) -> Switched:
+    async def _switch(self, direction: str, token: int, plan: SleepPlan | None) -> Moved:
         process = self.process
         assert process is not None
         if process.unreachable:
             raise WorkerUnavailable("the connection broke")
         loop = asyncio.get_running_loop()
         says: asyncio.Future[None] = loop.create_future()
-        arrives = partial(
-            process.become,
-            direction == "wake",
-            token,
-            process.epoch,
-            plan,
-            says,
-        )
-        loop.call_later(process.delay, arrives)
+        loop.call_later(process.delay, process.become, plan, token, process.epoch, says)
         await asyncio.sleep(process.delay + process.work)
         if not process.alive:
             raise ConnectionError("the worker died")
@@ -177,15 +153,7 @@ class Worker:
             self.log.append("refuse")
             raise refusal
         self.log.append(direction if not process.disk else "spill")
-        on_device = process.size if process.awake else process.left
-        if self.devices.on_host:
-            return Switched(bytes_moved=1, device_bytes=process.host, disk_bytes=process.disk)
-        return Switched(
-            bytes_moved=1,
-            device_bytes=on_device,
-            host_bytes=0 if process.awake else process.host,
-            disk_bytes=process.disk,
-        )
+        return process.has(moved=1)
 
     def die(self) -> None:
         if self.process is not None:

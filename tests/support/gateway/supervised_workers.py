@@ -23,13 +23,7 @@ from gateway.workers.turns import queue
 from tandem.errors import WorkerStartFailed
 from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.memory_table import MemoryTable
-from tests.support.gateway.modelled_workers import (
-    Devices,
-    Process,
-    Switched,
-    SwitchPlan,
-    Worker,
-)
+from tests.support.gateway.modelled_workers import Devices, Worker
 
 
 class CheckedSupervisor(Supervisor):
@@ -103,13 +97,11 @@ class WorldAdapter:
 
     async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
         self._note_token(row)
-        spill = "/spill" if plan.way == "disk" else ""
-        asked = SwitchPlan(drop=plan.way == "drop", spill_folder=spill, most_bytes=plan.most_bytes)
-        return _moved(await self.world.workers[row.key].sleep(row.token, asked))
+        return await self.world.workers[row.key].sleep(row.token, plan)
 
     async def wake(self, row: WorkerRow) -> Moved:
         self._note_token(row)
-        return _moved(await self.world.workers[row.key].wake(row.token))
+        return await self.world.workers[row.key].wake(row.token)
 
     async def stop(self, row: WorkerRow, *, at_once: bool) -> None:
         worker = self.world.workers[row.key]
@@ -129,29 +121,13 @@ class WorldAdapter:
             return Found(state="gone")
         if process.frozen:
             return Found(state="silent")
-        return Found(state="awake" if process.awake else "asleep", has=_moved(_has(process)))
+        return Found(state="awake" if process.awake else "asleep", has=process.has())
 
     def explain(self, row: WorkerRow) -> str:
         return ""
 
     def silent_for(self, row: WorkerRow) -> float:
         return self.world.workers[row.key].silent_for
-
-
-def _has(process: Process) -> Switched:
-    on_host = process.devices.on_host
-    on_device = process.host if on_host else process.size if process.awake else process.left
-    host = 0 if on_host or process.awake else process.host
-    return Switched(device_bytes=on_device, host_bytes=host, disk_bytes=process.disk)
-
-
-def _moved(said: Switched) -> Moved:
-    return Moved(
-        moved=said.bytes_moved,
-        device=said.device_bytes,
-        host=said.host_bytes,
-        disk=said.disk_bytes,
-    )
 
 
 class SupervisedWorker(Worker):
