@@ -259,6 +259,8 @@ async def test_a_worker_of_another_protocol_is_replaced(gateway, launcher):
     launcher.health.about = of_version("0.0.1", protocol=99)
     a = await gateway.worker_in_use("a")
     await until(lambda: a.worker_id in launcher.stopped)
+    launcher.health.about = of_version("0.0.1")
+    assert (await gateway.worker_in_use("a")).worker_id != a.worker_id
 
 
 # --- Restarts -------------------------------------------------------------------------------------
@@ -327,6 +329,7 @@ async def test_an_engine_loads_the_wanted_version_when_it_wakes(gateway, launche
     assert launcher.servicers[e.worker_id].asleep
     await gateway.worker_in_use("e")
     assert not launcher.servicers[e.worker_id].asleep
+    assert gateway.owner.woken == ["v1"]
 
 
 async def test_the_next_gateway_hears_what_an_engine_has(gateway, launcher, tmp_path):

@@ -30,7 +30,8 @@ class FakeSleep:
         if not self.knows_how:
             return common_pb2.SwitchReply(failure=CannotSleep("it cannot").to_failure())
         self.switches.append("wake")
-        return common_pb2.SwitchReply(bytes_moved=BYTES, device_bytes=BYTES)
+        version = request.version if request.HasField("version") else None
+        return common_pb2.SwitchReply(bytes_moved=BYTES, device_bytes=BYTES, version=version)
 
     def check_awake(self) -> None:
         assert not self.asleep, "it was asked to compute while it is asleep"
