@@ -27,14 +27,13 @@ from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.runs.admission import OperationAdmission
-from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import LossDefinitions
-from gateway.runs.queries import RunQueries
+from gateway.runs.record import RunHistory, RunQueries
+from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
-from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.stopping import Stop, save_runs
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.router import SamplerRouter

@@ -1,15 +1,15 @@
 """Training runs and their ordered operations.
 
-A run in memory is a `training_run.TrainingRun`. The `registry` holds it until its session ends, and
-`lifecycle` starts and ends its trainer. `admission` writes an operation into the `journal` before
-the client gets its request_id. The run's `dispatcher` keeps the order of `seq_id`. At the
+A run in memory is a `run.Run`. The `registry` holds it until its session ends, and `lifecycle`
+starts and ends its trainer. `admission` writes an operation into the `journal` before the client
+gets its request_id. The run's `dispatcher` keeps the order of `seq_id`. At the
 operation's turn the `runner` prepares it, and `delivery` sends the call to the run's `trainer`
 until it is answered. The journal then records the outcome. `publisher` serves calls that write a
 weight version.
 
-After a trainer's death, `restoration` loads the newest of the `snapshots` from `snapshot_taker`
-into a new trainer and replays the later calls (`replay`). The next gateway resumes runs from their
-rows (`resumption`). A gateway that ends saves its runs or leaves them to the next one (`stopping`).
+After a trainer's death, `recovery` restores the next one from a snapshot and the later calls. The
+next gateway resumes runs from their rows. A gateway that ends saves its runs or leaves them to the
+next one (`stopping`). `record` reads the rows of runs and their optimizer steps.
 
 To add a kind of operation:
 

@@ -17,7 +17,7 @@ from gateway.owners.limits import Quotas, overloaded
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Kind, Operation
 from gateway.runs.registry import RunRegistry
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.run import Run
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs
@@ -116,7 +116,7 @@ class OperationAdmission:
         await self.database.sync()  # in parallel with the operation
         return request_id
 
-    def _check_queue(self, run: TrainingRun) -> None:
+    def _check_queue(self, run: Run) -> None:
         queued, limit = run.dispatcher.queued, MOST_QUEUED
         if queued >= limit:
             self.limits.note_refusal("run_operations")

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from gateway.owners.usage.meter import Subject, UsageMeter
 from gateway.runs.operations import Call, Progress, RunBroken
-from gateway.runs.restoration import Reply, Request
+from gateway.runs.recovery.restoration import Reply, Request
+from gateway.runs.run import Run
 from gateway.runs.trainer import RunTrainer
-from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
     Method,
@@ -29,7 +29,7 @@ Pick = Callable[[TrainerClient], Method[Request, Reply]]
 
 
 class CallDelivery:
-    def __init__(self, *, run: TrainingRun, trainer: RunTrainer, usage: UsageMeter) -> None:
+    def __init__(self, *, run: Run, trainer: RunTrainer, usage: UsageMeter) -> None:
         self._run = run
         self._trainer = trainer
         self._usage = usage

@@ -21,7 +21,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.identifiers import operation_blob, result_blob, run_folder_name, split_request_id
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
-from gateway.runs.replay import Recovery, ReplayLog
+from gateway.runs.recovery.replay_log import Recovery, ReplayLog
 from gateway.storage.database import Database
 from gateway.storage.drivers import typed
 from gateway.storage.fair_queue import FairSemaphore

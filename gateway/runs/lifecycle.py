@@ -16,12 +16,12 @@ from sqlalchemy import update
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, RunBroken
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.runs.runner import OperationRunner, RunnerTools
-from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.trainer_hosts import TrainerHosts
-from gateway.runs.training_run import TrainingRun
 from gateway.storage.database import Database
 from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
@@ -43,7 +43,7 @@ class RunLifecycle:
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
 
-    def trainer_of(self, run: TrainingRun, host: TrainerHost) -> RunTrainer:
+    def trainer_of(self, run: Run, host: TrainerHost) -> RunTrainer:
         return RunTrainer(
             run=run,
             host=host,
@@ -55,14 +55,12 @@ class RunLifecycle:
             on_lost=lambda error: self.abort(run, error),
         )
 
-    def begin(
-        self, run: TrainingRun, *, heard: asyncio.Event | None = None, ended: int = -1
-    ) -> None:
+    def begin(self, run: Run, *, heard: asyncio.Event | None = None, ended: int = -1) -> None:
         """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
         its client is `heard`."""
         run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
 
-    async def _live(self, run: TrainingRun, heard: asyncio.Event | None, ended: int) -> None:
+    async def _live(self, run: Run, heard: asyncio.Event | None, ended: int) -> None:
         """Start the trainer when it has a place, and carry out operations until the run ends."""
         assert run.trainer is not None
         if heard is not None:
@@ -91,11 +89,11 @@ class RunLifecycle:
             error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
         self.abort(run, error)
 
-    def abort(self, run: TrainingRun, error: TandemError) -> None:
+    def abort(self, run: Run, error: TandemError) -> None:
         self._end(run, error)
         self._stopped(run, error.message)
 
-    async def end_all(self, ending: Sequence[TrainingRun], error: TandemError) -> None:
+    async def end_all(self, ending: Sequence[Run], error: TandemError) -> None:
         for run in ending:
             self._end(run, error)
         await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
@@ -119,7 +117,7 @@ class RunLifecycle:
     def leave_soon(self, host: TrainerHost, run_id: str, reason: str) -> None:
         self._in_background(self.leave(host, run_id, reason))
 
-    async def close(self, left: Sequence[TrainingRun], *, patience: float) -> None:
+    async def close(self, left: Sequence[Run], *, patience: float) -> None:
         """Cancel everything. The next gateway continues unfinished work, and stops the trainers of
         ended runs that outlast `patience` seconds."""
         lives = [run.life for run in left if run.life is not None]
@@ -134,7 +132,7 @@ class RunLifecycle:
         trainers = [run.trainer for run in left if run.trainer is not None]
         await asyncio.gather(*(trainer.close() for trainer in trainers))
 
-    def _end(self, run: TrainingRun, error: TandemError) -> None:
+    def _end(self, run: Run, error: TandemError) -> None:
         if run.error is not None:
             return
         run.error = error
@@ -154,14 +152,14 @@ class RunLifecycle:
             run.life.cancel()
         self.write_end(run.id, error)
 
-    def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
+    def _stopped(self, run: Run, reason: str) -> asyncio.Task[None]:
         """Stop the run's trainer, then collect its files, since it may write until then. Repeated
         calls return one task."""
         if run.stopping is None:
             run.stopping = self._in_background(self._stop_trainer(run, reason))
         return run.stopping
 
-    async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
+    async def _stop_trainer(self, run: Run, reason: str) -> None:
         if run.life is not None:
             await asyncio.gather(run.life, return_exceptions=True)
         if run.trainer is not None:

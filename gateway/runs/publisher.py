@@ -11,8 +11,8 @@ from gateway.metrics import Metrics
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.deltas import Published
 from gateway.runs.operations import Call
+from gateway.runs.run import Run
 from gateway.runs.trainer import RunTrainer
-from gateway.runs.training_run import TrainingRun
 from gateway.sampling.sampler import Sampler
 from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import SequenceGap, TandemError, describe
@@ -24,7 +24,7 @@ class WeightPublisher:
     def __init__(
         self,
         *,
-        run: TrainingRun,
+        run: Run,
         trainer: RunTrainer,
         delivery: CallDelivery,
         versions: VersionStore,

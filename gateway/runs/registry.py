@@ -25,11 +25,11 @@ from gateway.runs import dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
-from gateway.runs.replay import Recovery, recovery_of
-from gateway.runs.resumption import RunResumption
-from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.recovery.replay_log import Recovery, recovery_of
+from gateway.runs.recovery.resumption import RunResumption
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.runs.trainer_hosts import TrainerHosts
-from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
@@ -72,7 +72,7 @@ class RunRegistry:
 
     def __post_init__(self) -> None:
         self._data_dir = self.settings.data_dir
-        self._runs: dict[str, TrainingRun] = {}
+        self._runs: dict[str, Run] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._resumption = RunResumption(
             database=self.database,
@@ -139,10 +139,10 @@ class RunRegistry:
     async def close(self, *, patience: float) -> None:
         await self.lifecycle.close(self.all(), patience=patience)
 
-    def all(self) -> list[TrainingRun]:
+    def all(self) -> list[Run]:
         return list(self._runs.values())
 
-    def get(self, run_id: str) -> TrainingRun | None:
+    def get(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
     async def create(
@@ -255,8 +255,8 @@ class RunRegistry:
         training: TrainingSpec,
         asks: Asks,
         recovery: Recovery,
-    ) -> TrainingRun:
-        return TrainingRun(
+    ) -> Run:
+        return Run(
             id=id,
             session_id=session_id,
             owner=owner,

@@ -24,7 +24,6 @@ from gateway.identifiers import (
 from gateway.metrics import Metrics
 from gateway.owners.usage.meter import UsageMeter
 from gateway.runs.delivery import CallDelivery
-from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
     AdamParams,
@@ -41,9 +40,10 @@ from gateway.runs.operations import (
     json_result,
 )
 from gateway.runs.publisher import WeightPublisher
-from gateway.runs.replay import Snapshot
+from gateway.runs.record import RunHistory, TrainingStep
+from gateway.runs.recovery.replay_log import Snapshot
+from gateway.runs.run import Run
 from gateway.runs.trainer import RunTrainer
-from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.storage.futures.table import Outcome, Result
@@ -78,7 +78,7 @@ class RunnerTools:
 
 
 class OperationRunner:
-    def __init__(self, *, run: TrainingRun, trainer: RunTrainer, tools: RunnerTools) -> None:
+    def __init__(self, *, run: Run, trainer: RunTrainer, tools: RunnerTools) -> None:
         self._run = run
         self._trainer = trainer
         self._tools = tools

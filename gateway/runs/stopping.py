@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.run import Run
 from tandem.telemetry import get_log
 
 _POLL = 0.1
@@ -34,7 +34,7 @@ class Stop:
             self.hand_over = False
 
 
-async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) -> None:
+async def save_runs(runs: Iterable[Run], stop: Stop, *, timeout: float) -> None:
     """Let trainers finish their calls and take useful snapshots, for at most `timeout` seconds.
     Report slow runs."""
     serving = [run for run in runs if run.trainer is not None and run.trainer.serves]
@@ -59,7 +59,7 @@ async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) 
         )
 
 
-def _waiting_for(runs: list[TrainingRun], waited: float, timeout: float) -> str:
+def _waiting_for(runs: list[Run], waited: float, timeout: float) -> str:
     """Example: "1 run is being saved (s-ab:train:0 at step 7): 3 s of at most 30 s; …"."""
     named = [f"{run.id} at step {run.step}" for run in runs[:_NAMED]]
     named += [f"{len(runs) - _NAMED} more"] * (len(runs) > _NAMED)

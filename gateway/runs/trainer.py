@@ -17,18 +17,18 @@ from gateway.metrics import Metrics
 from gateway.owners.usage.meter import TrainerReply
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, Operation, RunBroken
-from gateway.runs.replay import VARIABLE_FAILURES, SentCall, Snapshot
-from gateway.runs.restoration import (
+from gateway.runs.recovery.replay_log import VARIABLE_FAILURES, SentCall, Snapshot
+from gateway.runs.recovery.restoration import (
     DefinitionOf,
     GiveUp,
     Restoration,
     TrainerRequest,
 )
-from gateway.runs.resumption import Unfinished
-from gateway.runs.snapshot_taker import SnapshotTaker
-from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.recovery.resumption import Unfinished
+from gateway.runs.recovery.snapshot_taker import SnapshotTaker
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
-from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
@@ -61,7 +61,7 @@ class RunTrainer:
     def __init__(
         self,
         *,
-        run: TrainingRun,
+        run: Run,
         host: TrainerHost,
         settings: GatewaySettings,
         journal: Journal,

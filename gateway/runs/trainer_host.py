@@ -36,7 +36,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 
 if TYPE_CHECKING:
-    from gateway.runs.training_run import TrainingRun
+    from gateway.runs.run import Run
 
 _STEPS: dict[Kind, StepMark] = {
     "forward_backward": "begin",
@@ -61,7 +61,7 @@ class TrainerHost:
         self,
         key: str,
         *,
-        first: TrainingRun,
+        first: Run,
         sampler: str,
         settings: GatewaySettings,
         supervisor: Supervisor,
@@ -190,7 +190,7 @@ class TrainerHost:
 
     # --- Its runs -----------------------------------------------------------------------------
 
-    async def join(self, run: TrainingRun, *, on_exit: Callable[[str], None]) -> TrainerClient:
+    async def join(self, run: Run, *, on_exit: Callable[[str], None]) -> TrainerClient:
         """Let the process host a run in the state before its first operation.
 
         `on_exit` gets a sentence when the process has ended. Never call this within a use. Raises
@@ -212,9 +212,7 @@ class TrainerHost:
         finally:
             self._joining.pop(run.id, None)
 
-    async def take_up(
-        self, run: TrainingRun, *, on_exit: Callable[[str], None]
-    ) -> TrainerClient | None:
+    async def take_up(self, run: Run, *, on_exit: Callable[[str], None]) -> TrainerClient | None:
         """Continue with the process of an earlier gateway, if it hosts the run. Otherwise return
         None, perhaps after the start of another process for `join`."""
         self._joining[run.id] = None
@@ -272,7 +270,7 @@ class TrainerHost:
             self._supervisor.note_failure(self.key, worker.worker_id, why)
             raise WorkerUnavailable(why) from error
 
-    async def _begin(self, run: TrainingRun, worker: Worker) -> bool:
+    async def _begin(self, run: Run, worker: Worker) -> bool:
         """Begin a run anew in the process. Return False if the process has only this run, and must
         end for that."""
         if run.id == self._untouched:
@@ -284,7 +282,7 @@ class TrainerHost:
         await self._add(run, worker)
         return True
 
-    async def _add(self, run: TrainingRun, worker: Worker) -> None:
+    async def _add(self, run: Run, worker: Worker) -> None:
         request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
         self.hosted.add(run.id)  # it may have the run even without an answer
         try:

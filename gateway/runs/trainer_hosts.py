@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gateway.runs.run import Run
 from gateway.runs.trainer_host import TrainerHost
-from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.requested import RequestMaker, sampler_of
 from gateway.workers.requests import WorkerRequest
@@ -40,7 +40,7 @@ class TrainerHosts:
     def get(self, key: str) -> TrainerHost | None:
         return self._hosts.get(key)
 
-    def for_new(self, run: TrainingRun) -> TrainerHost:
+    def for_new(self, run: Run) -> TrainerHost:
         """Return the trainer of a new run: a shared one, or its own. Raises `InvalidRequest` if no
         group can have it."""
         sampler = self._sampler_of(run) if run.asks.sampler else ""
@@ -56,7 +56,7 @@ class TrainerHosts:
         self.supervisor.check([request, *engines])
         return self._made(run.id, run, sampler)
 
-    def for_left(self, run: TrainingRun, *, key: str) -> TrainerHost:
+    def for_left(self, run: Run, *, key: str) -> TrainerHost:
         """Return the trainer with this key, for a run of an earlier gateway."""
         if (host := self._hosts.get(key)) is not None:
             host.runs[run.id] = run
@@ -71,7 +71,7 @@ class TrainerHosts:
             self.samplers.lend(host.sampler, run.session_id, run.model)
         return host
 
-    async def place(self, run: TrainingRun, host: TrainerHost) -> None:
+    async def place(self, run: Run, host: TrainerHost) -> None:
         """Ask for the places of a run's trainer and its engines."""
         engines = self._engines(run, host.sampler)
         if engines:
@@ -100,15 +100,13 @@ class TrainerHosts:
         expected = sum(host.key not in rows for host in self._hosts.values())
         return is_place_free(self.supervisor.overview(), request, expected=expected)
 
-    def _engines(self, run: TrainingRun, sampler: str) -> list[WorkerRequest]:
+    def _engines(self, run: Run, sampler: str) -> list[WorkerRequest]:
         """Return the requests of the engines that a run keeps."""
         if not sampler:
             return []
         return self.samplers.engine_requests(sampler, run.asks, owner=run.owner, model=run.model)
 
-    def _request(
-        self, run: TrainingRun, *, key: str, engines: list[WorkerRequest]
-    ) -> WorkerRequest:
+    def _request(self, run: Run, *, key: str, engines: list[WorkerRequest]) -> WorkerRequest:
         return self.requests.trainer(
             key,
             owner=run.owner,
@@ -119,7 +117,7 @@ class TrainerHosts:
             engines=[engine.key for engine in engines],
         )
 
-    def _made(self, key: str, run: TrainingRun, sampler: str) -> TrainerHost:
+    def _made(self, key: str, run: Run, sampler: str) -> TrainerHost:
         host = self._hosts[key] = TrainerHost(
             key,
             first=run,
@@ -130,12 +128,12 @@ class TrainerHosts:
         )
         return host
 
-    def _sampler_of(self, run: TrainingRun) -> str:
+    def _sampler_of(self, run: Run) -> str:
         return self.samplers.key_for(
             session_id=run.session_id, model_name=run.model.name, rank=run.training.rank
         )
 
-    def _suits(self, host: TrainerHost, run: TrainingRun) -> bool:
+    def _suits(self, host: TrainerHost, run: Run) -> bool:
         first, sharing = host.first, self.settings.sharing
         same_group = run.asks.group in ("", first.asks.group) or (
             host.group is not None and host.group.is_meant_by(run.asks.group)
@@ -153,7 +151,7 @@ class TrainerHosts:
             and (not run.asks.sampler or self._samples_for(host, run))
         )
 
-    def _samples_for(self, host: TrainerHost, run: TrainingRun) -> bool:
+    def _samples_for(self, host: TrainerHost, run: Run) -> bool:
         """Whether the trainer's engines can serve this run's adapters. They need room for the rank,
         and no run may load all weights into them."""
         alone = all(
@@ -167,7 +165,7 @@ class TrainerHosts:
         )
 
 
-def _computed_as(run: TrainingRun) -> tuple[object, ...]:
+def _computed_as(run: Run) -> tuple[object, ...]:
     asks = run.asks
     computed = (asks.backend, asks.dtype, asks.compile, asks.priority)
     held = (asks.ranks, asks.shards, asks.tensor_parallel, asks.offload)

@@ -10,9 +10,8 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
 from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
-from gateway.runs.history import TrainingStep
-from gateway.runs.queries import RunRecord
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.record import RunRecord, TrainingStep
+from gateway.runs.run import Run
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2
 
@@ -159,7 +158,7 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
     )
 
 
-def _weights(run: TrainingRun) -> RunWeights:
+def _weights(run: Run) -> RunWeights:
     published = run.published
     return RunWeights(
         deltas=run.publishes_deltas,

@@ -25,7 +25,7 @@ from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of, split_model_name
 from gateway.owners.auth.identity import Caller, Scope
 from gateway.owners.sessions.registry import Metadata
-from gateway.runs.queries import RunRecord
+from gateway.runs.record import RunRecord
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,

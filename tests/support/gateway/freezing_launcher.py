@@ -18,8 +18,8 @@ import grpc.aio
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
-from gateway.runs.replay import SentCall, Snapshot
-from gateway.runs.restoration import Restoration
+from gateway.runs.recovery.replay_log import SentCall, Snapshot
+from gateway.runs.recovery.restoration import Restoration
 from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.asks import Asks
 from gateway.workers.epoch import Epoch

@@ -12,8 +12,8 @@ import pytest
 from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
 from gateway.checkpoints.encryption import seal_version
 from gateway.owners.auth.identity import Readers
-from gateway.runs.replay import Snapshot
-from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.recovery.replay_log import Snapshot
+from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.storage.data_directory import keep_signing_key
 from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
@@ -235,8 +235,10 @@ async def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(store, monke
     kept = snapshots_of(store)
     folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
     answers = threading.Event()
-    monkeypatch.setattr("gateway.runs.snapshots._KEEPING_PATIENCE", 0.01)
-    monkeypatch.setattr("gateway.runs.snapshots.give_name", lambda source, target: answers.wait())
+    monkeypatch.setattr("gateway.runs.recovery.snapshots._KEEPING_PATIENCE", 0.01)
+    monkeypatch.setattr(
+        "gateway.runs.recovery.snapshots.give_name", lambda source, target: answers.wait()
+    )
     snapshot = Snapshot(folder=str(folder), seq_id=1, step=1, bytes=7)
     try:
         assert await kept.keep(Run(), snapshot) is None

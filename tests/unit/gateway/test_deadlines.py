@@ -14,7 +14,7 @@ import pytest
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
-from gateway.runs.replay import Recovery
+from gateway.runs.recovery.replay_log import Recovery
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost

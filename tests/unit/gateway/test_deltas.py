@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from gateway.runs.deltas import DeltaBase, Published
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.run import Run
 from gateway.workers.asks import Asks
 from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
@@ -58,7 +58,7 @@ def test_something_wrong_makes_the_next_one_whole():
     ],
 )
 def test_which_runs_publish_deltas(delta: str, dtype: str, published: bool):
-    run = TrainingRun(
+    run = Run(
         id="s-1:train:0",
         session_id="s-1",
         owner="local",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.runs.replay import Recovery, ReplayLog, SentCall, Snapshot, recovery_of
+from gateway.runs.recovery.replay_log import Recovery, ReplayLog, SentCall, Snapshot, recovery_of
 from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
 

@@ -12,7 +12,7 @@ from gateway.api.tandem.status import status
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from gateway.owners.sessions.registry import NewSession
-from gateway.runs.resumption import RunResumption
+from gateway.runs.recovery.resumption import RunResumption
 from tandem.errors import StorageFailed
 from tests.support.gateway.crash_client import Client, batch, publish, step
 from tests.support.gateway.crash_scenarios import Life, Scenario

@@ -13,7 +13,7 @@ from gateway.checkpoints.versions import files_of
 from gateway.metrics import Metrics
 from gateway.owners.auth.keys import KeyStore, NewKey
 from gateway.runs.journal import Journal
-from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.storage.futures.table import FutureTable
 from gateway.storage.tables import audit, runs
 from tandem.errors import CheckpointDamaged

@@ -18,9 +18,9 @@ from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation, body_from_json
-from gateway.runs.replay import SentCall, Snapshot
-from gateway.runs.snapshots import SnapshotStore
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.recovery.replay_log import SentCall, Snapshot
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import SequenceGap, from_type
@@ -62,7 +62,7 @@ class RunResumption:
     pins: Pins
     data_dir: Path
 
-    async def resume(self, run: TrainingRun, row: RowMapping) -> Unfinished:
+    async def resume(self, run: Run, row: RowMapping) -> Unfinished:
         assert run.trainer is not None
         run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.snapshots.resume(run)
@@ -95,7 +95,7 @@ class RunResumption:
             self.pins.pin(folder)
             call.release = partial(self.pins.unpin, folder)
 
-    def _take_up(self, run: TrainingRun, operation: Operation) -> None:
+    def _take_up(self, run: Run, operation: Operation) -> None:
         """Reserve an unfinished operation's resources and pin its output folder."""
         held = self.limits.reserve(
             run.owner,
@@ -110,9 +110,7 @@ class RunResumption:
         self.journal.futures.add(operation.future)
 
 
-async def unfinished(
-    run: TrainingRun, *, covered: int, database: Database, data_dir: Path
-) -> Unfinished:
+async def unfinished(run: Run, *, covered: int, database: Database, data_dir: Path) -> Unfinished:
     """Read a run's rows. `covered` is the newest operation in the newest snapshot or dropped from
     the log."""
     of_run = operations.c.run_id == run.id

@@ -19,8 +19,8 @@ from sqlalchemy import delete, insert, select
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import FILE_LISTS, VersionStore
 from gateway.identifiers import CheckpointPath, new_state_folder, run_folder_name
-from gateway.runs.replay import Snapshot
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.recovery.replay_log import Snapshot
+from gateway.runs.run import Run
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
 from tandem.errors import TandemError, describe
@@ -62,7 +62,7 @@ class SnapshotStore:
             folders = [path for path in left if path.name in known]
             await asyncio.to_thread(_remove_others, folders, kept)
 
-    async def resume(self, run: TrainingRun) -> list[Snapshot]:
+    async def resume(self, run: Run) -> list[Snapshot]:
         rows = await self._database.read(
             select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
         )
@@ -73,36 +73,36 @@ class SnapshotStore:
             self._count(run, snapshot)
         return found
 
-    async def new_folder(self, run: TrainingRun, *, step: int) -> str:
+    async def new_folder(self, run: Run, *, step: int) -> str:
         """Return the folder for a new snapshot. Raises `LimitExceeded` or `StorageFull`."""
         size = run.expected_state_bytes
         await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
         await self._versions.check_space(expected_bytes=size, what="take a snapshot")
         return str(self._new_name(run, step=step))
 
-    async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
+    async def share(self, run: Run, saved: Snapshot) -> Snapshot:
         """Link a client's checkpoint into a snapshot, since the checkpoint may be deleted. The
         snapshot counts no bytes. Raises `OSError`, for example on a filesystem without links."""
         folder = self._new_name(run, step=saved.step)
         await asyncio.to_thread(_link_files, Path(saved.folder), folder)
         return replace(saved, folder=str(folder), bytes=0)
 
-    def add(self, run: TrainingRun, snapshot: Snapshot) -> None:
+    def add(self, run: Run, snapshot: Snapshot) -> None:
         self._count(run, snapshot)
         row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
         self._database.write_soon(insert(snapshots), row)
 
-    async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
+    async def remove(self, run: Run, snapshot: Snapshot) -> None:
         if not self._forget(run, snapshot.folder):
             await asyncio.to_thread(_remove, Path(snapshot.folder))
 
-    async def remove_all(self, run: TrainingRun) -> None:
+    async def remove_all(self, run: Run) -> None:
         for folder in tuple(self._bytes[run.id]):
             self._forget(run, folder)
         self._bytes.pop(run.id, None)
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
-    async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
+    async def keep(self, run: Run, snapshot: Snapshot) -> CheckpointPath | None:
         """Turn the newest snapshot of a failed run into a checkpoint and return its path, None if
         that fails or takes too long."""
         name = f"recovered-{snapshot.step}"
@@ -134,7 +134,7 @@ class SnapshotStore:
             self._forget(run, snapshot.folder)
         return path
 
-    def _new_name(self, run: TrainingRun, *, step: int) -> Path:
+    def _new_name(self, run: Run, *, step: int) -> Path:
         return self._folder_of(run.id) / f"{step:08d}-{secrets.token_hex(4)}"
 
     def _folder_of(self, run_id: str) -> Path:
@@ -143,11 +143,11 @@ class SnapshotStore:
     def _name_of(self, folder: str) -> str:
         return str(Path(folder).relative_to(self._data_dir))
 
-    def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
+    def _count(self, run: Run, snapshot: Snapshot) -> None:
         self._bytes[run.id][snapshot.folder] = snapshot.bytes
         self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
 
-    def _forget(self, run: TrainingRun, folder: str) -> bool:
+    def _forget(self, run: Run, folder: str) -> bool:
         """Remove a snapshot and its row, soon. Return False if it was not recorded."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
             return False

@@ -11,10 +11,10 @@ from typing import NoReturn, TypeVar
 from gateway.owners.usage.meter import TrainerReply
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body
-from gateway.runs.replay import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
-from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.recovery.replay_log import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.runs.trainer_host import DevicesLost, TrainerHost
-from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import Method, TrainerClient
 from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
@@ -47,7 +47,7 @@ class Restoration:
     def __init__(
         self,
         *,
-        run: TrainingRun,
+        run: Run,
         host: TrainerHost,
         log: ReplayLog | None,
         journal: Journal,

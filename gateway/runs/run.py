@@ -11,7 +11,7 @@ from gateway.identifiers import request_id_of
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
-from gateway.runs.replay import Recovery
+from gateway.runs.recovery.replay_log import Recovery
 from gateway.storage.futures.table import Future, Waiting
 from gateway.workers.asks import Asks
 from gateway.workers.worker import Worker
@@ -26,7 +26,7 @@ RunState = Literal["starting", "ready", "ended"]
 
 
 @dataclass(eq=False)
-class TrainingRun:
+class Run:
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
     it. `creation` is the operation that creates the run. `about` is the trainer's description of
     itself. `asks` are the requested resources.

@@ -7,9 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from gateway.metrics import Metrics
-from gateway.runs.replay import ReplayLog, Snapshot
-from gateway.runs.snapshots import SnapshotStore
-from gateway.runs.training_run import TrainingRun
+from gateway.runs.recovery.replay_log import ReplayLog, Snapshot
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.run import Run
 from gateway.workers.clients import TrainerClient, WorkerUnavailable
 from tandem.errors import LimitExceeded, StorageFailed, TandemError, describe, without_paths
 from tandem.telemetry import get_log
@@ -26,7 +26,7 @@ class SnapshotTaker:
     """Takes one run's snapshots, which cover `log`. Without a log, it takes none."""
 
     def __init__(
-        self, *, run: TrainingRun, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics
+        self, *, run: Run, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics
     ) -> None:
         self._run = run
         self._replay = log
