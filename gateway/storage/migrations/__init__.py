@@ -1,6 +1,7 @@
 """Migrations of the database (alembic), applied when the gateway starts.
 
-Each change of `gateway/storage/tables.py` is one file `versions/vNNNN_SUBJECT.py` with the revision
+A new database gets all tables of `gateway/storage/tables.py` at once, an older one is migrated.
+Each change of the tables after a release is one file `versions/vNNNN_SUBJECT.py` with the revision
 `NNNN_SUBJECT`."""
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
+from gateway.storage.tables import metadata
 from tandem.errors import UnknownSchema
 
 _FOLDER = Path(__file__).parent
 
 
 def upgrade(connection: Connection) -> None:
-    """Apply the missing migrations in one transaction. Raises `UnknownSchema` for an unknown
-    revision."""
+    """Create the tables, or apply the missing migrations, in one transaction. Raises
+    `UnknownSchema` for an unknown revision."""
     revision = _revision(connection)
     if revision == newest_revision():
         return
@@ -29,7 +31,11 @@ def upgrade(connection: Connection) -> None:
     config.attributes["connection"] = connection
     if connection.dialect.name == "sqlite":  # whose driver would commit each statement
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-    command.upgrade(config, "head")
+    if revision:
+        command.upgrade(config, "head")
+    else:
+        metadata.create_all(connection)
+        command.stamp(config, "head")
     connection.commit()
 
 

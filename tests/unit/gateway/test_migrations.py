@@ -1,21 +1,18 @@
-"""Each later migration has a test here, with rows of the old schema."""
+"""Each migration has a test here, with rows of the tables of the release before."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from alembic import command
-from alembic.config import Config
-from alembic.operations import Operations
 from alembic.script import ScriptDirectory
-from sqlalchemy import insert, inspect, select, text
+from sqlalchemy import event, insert, inspect, select, text
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.tables import drained_groups, metadata, released_folders, workers
+from gateway.storage.tables import metadata, released_folders
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
@@ -65,16 +62,6 @@ async def opened(data_dir):
     return database
 
 
-def upgrade_to(engine, revision):
-    """Bring an empty database to an older revision."""
-    with engine.connect() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        connection.commit()
-
-
 def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
     assert migrations.newest_revision() == scripts.get_current_head()
@@ -82,16 +69,12 @@ def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
         assert Path(script.path).stem == f"v{script.revision}"
 
 
-async def test_a_migrated_database_has_the_schema_of_the_tables(tmp_path):
-    migrated = await opened(tmp_path / "migrated")
-    (row,) = await migrated.read(text("SELECT version_num FROM alembic_version"))
+async def test_a_new_database_has_all_tables_and_the_newest_revision(tmp_path):
+    database = await opened(tmp_path)
+    (row,) = await database.read(text("SELECT version_num FROM alembic_version"))
     assert row["version_num"] == migrations.newest_revision()
-    (folder := tmp_path / "made").mkdir()
-    made = Database(url=url_for(folder), data_dir=folder)
-    metadata.create_all(made._engine)
-    assert schema_of(migrated._engine) == schema_of(made._engine)
-    await migrated.close()
-    await made.close()
+    assert schema_of(database._engine).keys() == metadata.tables.keys()
+    await database.close()
 
 
 async def test_a_database_that_was_migrated_opens_again(tmp_path):
@@ -99,22 +82,17 @@ async def test_a_database_that_was_migrated_opens_again(tmp_path):
         await (await opened(tmp_path)).close()
 
 
-async def test_a_first_start_that_ends_in_the_middle_leaves_an_empty_database(
-    tmp_path, monkeypatch
-):
-    create_table = Operations.create_table
-    made = []
+async def test_a_first_start_that_ends_in_the_middle_leaves_an_empty_database(tmp_path):
+    def fail(*_args, **_options):
+        raise OSError("killed")
 
-    def fails_at_the_sixth(operations, name, *columns, **options):
-        made.append(name)
-        if len(made) == 6:
-            raise OSError("killed")
-        return create_table(operations, name, *columns, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Operations, "create_table", fails_at_the_sixth)
+    sixth = metadata.sorted_tables[5]
+    event.listen(sixth, "before_create", fail)
+    try:
         with pytest.raises(OSError, match="killed"):
             await opened(tmp_path)
+    finally:
+        event.remove(sixth, "before_create", fail)
     await (await opened(tmp_path)).close()
 
 
@@ -129,22 +107,6 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
         await other.open()
     assert schema_of(other._engine) == before
     await other.close()
-
-
-async def test_0002_forgets_the_workers_of_before_and_keeps_drained_groups(tmp_path):
-    before = Database(url=url_for(tmp_path), data_dir=tmp_path)
-    upgrade_to(before._engine, "0001_base")
-    with before._engine.begin() as connection:
-        connection.execute(insert(drained_groups).values(name="gpu-0"))
-        columns = "id, kind, session_id, run_id, state, reason, pid, started_at"
-        row = "'trainer-s-0', 'trainer', 's', 's:train:0', 'ready', '', 7, 1.0"
-        connection.execute(text(f"INSERT INTO workers ({columns}) VALUES ({row})"))
-    database = await opened(tmp_path)
-    assert await database.read(select(workers)) == []
-    assert not {"leases", "places", "scaled_samplers"} & schema_of(database._engine).keys()
-    (drained,) = await database.read(select(drained_groups))
-    assert drained["name"] == "gpu-0"
-    await database.close()
 
 
 async def test_a_data_directory_can_be_moved(tmp_path):
