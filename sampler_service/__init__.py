@@ -1,8 +1,7 @@
 """The sampler: one process with one engine, which samples from weight versions.
 
 - `service`: the process, its gRPC server, and an engine's own process.
-- `scheduler`: chooses the engine's next action, from the queue in `work`. `in_flight`: samples that
-  continue with newer weights.
+- `scheduler`: chooses the engine's next action, from the queue in `work`.
 - `lifecycle`: the engine's state, loads, sleeps and wakes.
 - `weights`: verifies and loads weight versions and LoRA adapters.
 - `structured_output`: compiles grammars for the model's tokens.

@@ -9,9 +9,10 @@ future at once. Cancelling it drops a request at any time, and a load or switch 
   (`weights/read_ahead.py`). If that fails, only the work fails.
 - Then the switch waits until the engine is idle. After `patience`, later work is not admitted
   before it. This also holds for an adapter without room.
-- In-flight work does not drain for a newer version of its run (`in_flight.py`). If only such work
-  runs, the engine pauses, takes the weights and continues. A change of adapter happens between two
-  steps.
+- In-flight work names the oldest version that it accepts. It does not drain for a newer version of
+  its run that other in-flight work names. If only such work runs, the engine pauses, takes the
+  weights and continues. A change of adapter happens between two steps. Work never returns to an
+  older version.
 - Adapters are read in a thread too. They need the base model's weights, and are added beside
   running requests (`weights/adapters.py`).
 - After a failed load the previous version serves. Only work for the new version gets `LoadFailed`.
@@ -31,7 +32,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
 from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
-from sampler_service.in_flight import FollowedVersions, may_follow
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
@@ -106,21 +106,18 @@ class Scheduler:
         self._waiting = WaitingList()
         self._has_cancelled = False
         self._running: dict[str, QueuedSample] = {}
-        self._followed = FollowedVersions()
+        self._followed: dict[str, LoadableVersion] = {}
+        """The newest version per run that in-flight work was carried over to."""
         self._adapter_names: tuple[str, ...] = ()
-        self._reader = ReadAhead(
-            loader.verify,
-            timeout=timeout,
-            clock=clock,
-            on_done=self._submissions.notify,
-            start=start_reading,
-        )
-        self._adapter_reader = ReadAhead(
-            adapters.verify,
-            timeout=timeout,
-            clock=clock,
-            on_done=self._submissions.notify,
-            start=start_reading,
+        self._reader, self._adapter_reader = (
+            ReadAhead(
+                verify,
+                timeout=timeout,
+                clock=clock,
+                on_done=self._submissions.notify,
+                start=start_reading,
+            )
+            for verify in (loader.verify, adapters.verify)
         )
         self._lifecycle = EngineLifecycle(
             engine, loader, self._reader, adapters, base=base, on_state=metrics.state
@@ -137,8 +134,7 @@ class Scheduler:
             arrived=self._clock(),
             job=job,
         )
-        work.future.add_done_callback(self._note_cancelled)
-        self._submissions.put(work)
+        self._put(work)
         return work.future
 
     def load(self, version: LoadableVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
@@ -151,9 +147,12 @@ class Scheduler:
             in_flight=in_flight,
             arrived=self._clock(),
         )
+        self._put(work)
+        return work.future
+
+    def _put(self, work: Work) -> None:
         work.future.add_done_callback(self._note_cancelled)
         self._submissions.put(work)
-        return work.future
 
     def _note_cancelled(self, future: Future[Sampled] | Future[LoadOutcome]) -> None:
         if future.cancelled():
@@ -281,7 +280,7 @@ class Scheduler:
             return False
         if not self._running:
             return True
-        goes_on = all(may_follow(work, target) for work in self._running.values())
+        goes_on = all(work.may_follow(target) for work in self._running.values())
         return goes_on and self._leads(target)
 
     def _leads(self, version: LoadableVersion) -> bool:
@@ -319,7 +318,8 @@ class Scheduler:
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
-                if (newest := self._followed.for_arrival(each)) is not None:
+                newest = self._followed.get(each.version.run_id)
+                if newest is not None and each.may_follow(newest):
                     each.update(newest)
                 self._waiting.add(each)
         if self._has_cancelled:
@@ -441,9 +441,9 @@ class Scheduler:
         version = outcome.version
         if version.adapter:  # full weights: the engine is already paused
             self._take_output(self._engine.settle())
-        self._followed.note(version)
-        self._waiting.update(version, lambda work: may_follow(work, version))
-        carried = {id_: work for id_, work in self._running.items() if may_follow(work, version)}
+        self._followed[version.run_id] = version
+        self._waiting.update(version, lambda work: work.may_follow(version))
+        carried = {id_: work for id_, work in self._running.items() if work.may_follow(version)}
         if not carried:
             return
         self._engine.carry_over(list(carried), adapter=version.name if version.adapter else None)

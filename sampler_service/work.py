@@ -17,6 +17,7 @@ from sampler_service.engine import EngineDelta, EngineRequest, EngineResult, Sle
 from sampler_service.lifecycle import SwitchReport
 from sampler_service.weights.loader import LoadableVersion, LoadOutcome
 from tandem.errors import TandemError
+from tandem.weights import version_number
 
 _Result = TypeVar("_Result")
 
@@ -84,6 +85,16 @@ class QueuedWork(Queued[_Result]):
 
     def update(self, version: LoadableVersion) -> None:
         self.version, self.weights = version, self.weights if version.adapter else version
+
+    def may_follow(self, version: LoadableVersion) -> bool:
+        """Return whether the work is in flight and `version` is a newer one of its run."""
+        mine = self.version
+        return (
+            self.in_flight
+            and bool(mine.run_id)
+            and (mine.run_id, mine.adapter) == (version.run_id, version.adapter)
+            and version_number(mine.name) < version_number(version.name)
+        )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -30,23 +30,20 @@ from sampler_service.engine import (
     EngineFacts,
     EngineMemory,
     EngineRequest,
-    Float32Array,
-    SleepLevel,
     StepOutput,
 )
 from sampler_service.service.engine_server import (
     Add,
     EngineAnswer,
     EngineCall,
-    EngineFailure,
-    EngineRefusal,
-    EngineStep,
+    EngineProcessEnded,
+    FromEngine,
     Go,
     Start,
     serve_engine,
 )
 from sampler_service.vllm.memory import resident_bytes
-from tandem.v1 import common_pb2
+from tandem.errors import TandemError
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -56,8 +53,17 @@ _STEP_SECONDS = 1.0
 _END_SECONDS = 10.0
 
 
-class EngineProcessEnded(Exception):
-    """The engine's process has ended or hangs. The engine is lost."""
+def _asks(
+    method: Callable[Concatenate[Engine, Arguments], Value],
+) -> Callable[Concatenate[EngineProcess, Arguments], Value]:
+    """Return a method that the engine in the process carries out."""
+
+    def ask(
+        process: EngineProcess, /, *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Value:
+        return process._call(method, *arguments, **named)
+
+    return ask
 
 
 class EngineProcess:
@@ -150,32 +156,19 @@ class EngineProcess:
             deltas=[each for each in ahead.deltas if each.id not in gone],
         )
 
-    def pause(self) -> None:
-        self._call(Engine.pause)
-
-    def resume(self) -> None:
-        self._call(Engine.resume)
-
-    def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
-        self._call(Engine.carry_over, ids, adapter=adapter)
-
-    def load(self, directory: Path) -> frozenset[str]:
-        return self._call(Engine.load, directory)
-
-    def load_handoff(self, handoff: common_pb2.Handoff) -> frozenset[str]:
-        return self._call(Engine.load_handoff, handoff)
-
-    def weight_sums(self) -> dict[str, int]:
-        return self._call(Engine.weight_sums)
-
-    def sleep(self, level: SleepLevel) -> None:
-        self._call(Engine.sleep, level)
-
-    def wake_weights(self) -> None:
-        self._call(Engine.wake_weights)
-
-    def wake_cache(self) -> None:
-        self._call(Engine.wake_cache)
+    pause = _asks(Engine.pause)
+    resume = _asks(Engine.resume)
+    carry_over = _asks(Engine.carry_over)
+    load = _asks(Engine.load)
+    load_handoff = _asks(Engine.load_handoff)
+    weight_sums = _asks(Engine.weight_sums)
+    sleep = _asks(Engine.sleep)
+    wake_weights = _asks(Engine.wake_weights)
+    wake_cache = _asks(Engine.wake_cache)
+    reset_prefix_cache = _asks(Engine.reset_prefix_cache)
+    score = _asks(Engine.score)
+    add_adapter = _asks(Engine.add_adapter)
+    remove_adapter = _asks(Engine.remove_adapter)
 
     def memory(self) -> EngineMemory:
         """On a CPU, the sum of both processes."""
@@ -183,18 +176,6 @@ class EngineProcess:
         if self.facts.device != "cpu":
             return theirs
         return replace(theirs, device=theirs.device + resident_bytes())
-
-    def reset_prefix_cache(self) -> bool:
-        return self._call(Engine.reset_prefix_cache)
-
-    def score(self, tokens: Sequence[int]) -> Float32Array:
-        return self._call(Engine.score, tokens)
-
-    def add_adapter(self, name: str, directory: Path) -> None:
-        self._call(Engine.add_adapter, name, directory)
-
-    def remove_adapter(self, name: str) -> None:
-        self._call(Engine.remove_adapter, name)
 
     # --- Messages
 
@@ -234,28 +215,28 @@ class EngineProcess:
         deadline = time.monotonic() + self._patience
         while (left := deadline - time.monotonic()) > 0:
             message = self._receive(left)
-            if isinstance(message, EngineRefusal):
-                raise message.error
+            if isinstance(message, TandemError):
+                raise message
             if isinstance(message, EngineAnswer):
                 return message.value
         raise self._stands_still(f"end {what}")
 
-    def _receive(self, seconds: float) -> EngineStep | EngineAnswer | EngineRefusal | None:
+    def _receive(self, seconds: float) -> FromEngine | None:
         """Return the next message, or None after `seconds`."""
         try:
             if not self._connection.poll(seconds):
                 return None
-            message = self._connection.recv()
+            message: FromEngine = self._connection.recv()
         except BlockingIOError as error:
             raise self._stands_still("end an answer") from error
         except (EOFError, OSError) as error:
             raise self._ended() from error
         self._heard_at = time.monotonic()
-        if isinstance(message, EngineFailure):
-            raise EngineProcessEnded(message.reason)
-        if isinstance(message, EngineStep):
-            _append(self._ahead, message.output)
-        return cast("EngineStep | EngineAnswer | EngineRefusal", message)
+        if isinstance(message, EngineProcessEnded):
+            raise message
+        if isinstance(message, StepOutput):
+            _append(self._ahead, message)
+        return message
 
     def _take_ahead(self) -> StepOutput:
         ahead, self._ahead = self._ahead, StepOutput()

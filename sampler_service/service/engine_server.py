@@ -46,29 +46,18 @@ class EngineCall:
 
 
 @dataclass(frozen=True)
-class EngineStep:
-    output: StepOutput
-
-
-@dataclass(frozen=True)
 class EngineAnswer:
     """The return value of a call. The first one holds the engine's facts."""
 
     value: object
 
 
-@dataclass(frozen=True)
-class EngineRefusal:
-    """The error that a call raised. The engine continues."""
-
-    error: TandemError
+class EngineProcessEnded(Exception):
+    """The engine's process has ended or hangs. The engine is lost."""
 
 
-@dataclass(frozen=True)
-class EngineFailure:
-    """The reason for the loss of the engine."""
-
-    reason: str
+FromEngine = StepOutput | EngineAnswer | TandemError | EngineProcessEnded
+"""Output, or the end of a call: its value, or its error, after which the engine continues."""
 
 
 # --- The engine ---------------------------------------------------------------------------
@@ -100,14 +89,17 @@ class EngineServer:
             self._engine = start(partial(os._exit, 1))
             gc.freeze()
             gc.enable()
-            self._connection.send(EngineAnswer(self._engine.facts))
+            self._send(EngineAnswer(self._engine.facts))
             while True:
                 self._turn()
         except TandemError as error:  # only from the start
-            self._connection.send(EngineRefusal(error))
+            self._send(error)
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             get_log().exception("engine_failed")
-            self._connection.send(EngineFailure(describe(error)))
+            self._send(EngineProcessEnded(describe(error)))
+
+    def _send(self, message: FromEngine) -> None:
+        self._connection.send(message)
 
     def _receive(self) -> None:
         """Read all messages at once, so that the other end never waits to send.
@@ -149,7 +141,7 @@ class EngineServer:
         if isinstance(command, Go):
             self._computing = True
         elif isinstance(command, EngineCall):
-            self._connection.send(self._answer(command))
+            self._send(self._answer(command))
         else:
             self._add(command)
 
@@ -170,13 +162,13 @@ class EngineServer:
 
     def _report(self, output: StepOutput) -> None:
         self._unfinished.difference_update(result.id for result in output.results)
-        self._connection.send(EngineStep(output))
+        self._send(output)
 
-    def _answer(self, call: EngineCall) -> EngineAnswer | EngineRefusal:
+    def _answer(self, call: EngineCall) -> EngineAnswer | TandemError:
         try:
             value = getattr(self._engine, call.method)(*call.arguments, **call.named)
         except TandemError as error:
-            return EngineRefusal(error)
+            return error
         if call.method == "settle":
             self._computing = False
             self._unfinished.difference_update(result.id for result in value.results)

@@ -57,7 +57,7 @@ from sampler_service.vllm.internals import (
     use_tokenizer,
     when_lost,
 )
-from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper
+from sampler_service.vllm.memory import Sleeper
 from sampler_service.vllm.pending import PendingRequest
 from sampler_service.vllm.prefix_cache import PrefixCache
 from sampler_service.vllm.sampled_logprobs import SampledLogprobsProcessor
@@ -140,8 +140,7 @@ class VllmEngine:
         self._led: dict[str, PendingRequest] = {}
         self._scheduler = scheduler_of(self._engine)
         self._aside: _Aside | None = None
-        on_gpu = self.facts.device == "cuda"
-        self._sleeper: Sleeper = (GpuSleeper if on_gpu else CpuSleeper)(self._engine)
+        self._sleeper = Sleeper(self._engine, on_gpu=self.facts.device == "cuda")
         self._asleep = False
 
     def _on_workers(
@@ -373,10 +372,10 @@ class VllmEngine:
         self._sleeper.sleep(level)
 
     def wake_weights(self) -> None:
-        self._sleeper.wake_weights()
+        self._sleeper.wake("weights")
 
     def wake_cache(self) -> None:
-        self._sleeper.wake_cache()
+        self._sleeper.wake("kv_cache")
         self._asleep = False
 
     def memory(self) -> EngineMemory:

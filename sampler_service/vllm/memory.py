@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -54,51 +54,28 @@ def cache_bytes(budget: int, *, peak: int) -> int:
     return left
 
 
-class Sleeper(Protocol):
-    """The device-specific part of `Engine`.
+class Sleeper:
+    """Sleep and wake of an engine, which is idle, and has no adapters when weights are dropped.
 
-    The engine is idle, and has no adapters when its weights are dropped."""
+    On a GPU this is vLLM's own sleep mode. It keeps buffers, which no weight version contains. On a
+    CPU, released memory returns when it is written, so waking does nothing."""
 
-    def sleep(self, level: SleepLevel) -> None: ...
-
-    def wake_weights(self) -> None: ...
-
-    def wake_cache(self) -> None: ...
-
-
-class GpuSleeper:
-    """vLLM's own sleep mode. It keeps buffers, which no weight version contains."""
-
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine, *, on_gpu: bool) -> None:
         self._engine = engine
-
-    def sleep(self, level: SleepLevel) -> None:
-        self._engine.sleep(level=int(level))
-        if level is SleepLevel.DROP_WEIGHTS:
-            self._engine.collective_rpc("tandem_free_pinned")
-
-    def wake_weights(self) -> None:
-        self._engine.wake_up(tags=["weights"])
-
-    def wake_cache(self) -> None:
-        self._engine.wake_up(tags=["kv_cache"])
-
-
-class CpuSleeper:
-    """Released memory returns when it is written, so waking does nothing."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
+        self._on_gpu = on_gpu
 
     def sleep(self, level: SleepLevel) -> None:
         drop = level is SleepLevel.DROP_WEIGHTS
-        self._engine.collective_rpc("tandem_cpu_sleep", kwargs={"drop": drop})
+        if not self._on_gpu:
+            self._engine.collective_rpc("tandem_cpu_sleep", kwargs={"drop": drop})
+            return
+        self._engine.sleep(level=int(level))
+        if drop:
+            self._engine.collective_rpc("tandem_free_pinned")
 
-    def wake_weights(self) -> None:
-        pass
-
-    def wake_cache(self) -> None:
-        pass
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if self._on_gpu:
+            self._engine.wake_up(tags=[part])
 
 
 # --- In vLLM's worker, on a GPU -----------------------------------------------------------

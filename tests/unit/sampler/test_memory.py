@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from sampler_service.engine import SleepLevel
 from sampler_service.vllm.memory import (
-    CpuSleeper,
-    GpuSleeper,
+    Sleeper,
     cache_bytes,
     drop_weights,
     memory_share,
@@ -60,10 +59,10 @@ def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(
     level: SleepLevel,
 ):
     engine = RecordingEngine()
-    sleeper = GpuSleeper(engine)
+    sleeper = Sleeper(engine, on_gpu=True)
     sleeper.sleep(level)
-    sleeper.wake_weights()
-    sleeper.wake_cache()
+    sleeper.wake("weights")
+    sleeper.wake("kv_cache")
     pinned = [("tandem_free_pinned", {})] * (level is SleepLevel.DROP_WEIGHTS)
     assert engine.calls == [
         ("sleep", level.value),
@@ -75,8 +74,11 @@ def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(
 
 def test_a_cpu_sleeps_by_ours():
     engine = RecordingEngine()
+    sleeper = Sleeper(engine, on_gpu=False)
     for level in SleepLevel:
-        CpuSleeper(engine).sleep(level)
+        sleeper.sleep(level)
+        sleeper.wake("weights")
+        sleeper.wake("kv_cache")
     assert engine.calls == [
         ("tandem_cpu_sleep", {"drop": False}),
         ("tandem_cpu_sleep", {"drop": True}),
