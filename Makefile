@@ -24,7 +24,7 @@ first-hour:      ## Follows the README in a fresh clone, and times each step. PY
 test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
 	@.venv/bin/python -m pytest -n $(JOBS) -m "not nightly and not slow" $(ARGS)
 
-test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take half of the time.
+test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take two thirds of the time.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)

@@ -23,6 +23,8 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.authority import Authority
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tandem", "gateway", "trainer_service", "sampler_service")
 ENGINE = "sampler_service.vllm.engine"

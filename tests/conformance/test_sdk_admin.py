@@ -16,6 +16,8 @@ from tests.support.sdk import sample, supervised
 from tests.support.stacks import TIED
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CLIENTS = {"AdminClient": lambda: tinker.AdminClient(), "RestClient": rest_client}
 
 

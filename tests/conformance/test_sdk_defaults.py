@@ -17,6 +17,8 @@ from tests.support.plain_http import Answer, PlainClient, message
 from tests.support.sdk import batch, largest_difference, logprobs, sequences, supervised, train
 from tests.support.stacks import TIED, TestStack
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7, 8, 9, 10]
 PROBE = sequences(1, seed=500)[0]
 

@@ -25,6 +25,8 @@ from tests.support.plain_model import plain_logprobs
 from tests.support.sdk import largest_difference, logprobs, refusal, sequences, supervised, train
 from tests.support.stacks import MAX_LENGTH, TIED, TestStack
 
+pytestmark = pytest.mark.slow
+
 PROBES = sequences(3, seed=70)
 DATA = [supervised(tokens) for tokens in sequences(4, seed=71)]
 

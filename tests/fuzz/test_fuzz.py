@@ -17,6 +17,8 @@ from tests.fuzz.secrets import SecretFound, Watch
 from tests.fuzz.seeds import protobuf_seeds
 from tests.fuzz.trainer import Checked, damaged_losses, resident_bytes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 REQUESTS = 3000
 MORE_FOR_THE_TRAINER = 8000

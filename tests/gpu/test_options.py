@@ -16,6 +16,8 @@ from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import TrainerClient, logprobs_of, request, trainer_process
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, tuple[TrainingSpec, dict[str, Any]]] = {
     "by default": (TrainingSpec(), {}),
     "compiled": (TrainingSpec(), {"compile": "on"}),

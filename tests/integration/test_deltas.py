@@ -14,6 +14,8 @@ from tests.support.sdk import SOON, TIMEOUT, Floats, prompt_logprobs, sequences,
 from tests.support.stacks import TIED, TestStack, running, session_of, write_qwen
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TOKENS = sequences(2, seed=5)
 SETTINGS = {
     "trainer_dtype": "bfloat16",

@@ -12,6 +12,8 @@ from tests.support import failing_ranks
 from tests.support.sdk import TIMEOUT, adam, supervised
 from tests.support.stacks import TIED, running
 
+pytestmark = pytest.mark.slow
+
 BATCH = [supervised([7, 8, 9]), supervised([4, 5, 6])]
 
 

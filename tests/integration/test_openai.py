@@ -11,6 +11,8 @@ from tinker import types
 from tests.support.sdk import supervised
 from tests.support.stacks import running, write_qwen
 
+pytestmark = pytest.mark.slow
+
 MODEL = "test/speaker"
 PROMPT = "Once upon a time"
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tinker import ServiceClient
 
 from tandem.weights import version_path
@@ -10,6 +11,8 @@ from tests.support.plain_http import PlainClient
 from tests.support.sdk import SOON, logprobs, refusal, sequences, train
 from tests.support.stacks import TIED, TestStack, session_of
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def of_session(stack: TestStack, session_id: str) -> list[dict]:

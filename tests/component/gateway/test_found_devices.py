@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.fake_nvml import pynvml
 
+pytestmark = pytest.mark.slow
+
 TANDEM = str(Path(sys.executable).parent / "tandem")
 BOTH = ["trainer", "sampler"]
 

@@ -11,10 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
 from tests.support.adapter_files import EVERYTHING, write_adapter_files
 from tests.support.sampler_worker import LENGTH
 from tests.support.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 _TRY = """
 import json, sys

@@ -22,6 +22,8 @@ from tests.support.local_trainer import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 MERGE = """
 import sys
 from tinker_cookbook import weights

@@ -23,6 +23,8 @@ from tandem.errors import CustomLossFailed, CustomLossInvalid
 from tests.support.custom_losses import CustomLossFn, layout_of, metrics_of, request_body, traced
 from trainer_service.losses.custom import custom_loss
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 LITTLE = Limits(memory=2**27)
 """Far more memory than a small graph needs."""

@@ -19,6 +19,8 @@ from tests.support.custom_losses import request_body, traced
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
 
+pytestmark = pytest.mark.slow
+
 BATCH = request([datum([7, 8, 9], weights=[1.0] * 3), datum([4, 5, 6], weights=[1.0] * 3)])
 PATIENT = 20 * CALL_SECONDS
 """Of a collective, far longer than a test's call."""

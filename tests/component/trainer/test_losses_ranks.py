@@ -13,6 +13,8 @@ from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process
 
+pytestmark = pytest.mark.slow
+
 COMPILE_SECONDS = 900.0
 COMPILED = [pytest.mark.nightly, pytest.mark.timeout(2 * COMPILE_SECONDS)]
 

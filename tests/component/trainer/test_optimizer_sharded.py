@@ -18,6 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.support.ranks import end_together
 from trainer_service.optimizers import AdamW, AdamWSettings, DiMuon, DiMuonSettings
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a": (6, 10), "b": (7, 3), "c": (1, 5), "d": (10, 6), "norm": (5,), "table": (9, 4)}
 STEPS = 3
 PATIENCE = timedelta(seconds=120)

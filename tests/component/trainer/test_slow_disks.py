@@ -21,6 +21,8 @@ from trainer_service.checkpoints import storage
 from trainer_service.checkpoints.storage import ByteCount, HashedFile, together
 from trainer_service.checkpoints.training_state import write_shards
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = timedelta(seconds=8)
 """For a collective."""
 PATIENCE = timedelta(seconds=120)

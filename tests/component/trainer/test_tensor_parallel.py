@@ -33,6 +33,8 @@ from trainer_service.models.packing import bounds_of
 from trainer_service.models.tensor_parallel import compare_divided
 from trainer_service.optimizers import AdamWSettings, DiMuonSettings, dimuon
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = (
     "llama",
     "qwen2",
