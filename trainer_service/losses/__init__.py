@@ -5,9 +5,9 @@ tokens and datums, as the Tinker protocol defines it. Losses know nothing of pad
 micro-batches. `base.py` defines a loss. `policy.py`, `corrections.py` and `preference.py` hold
 shared parts.
 
-To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, and add a row to
-`tests/support/losses/cases.py`. Then run `scripts/loss_tables.py`, which writes the tables of
-`docs/training.md`."""
+To add a loss, write a module here with a `Loss` (or a `DefinedLoss`) named `LOSS`, made by
+`policy_loss` or `pair_loss` if it is of that kind. Add a row to `tests/support/losses/cases.py`.
+Then run `scripts/loss_tables.py`, which writes the tables of `docs/training.md`."""
 
 from __future__ import annotations
 

@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
-    CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
     bound_settings,
-    by_entry,
-    check_policy,
     clip_bounds,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -42,15 +37,10 @@ def cispo(
     return finish(tokens, values, inputs, settings, layout, clipped=bounded != ratio)
 
 
-LOSS = Loss(
-    name="cispo",
-    compute=cispo,
+LOSS = policy_loss(
+    "cispo",
+    cispo,
     inputs=(*POLICY_INPUTS, *BOUND_INPUTS),
-    settings=(*bound_settings(0.0, 4.0), *POLICY_SETTINGS),
-    check=check_policy,
-    by_entry=by_entry,
-    active="advantages",
-    sum_names=CLIPPED_POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
+    settings=bound_settings(0.0, 4.0),
+    clips=True,
 )

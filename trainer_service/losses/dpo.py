@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
-from trainer_service.losses.preference import (
-    BETA,
-    PAIR_SUMS,
-    PREFERENCE_AGGREGATION,
-    PREFERENCE_INPUTS,
-    pair_metrics,
-    pair_result,
-    pairs,
-)
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings
+from trainer_service.losses.preference import pair_loss, pair_result, pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +25,4 @@ def dpo(
     return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
 
 
-LOSS = Loss(
-    name="dpo",
-    compute=dpo,
-    inputs=PREFERENCE_INPUTS,
-    settings=(BETA, PREFERENCE_AGGREGATION),
-    active="weights",
-    group=2,
-    sum_names=PAIR_SUMS,
-    metrics=pair_metrics,
-)
+LOSS = pair_loss("dpo", dpo)

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
-    CLIPPED_POLICY_SUMS,
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
     SAMPLER_INPUTS,
-    by_entry,
-    check_policy,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -38,18 +33,10 @@ def dppo(
     return finish(tokens, values, inputs, settings, layout, clipped=dropped)
 
 
-LOSS = Loss(
-    name="dppo",
-    compute=dppo,
+LOSS = policy_loss(
+    "dppo",
+    dppo,
     inputs=SAMPLER_INPUTS,
-    settings=(
-        Setting("delta", 0.2, "δ, how far a probability may move", low=0.0),
-        *POLICY_SETTINGS,
-    ),
-    check=check_policy,
-    by_entry=by_entry,
-    active="advantages",
-    sum_names=CLIPPED_POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
+    settings=(Setting("delta", 0.2, "δ, how far a probability may move", low=0.0),),
+    clips=True,
 )

@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Input, Loss, LossResult, LossSettings
+from trainer_service.losses.base import DatumLayout, Input, LossResult, LossSettings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
-    CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
     bound_settings,
-    check_policy,
     clip_bounds,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -48,18 +44,15 @@ def gspo(
     return finish(tokens, values, inputs, settings, layout, ratio=sequence, clipped=held < free)
 
 
-LOSS = Loss(
-    name="gspo",
-    compute=gspo,
+LOSS = policy_loss(
+    "gspo",
+    gspo,
     inputs=(
         *POLICY_INPUTS,
         *BOUND_INPUTS,
         Input("sequence_ratio_mask", "weight of each token in its sequence's mean log ratio"),
     ),
-    settings=(*bound_settings(1 - 3e-4, 1 + 4e-4), *POLICY_SETTINGS),
-    check=check_policy,
-    active="advantages",
-    sum_names=CLIPPED_POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
+    settings=bound_settings(1 - 3e-4, 1 + 4e-4),
+    clips=True,
+    by_entry=lambda settings: False,  # a token counts by its whole sequence
 )

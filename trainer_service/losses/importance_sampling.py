@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings
 from trainer_service.losses.policy import (
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
-    POLICY_SUMS,
     SAMPLER_INPUTS,
-    by_entry,
-    check_policy,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -33,15 +28,8 @@ def importance_sampling(
     return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)
 
 
-LOSS = Loss(
-    name="importance_sampling",
-    compute=importance_sampling,
+LOSS = policy_loss(
+    "importance_sampling",
+    importance_sampling,
     inputs=SAMPLER_INPUTS,
-    settings=POLICY_SETTINGS,
-    check=check_policy,
-    by_entry=by_entry,
-    active="advantages",
-    sum_names=POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
 )

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings
-from trainer_service.losses.preference import (
-    BETA,
-    PAIR_SUMS,
-    PREFERENCE_AGGREGATION,
-    PREFERENCE_INPUTS,
-    pair_metrics,
-    pair_result,
-    pairs,
-)
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings
+from trainer_service.losses.preference import pair_loss, pair_result, pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +24,4 @@ def ipo(
     return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
 
 
-LOSS = Loss(
-    name="ipo",
-    compute=ipo,
-    inputs=PREFERENCE_INPUTS,
-    settings=(BETA, PREFERENCE_AGGREGATION),
-    active="weights",
-    group=2,
-    sum_names=PAIR_SUMS,
-    metrics=pair_metrics,
-)
+LOSS = pair_loss("ipo", ipo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,10 @@ import torch
 from tandem.errors import UnknownLossSetting
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
+    Compute,
     DatumLayout,
     Input,
+    Loss,
     LossResult,
     LossSettings,
     Setting,
@@ -134,8 +136,8 @@ def check_policy(settings: LossSettings) -> None:
     correction_names(settings)
 
 
-def by_entry(settings: LossSettings) -> bool:
-    """True without corrections, which weigh a token by its whole sequence. See `Loss.by_entry`."""
+def without_corrections(settings: LossSettings) -> bool:
+    """Corrections weigh a token by its whole sequence. See `Loss.by_entry`."""
     return not correction_names(settings)
 
 
@@ -312,3 +314,31 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     if "clipped" in sums:
         metrics["clipped:mean"] = mean("clipped", otherwise=0.0)
     return metrics
+
+
+def policy_loss(
+    name: str,
+    compute: Compute,
+    *,
+    inputs: tuple[Input, ...],
+    settings: tuple[Setting, ...] = (),
+    clips: bool = False,
+    by_entry: Callable[[LossSettings], bool] = without_corrections,
+    check: Callable[[LossSettings], None] = check_policy,
+) -> Loss:
+    """Return a loss that acts on tokens with an advantage, and reports the statistics of `finish`.
+
+    It has `POLICY_SETTINGS` after its own `settings`. With `clips`, it reports clipped tokens
+    too."""
+    return Loss(
+        name=name,
+        compute=compute,
+        inputs=inputs,
+        settings=(*settings, *POLICY_SETTINGS),
+        check=check,
+        by_entry=by_entry,
+        active="advantages",
+        sum_names=CLIPPED_POLICY_SUMS if clips else POLICY_SUMS,
+        max_names=POLICY_MAXIMA,
+        metrics=policy_metrics,
+    )

@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.errors import UnknownLossSetting
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
-    CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
     bound_settings,
-    by_entry,
     check_policy,
     clip_bounds,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -60,19 +56,14 @@ def _check(settings: LossSettings) -> None:
         )
 
 
-LOSS = Loss(
-    name="ppo",
-    compute=ppo,
+LOSS = policy_loss(
+    "ppo",
+    ppo,
     inputs=(*POLICY_INPUTS, *BOUND_INPUTS),
     settings=(
         *bound_settings(0.8, 1.2),
         Setting("dual_clip", 0.0, "c of the dual clip, above 1. 0 turns it off", low=0.0),
-        *POLICY_SETTINGS,
     ),
+    clips=True,
     check=_check,
-    by_entry=by_entry,
-    active="advantages",
-    sum_names=CLIPPED_POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
 )

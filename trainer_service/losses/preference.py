@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Input, LossResult, LossSettings, Setting
+from trainer_service.losses.base import (
+    Compute,
+    DatumLayout,
+    Input,
+    Loss,
+    LossResult,
+    LossSettings,
+    Setting,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,3 +77,17 @@ def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "chosen_reward:mean": sums["chosen"] / pairs,
         "rejected_reward:mean": sums["rejected"] / pairs,
     }
+
+
+def pair_loss(name: str, compute: Compute) -> Loss:
+    """Return a loss of pairs of datums, each a chosen and a rejected one."""
+    return Loss(
+        name=name,
+        compute=compute,
+        inputs=PREFERENCE_INPUTS,
+        settings=(BETA, PREFERENCE_AGGREGATION),
+        active="weights",
+        group=2,
+        sum_names=PAIR_SUMS,
+        metrics=pair_metrics,
+    )

@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import DatumLayout, Loss, LossResult, LossSettings, Setting
+from trainer_service.losses.base import DatumLayout, LossResult, LossSettings, Setting
 from trainer_service.losses.policy import (
     POLICY_INPUTS,
-    POLICY_MAXIMA,
-    POLICY_SETTINGS,
-    POLICY_SUMS,
-    by_entry,
-    check_policy,
     finish,
-    policy_metrics,
+    policy_loss,
     ready,
 )
 
@@ -42,19 +37,12 @@ def sapo(
     return finish(tokens, -gate * tokens.advantages, inputs, settings, layout)
 
 
-LOSS = Loss(
-    name="sapo",
-    compute=sapo,
+LOSS = policy_loss(
+    "sapo",
+    sapo,
     inputs=POLICY_INPUTS,
     settings=(
         Setting("tau_positive", 1.0, "τ where A > 0", low=0.0, above=True),
         Setting("tau_negative", 1.05, "τ where A < 0", low=0.0, above=True),
-        *POLICY_SETTINGS,
     ),
-    check=check_policy,
-    by_entry=by_entry,
-    active="advantages",
-    sum_names=POLICY_SUMS,
-    max_names=POLICY_MAXIMA,
-    metrics=policy_metrics,
 )
